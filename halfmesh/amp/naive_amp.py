@@ -1,0 +1,85 @@
+"""NAIVE: the whole model in half precision, fp32 master weights, one dynamic or static loss scale."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import model_validator
+
+from ..options import BackoffFactor, GrowthFactor, Options, PositiveFloat, PositiveInt
+from .plugin import AMPPlugin, Composes
+from .recipe import LossScale, Recipe
+
+
+class NaiveOptions(Options):
+    """Colossal-AI's keys and defaults, but `initial_scale` is 2**16: at its 2**32 the first ~20 steps are lost."""
+
+    loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
+    """A number is a static scale: it never moves, and no step is skipped."""
+    log_num_zeros_in_grad: bool = False
+    """Return the number of zeros in the gradient with each step, as `StepResult.num_zeros`."""
+    initial_scale: PositiveFloat = 2.0**16
+    growth_factor: GrowthFactor = 2.0
+    backoff_factor: BackoffFactor = 0.5
+    growth_interval: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    max_scale: PositiveFloat = 2.0**32
+    min_scale: PositiveFloat = 1.0
+    verbose: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NaiveOptions:
+        if self.loss_scale != "dynamic":
+            moot = sorted(self.model_fields_set & _DYNAMIC_KEYS)
+            if moot:
+                raise ValueError(
+                    f"loss_scale={self.loss_scale} is static, so {', '.join(moot)} would have no effect; "
+                    'remove them, or set loss_scale="dynamic"'
+                )
+        elif not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"initial_scale={self.initial_scale} must lie between min_scale={self.min_scale} "
+                f"and max_scale={self.max_scale}"
+            )
+        return self
+
+
+_DYNAMIC_KEYS = frozenset(
+    {"initial_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale", "min_scale"}
+)
+
+
+class NaiveAMP(AMPPlugin):
+    """Half-precision parameters with fp32 masters (apex's O2 with keep_batchnorm_fp32=False)."""
+
+    options = NaiveOptions
+    composes = Composes(tensor=True, pipeline=True, data=frozenset({"replicate", "zero1", "fsdp"}))
+    scale_keys = _DYNAMIC_KEYS | {"loss_scale", "verbose"}
+
+    @classmethod
+    def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
+        assert isinstance(options, NaiveOptions)
+        return Recipe(
+            compute_dtype=dtype,
+            param_dtype=dtype,
+            master_weights=True,
+            loss_scale=_loss_scale(options) if dtype == torch.float16 else None,
+            output_dtype=torch.float32,
+            count_zeros=options.log_num_zeros_in_grad,
+        )
+
+
+def _loss_scale(options: NaiveOptions) -> LossScale:
+    if options.loss_scale != "dynamic":
+        return LossScale(initial=options.loss_scale, dynamic=False, verbose=options.verbose)
+    return LossScale(
+        initial=options.initial_scale,
+        growth_factor=options.growth_factor,
+        backoff_factor=options.backoff_factor,
+        growth_interval=options.growth_interval,
+        hysteresis=options.hysteresis,
+        min_scale=options.min_scale,
+        max_scale=options.max_scale,
+        verbose=options.verbose,
+    )

@@ -1,0 +1,68 @@
+"""The precision plugin: what a mode's own keys are, which recipe they make, and what the mode composes with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ..registry import Registry
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from ..options import Options
+
+
+class AMP_TYPE(str, Enum):  # noqa: N801 (the name that Colossal-AI's configs use)
+    """The built-in precision modes. A config may give the enum or its name in any case."""
+
+    TORCH = "torch"
+    NAIVE = "naive"
+    APEX = "apex"
+
+
+@dataclass(frozen=True)
+class Composes:
+    """What a mode can be combined with. The defaults are the cautious ones: one process or plain data parallelism."""
+
+    tensor: bool = False
+    pipeline: bool = False
+    data: frozenset[str] = frozenset({"replicate"})
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """For a refused axis ("tensor", "pipeline"), data strategy, device or dtype: the reason and what to use instead."""
+
+
+class AMPPlugin(ABC):
+    """One precision mode. Subclass, fill in the four attributes and `recipe`, and register the class:
+
+        @AMP_PLUGINS.register("my_mode")
+        class MyMode(AMPPlugin): ...
+
+    The mode is then valid in a config, checked with the rest of it, listed in the composition table and covered by
+    the tests that are generated from the table.
+    """
+
+    options: ClassVar[type[Options]]
+    """The mode's keys, with defaults and bounds."""
+    composes: ClassVar[Composes] = Composes()
+    scale_keys: ClassVar[frozenset[str]] = frozenset()
+    """Those of `options` that only concern loss scaling; they are refused where nothing is scaled (bf16)."""
+    built: ClassVar[bool] = True
+    """False for a mode that is declared but does not exist yet."""
+
+    @classmethod
+    @abstractmethod
+    def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
+        """The recipe of `options` with half precision `dtype` (torch.float16 or torch.bfloat16)."""
+
+
+AMP_PLUGINS: Registry[type[AMPPlugin]] = Registry("AMP mode", "halfmesh.amp_plugins")
+AMP_PLUGINS.register_lazy("torch", "halfmesh.amp.torch_amp:TorchAMP")
+AMP_PLUGINS.register_lazy("naive", "halfmesh.amp.naive_amp:NaiveAMP")
+AMP_PLUGINS.register_lazy("apex", "halfmesh.amp.apex_amp:ApexAMP")

@@ -1,0 +1,40 @@
+"""TORCH: fp32 parameters, forward and criterion under torch.autocast, torch.amp.GradScaler's loss scaling."""
+
+from __future__ import annotations
+
+import torch
+
+from ..options import BackoffFactor, GrowthFactor, Options, PositiveFloat, PositiveInt
+from .plugin import AMPPlugin, Composes
+from .recipe import LossScale, Recipe
+
+
+class TorchOptions(Options):
+    """Keys and defaults of `torch.amp.GradScaler`."""
+
+    init_scale: PositiveFloat = 2.0**16
+    growth_factor: GrowthFactor = 2.0
+    backoff_factor: BackoffFactor = 0.5
+    growth_interval: PositiveInt = 2000
+    enabled: bool = True
+    """False drops the loss scaling and keeps autocast, as in torch."""
+
+
+class TorchAMP(AMPPlugin):
+    """torch's own mixed precision."""
+
+    options = TorchOptions
+    composes = Composes(tensor=True, pipeline=True, data=frozenset({"replicate", "zero1", "fsdp"}))
+    scale_keys = frozenset(TorchOptions.model_fields)
+
+    @classmethod
+    def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
+        assert isinstance(options, TorchOptions)
+        scaled = options.enabled and dtype == torch.float16
+        scale = LossScale(
+            initial=options.init_scale,
+            growth_factor=options.growth_factor,
+            backoff_factor=options.backoff_factor,
+            growth_interval=options.growth_interval,
+        )
+        return Recipe(compute_dtype=dtype, autocast=True, loss_scale=scale if scaled else None)

@@ -1,0 +1,1 @@
+"""What a user writes: the schema of a config and the ways to load one."""

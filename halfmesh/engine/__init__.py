@@ -1,0 +1,1 @@
+"""TIME: when each thing happens in a step."""

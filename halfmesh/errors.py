@@ -1,0 +1,66 @@
+"""The exceptions of halfmesh and the words they share.
+
+Every message gives the value that was given, the reason, what is allowed, and what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class HalfmeshError(Exception):
+    """Base class of every error that halfmesh raises on purpose."""
+
+
+class ConfigError(HalfmeshError, ValueError):
+    """The config cannot be used. `problems` holds one line per mistake, all of them at once."""
+
+    def __init__(self, problems: Sequence[str], source: str = "the config") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", problems))
+
+
+class IncompatibleConfigError(ConfigError):
+    """Each key is valid by itself, but the combination (or the device, or the model given) is not."""
+
+
+class InputError(HalfmeshError, ValueError):
+    """The model, optimizer, criterion, dataloader or a call on the engine does not fit."""
+
+
+class RegistryError(HalfmeshError, LookupError):
+    """A name is not registered, or is registered twice."""
+
+
+class LaunchError(HalfmeshError, RuntimeError):
+    """The environment does not describe a process group, or the group cannot be made."""
+
+
+class NonFiniteError(HalfmeshError, RuntimeError):
+    """Training met inf or nan and was told, or has to, stop."""
+
+
+def bullet_list(title: str, lines: Iterable[str]) -> str:
+    """`title`, then one indented line per item."""
+    return "\n".join([title, *(f"  - {line}" for line in lines)])
+
+
+def find_near(name: object, known: Iterable[str]) -> str | None:
+    """The known name nearest to `name`, or None if nothing is near (difflib ratio below 0.6)."""
+    by_lower = {known_name.lower(): known_name for known_name in known}
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[near[0]] if near else None
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` when a known name is near, else the empty string."""
+    near = find_near(name, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def shorten(names: Sequence[str], most: int = 5) -> str:
+    """The first `most` names, comma separated, with a count of the rest."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

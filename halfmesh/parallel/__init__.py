@@ -1,0 +1,1 @@
+"""PLACE: which rank holds what. Knows nothing of number formats or of the loop."""

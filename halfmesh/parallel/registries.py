@@ -1,0 +1,28 @@
+"""The registries of the parallel room. What is declared here but not built yet is `NotBuilt`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..registry import Registry
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """An entry that the design declares and a later version fills."""
+
+    what: str
+
+
+DATA_STRATEGIES: Registry[Any] = Registry("data strategy", "halfmesh.data_strategies")
+TENSOR_STYLES: Registry[Any] = Registry("tensor style", "halfmesh.tensor_styles")
+TENSOR_PLANS: Registry[Any] = Registry("tensor plan", "halfmesh.tensor_plans")
+PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
+SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
+
+DATA_STRATEGIES.register_lazy("replicate", "halfmesh.parallel.reducer:Reducer")
+for _name in ("zero1", "fsdp"):
+    DATA_STRATEGIES.register(_name, NotBuilt(f"parallel.data.strategy={_name!r}"))
+for _name in ("gpipe", "1f1b", "interleaved"):
+    SCHEDULES.register(_name, NotBuilt(f"parallel.pipeline.schedule={_name!r}"))

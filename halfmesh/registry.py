@@ -1,0 +1,133 @@
+"""One registry class: names to objects, with lazy built-ins and the entry points of installed packages."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar, overload
+
+from .errors import RegistryError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names (lower case, compared without case) to objects of one kind.
+
+    Three ways in: `register` as decorator or call, `register_lazy` with a "module:attribute" reference that is
+    imported when first asked for, and entry points of installed packages in the group `entry_point_group`:
+
+        [project.entry-points."halfmesh.amp_plugins"]
+        my_mode = "my_package.amp:MyPlugin"
+
+    A registered name wins over an entry point of the same name only when it was registered with `override=True`.
+    """
+
+    def __init__(self, kind: str, entry_point_group: str) -> None:
+        self.kind = kind
+        self.entry_point_group = entry_point_group
+        self._objects: dict[str, T] = {}
+        self._lazy: dict[str, str] = {}
+        self._overrides: set[str] = set()
+        self._entry_points_read = False
+
+    @overload
+    def register(self, name: str, obj: None = None, *, override: bool = False) -> Callable[[T], T]: ...
+    @overload
+    def register(self, name: str, obj: T, *, override: bool = False) -> T: ...
+    def register(self, name: str, obj: Any = None, *, override: bool = False) -> Any:
+        """Register `obj` under `name`, or return a decorator that does.
+
+        Raises:
+            RegistryError: the name is taken and `override` is False.
+        """
+        if obj is None:
+            return lambda decorated: self.register(name, decorated, override=override)
+        key = self._claim(name, override)
+        self._objects[key] = obj
+        return obj
+
+    def register_lazy(self, name: str, reference: str, *, override: bool = False) -> None:
+        """Register the object that `reference` ("package.module:attribute") names; it is imported on first use."""
+        self._lazy[self._claim(name, override)] = reference
+
+    def unregister(self, name: str) -> None:
+        """Forget `name` (for tests and notebooks that define a plugin twice)."""
+        key = _key(name)
+        self._objects.pop(key, None)
+        self._lazy.pop(key, None)
+        self._overrides.discard(key)
+
+    def get(self, name: str) -> T:
+        """The object registered as `name`.
+
+        Raises:
+            RegistryError: no such name; the message has the nearest one and the list.
+        """
+        self._read_entry_points()
+        key = _key(name)
+        if key not in self._objects and key in self._lazy:
+            self._objects[key] = self._load(key)
+        if key not in self._objects:
+            names = self.names()
+            raise RegistryError(
+                f"no {self.kind} named {name!r}{did_you_mean(name, names)}; "
+                f"registered: {', '.join(names) or 'none'}. A package adds one with the entry point group "
+                f"{self.entry_point_group!r} or with the decorator `.register({str(name)!r})`"
+            )
+        return self._objects[key]
+
+    def names(self) -> list[str]:
+        """All registered names in order of registration."""
+        self._read_entry_points()
+        return list(dict.fromkeys([*self._lazy, *self._objects]))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and _key(name) in self.names()
+
+    def _claim(self, name: str, override: bool) -> str:
+        if not isinstance(name, str) or not name:
+            raise RegistryError(f"a {self.kind} is registered under a non-empty string, but {name!r} was given")
+        key = _key(name)
+        taken = self._objects.get(key, self._lazy.get(key))
+        if taken is not None and not override:
+            raise RegistryError(
+                f"a {self.kind} named {name!r} is already registered ({_where(taken)}); "
+                "choose another name, or pass override=True to replace it"
+            )
+        self._objects.pop(key, None)
+        self._lazy.pop(key, None)
+        if override:
+            self._overrides.add(key)
+        return key
+
+    def _load(self, key: str) -> T:
+        reference = self._lazy[key]
+        module, _, attribute = reference.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise RegistryError(
+                f"the {self.kind} {key!r} is registered as {reference!r}, which fails: {error}"
+            ) from error
+
+    def _read_entry_points(self) -> None:
+        if self._entry_points_read:
+            return
+        self._entry_points_read = True
+        for entry_point in entry_points(group=self.entry_point_group):
+            if _key(entry_point.name) not in self._overrides:
+                self.register_lazy(entry_point.name, entry_point.value)
+
+
+def _key(name: str) -> str:
+    return str(name).lower()
+
+
+def _where(obj: object) -> str:
+    if isinstance(obj, str):
+        return obj
+    named = obj if inspect.isclass(obj) or inspect.isfunction(obj) else type(obj)
+    return f"{named.__module__}.{named.__qualname__}"

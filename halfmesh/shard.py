@@ -1,0 +1,74 @@
+"""What the rooms `amp` and `parallel` share: the parameters that a rank holds, and one way to reach the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(eq=False)
+class ParamShard:
+    """What one rank holds of one parameter.
+
+    `parallel` makes these and keeps `weight` true, `amp` turns their gradients into new weights. Neither needs to
+    know how the other works.
+    """
+
+    name: str
+    """The parameter's name in the whole model."""
+    param: nn.Parameter
+    """The parameter as the model on this rank uses it."""
+    weight: float = 1.0
+    """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
+    main_grad: torch.Tensor | None = field(default=None, repr=False)
+    """The gradient in a wider dtype than the parameter's, when one is kept (fp32 accumulation or reduction)."""
+
+    def take_grad(self) -> torch.Tensor | None:
+        """The gradient collected so far: `main_grad` plus the parameter's own, taken away from the parameter.
+
+        The result stays reachable as `main_grad` when it is wider than the parameter, else as `param.grad`.
+        """
+        grad = self.param.grad
+        if self.main_grad is None:
+            return grad
+        if grad is not None:
+            self.main_grad.add_(grad)
+            self.param.grad = None
+        return self.main_grad
+
+    def clear_grad(self) -> None:
+        """Forget all of the gradient."""
+        self.param.grad = None
+        self.main_grad = None
+
+
+class Ranks(Protocol):
+    """The ranks that share one update."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them, 0 to size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place over all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """`Ranks` of a single process: nothing to talk to."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """A sum over one rank."""
