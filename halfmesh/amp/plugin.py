@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..options import Options
 
 
-class AMP_TYPE(str, Enum):  # noqa: N801 (the name that Colossal-AI's configs use)
+class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
     """The built-in precision modes. A config may give the enum or its name in any case."""
 
     TORCH = "torch"
