@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,16 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"cannot set {name!r}: configs are immutable; config.replace(key=value) gives a changed copy"
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"cannot delete {name!r}: configs are immutable; config.replace(key=value) gives a changed copy"
+        )
 
 
 PositiveFloat = Annotated[float, Field(gt=0)]

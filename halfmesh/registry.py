@@ -79,6 +79,11 @@ class Registry(Generic[T]):
             )
         return self._objects[key]
 
+    def peek(self, name: str) -> T | str | None:
+        """The object registered as `name`, or the reference of one not imported yet, or None. Imports nothing."""
+        self._read_entry_points()
+        return self._objects.get(_key(name), self._lazy.get(_key(name)))
+
     def names(self) -> list[str]:
         """All registered names in order of registration."""
         self._read_entry_points()
@@ -94,7 +99,7 @@ class Registry(Generic[T]):
         taken = self._objects.get(key, self._lazy.get(key))
         if taken is not None and not override:
             raise RegistryError(
-                f"a {self.kind} named {name!r} is already registered ({_where(taken)}); "
+                f"the {self.kind} {name!r} is already registered ({_where(taken)}); "
                 "choose another name, or pass override=True to replace it"
             )
         self._objects.pop(key, None)
@@ -116,10 +121,12 @@ class Registry(Generic[T]):
     def _read_entry_points(self) -> None:
         if self._entry_points_read:
             return
-        self._entry_points_read = True
         for entry_point in entry_points(group=self.entry_point_group):
-            if _key(entry_point.name) not in self._overrides:
+            key = _key(entry_point.name)
+            # A package found twice on the path repeats itself; a call after a failed one meets what that one added.
+            if key not in self._overrides and self._lazy.get(key) != entry_point.value:
                 self.register_lazy(entry_point.name, entry_point.value)
+        self._entry_points_read = True
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,142 @@
+"""What the user's optimizer holds: which parameters, or masters in their place, and with which implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn, optim
+from torch.utils.hooks import RemovableHandle
+
+from .. import torch_private
+from ..errors import InputError, shorten
+from ..shard import ParamShard
+from . import fused
+from .master_weights import make_master, publish, repoint
+from .recipe import Recipe
+from .rules import UpdateRules
+from .wide_gradients import accumulate_in_fp32
+
+# Update one parameter from that parameter's gradient and state alone, so that a step may be taken in parts.
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Adadelta,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.ASGD,
+    optim.Rprop,
+)
+
+
+class Holdings:
+    """The parameters of the optimizer's groups, each with its shard; kept true as groups change.
+
+    Args:
+        optimizer: its groups are re-pointed to masters in place.
+        shards: every parameter that this rank holds, cast to the recipe's dtype.
+        masters: fp32 masters made before the cast; others are made from the parameters as they are.
+
+    Attributes:
+        masters: the fp32 master of each of the model's parameters that has one.
+        trained: the shards whose parameters the optimizer holds.
+        folds: whether `optimizer.step` takes the loss scale and the verdict along.
+
+    Raises:
+        InputError: the optimizer holds parameters that are not in `shards`.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        shards: Sequence[ParamShard],
+        recipe: Recipe,
+        rules: UpdateRules,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.shards = list(shards)
+        self.masters = dict(masters or {})
+        self._recipe = recipe
+        self._rules = rules
+        self._widened: dict[int, RemovableHandle | None] = {}
+        self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in what changed in the optimizer's groups: parameters added later, implementation flags."""
+        refuse_foreign_params(self.optimizer, self.shards, self.masters.values())
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if self._recipe.master_weights:
+            raw = [shard.param for shard in self.shards if id(shard.param) in held]
+            new = {p: self.masters[p] if p in self.masters else make_master(p) for p in raw}
+            repoint(self.optimizer, new)
+            self.masters.update(new)
+        self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
+        if self._rules.wide_gradients:
+            for shard in self.trained:
+                if self._widened.get(id(shard)) is None:
+                    self._widened[id(shard)] = accumulate_in_fp32(shard)
+        if self._rules.fused == "auto":
+            fused.switch_to_fused(self.optimizer)
+        fused.seed_momentum(self.optimizer)
+        self.folds = fused.takes_scale(self.optimizer)
+        self._group_sizes = self._sizes()
+
+    def changed(self) -> bool:
+        """Whether parameters were added to the optimizer since the last `refresh`."""
+        return self._sizes() != self._group_sizes
+
+    def target(self, shard: ParamShard) -> nn.Parameter:
+        """What the optimizer holds for `shard`."""
+        return self.masters.get(shard.param, shard.param)
+
+    @property
+    def streams(self) -> bool:
+        """Whether a step may be taken in parts: an elementwise optimizer of torch, without hooks of the user's."""
+        own_hooks = 1  # the one that refuses steps outside the engine
+        hooked = len(torch_private.step_hooks(self.optimizer)) > own_hooks
+        return type(self.optimizer) in _ELEMENTWISE and not hooked
+
+    @torch.no_grad()
+    def adopt(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+        """Take new values for the masters, and round them into the model; names that are missing stay."""
+        taken = []
+        for shard in self.trained:
+            value, master = weights.get(prefix + shard.name), self.masters.get(shard.param)
+            if master is not None and value is not None and value.shape == master.shape:
+                master.copy_(value)
+                taken.append((shard.param, master))
+        if taken:
+            publish(taken)
+
+    def close(self) -> None:
+        """Remove the hooks from optimizer and model."""
+        for hook in [self._load_hook, *self._widened.values()]:
+            if hook is not None:
+                hook.remove()
+
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(len(group["params"]) for group in self.optimizer.param_groups)
+
+
+def refuse_foreign_params(
+    optimizer: optim.Optimizer, shards: Sequence[ParamShard], masters: Iterable[nn.Parameter] = ()
+) -> None:
+    """Raise InputError if `optimizer` holds parameters that are neither in `shards` nor `masters`."""
+    known = {id(shard.param) for shard in shards} | {id(master) for master in masters}
+    foreign = [
+        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if id(param) not in known
+    ]
+    if foreign:
+        raise InputError(
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's: {shorten(foreign)}; build it "
+            "from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
+        )

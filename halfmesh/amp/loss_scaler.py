@@ -1,0 +1,85 @@
+"""The loss scaler of every mode: static or dynamic, with hysteresis, floor and ceiling, all of it on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from .recipe import LossScale
+
+
+class LossScaler:
+    """Keeps the loss scale in tensors, so that no update needs a host read.
+
+    Use it in this order: seed backward with `scale`, divide the gradients by the same `scale`, decide, step, and
+    only then `update`. (Updating first divides by a scale that backward never saw.)
+
+    Rule of `update`, as in Megatron and Colossal-AI: an overflow uses up one of `hysteresis`; when none is left,
+    each overflow multiplies the scale by `backoff_factor`, not below `min_scale`. After `growth_interval` updates
+    in a row without overflow the scale is multiplied by `growth_factor`, not above `max_scale`, and the hysteresis
+    is refilled. With hysteresis 1 this is the rule of `torch.amp.GradScaler`.
+
+    From 1024 with hysteresis 2 and backoff 0.5, the overflows 1, 0, 0, 1, 1, 1 leave the scale at
+    1024, 1024, 1024, 512, 256, 128.
+    """
+
+    def __init__(self, options: LossScale, device: torch.device) -> None:
+        self.options = options
+        self.max_scale = options.max_scale
+        self.scale = torch.tensor(options.initial, dtype=torch.float32, device=device)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._hysteresis_left = torch.full((), options.hysteresis, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Move a dynamic scale. `found_inf`: 0-dim, nonzero if the step's gradients held inf or nan."""
+        options = self.options
+        if not options.dynamic:
+            return
+        found = found_inf != 0
+        left = torch.where(found, (self._hysteresis_left - 1).clamp(min=0), self._hysteresis_left)
+        tracker = torch.where(found, 0, self._growth_tracker + 1)
+        grow = tracker >= options.growth_interval
+        lowered = (self.scale * options.backoff_factor).clamp(min=options.min_scale)
+        grown = (self.scale * options.growth_factor).clamp(max=self.max_scale)
+        # Out of place: results of earlier steps keep the scale that they were taken with.
+        self.scale = torch.where(found & (left == 0), lowered, torch.where(grow, grown, self.scale))
+        self._growth_tracker = torch.where(grow, 0, tracker)
+        self._hysteresis_left = torch.where(grow, options.hysteresis, left)
+
+    def cap(self, limit: float, reason: str) -> bool:
+        """Keep a dynamic scale at or below `limit` from now on; returns whether that changed anything.
+
+        Raises:
+            InputError: a static scale is above `limit`; it is the user's choice and is not changed.
+        """
+        if self.max_scale <= limit:
+            return False
+        if not self.options.dynamic:
+            if self.options.initial > limit:
+                raise InputError(
+                    f"the static loss_scale {self.options.initial:g} cannot be used: {reason}; "
+                    f"the largest possible scale is {limit:g}. Lower it, or take the loss in fp32"
+                )
+            return False
+        self.max_scale = limit
+        self.scale = self.scale.clamp(max=limit)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that moves, as Python numbers."""
+        return {
+            "scale": self.scale.item(),
+            "max_scale": self.max_scale,
+            "growth_tracker": int(self._growth_tracker.item()),
+            "hysteresis_left": int(self._hysteresis_left.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self.max_scale = float(state["max_scale"])
+        self.scale = torch.full_like(self.scale, state["scale"])
+        self._growth_tracker = torch.full_like(self._growth_tracker, state["growth_tracker"])
+        self._hysteresis_left = torch.full_like(self._hysteresis_left, state["hysteresis_left"])

@@ -1,0 +1,53 @@
+"""fp32 master weights: the optimizer holds them in place of the model's half-precision parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from .. import torch_private
+from ..shard import ParamShard
+
+
+def make_master(param: nn.Parameter) -> nn.Parameter:
+    """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards."""
+    return nn.Parameter(param.detach().float(), requires_grad=True)
+
+
+def repoint(optimizer: torch.optim.Optimizer, replace: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Make `optimizer`'s groups and state hold `replace[param]` instead of `param`. Groups are changed in place."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replace.get(param, param) for param in group["params"]]
+    for old, new in replace.items():
+        if old is not new and old in optimizer.state:
+            optimizer.state[new] = {name: _widen(value) for name, value in optimizer.state.pop(old).items()}
+
+
+def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Copy each master (second) into its working parameter (first), rounding to the parameter's dtype."""
+    working, masters = zip(*pairs, strict=True)
+    with torch.no_grad():
+        torch_private.foreach_copy_(working, masters)
+
+
+def by_bytes(shards: Sequence[ParamShard], limit: int) -> list[list[ParamShard]]:
+    """Consecutive groups of shards whose fp32 gradients take at most `limit` bytes (one larger shard stands alone)."""
+    buckets: list[list[ParamShard]] = []
+    room = 0
+    for shard in shards:
+        size = shard.param.numel() * 4
+        if size > room or not buckets:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(shard)
+        room -= size
+    return buckets
+
+
+def _widen(value: object) -> object:
+    """Optimizer state of a half-precision parameter belongs to the fp32 master now."""
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value

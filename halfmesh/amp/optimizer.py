@@ -1,0 +1,265 @@
+"""The one path from complete local gradients to new weights, for every mode and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from .. import torch_private
+from ..errors import InputError
+from ..log import get_logger
+from ..shard import OneRank, ParamShard, Ranks
+from .holdings import Holdings
+from .loss_scaler import LossScaler
+from .master_weights import by_bytes, publish
+from .recipe import Recipe
+from .result import StepResult
+from .rules import UpdateRules
+from .skips import SkipWatch
+from .verdict import Verdict, measure
+
+# The seed of an fp16 loss is itself fp16: 2**15 is the largest power of two that fits (the maximum is 65504).
+FP16_SEED_LIMIT = 2.0**15
+STREAM_BYTES = 25 * 2**20
+
+_Grads = list[tuple[ParamShard, torch.Tensor]]
+_log = get_logger(__name__)
+
+
+class MixedPrecisionOptimizer:
+    """Steps the user's optimizer from scaled gradients.
+
+    The user's optimizer stays the one that steps: its groups are re-pointed in place to fp32 masters where the
+    recipe keeps them, so schedulers built on it keep working. It refuses to step outside `step` below.
+
+    One `step`: gradients -> one pass for norm and verdict -> one all-reduce of it -> unscale and clip as one divisor
+    -> step or skip -> masters published to the model -> loss scale updated. With a fused SGD, Adam, AdamW or Adagrad
+    nothing in it is read on the host; another optimizer under a dynamic scale reads one number.
+
+    Args:
+        optimizer: over parameters of `shards` only.
+        shards: every parameter that this rank holds, cast to the recipe's dtype.
+        recipe: the precision mode.
+        ranks: the ranks that take this update together.
+        rules: clipping and what to do about inf and nan.
+        masters: fp32 masters made before the cast; others are made from the parameters as they are.
+
+    Raises:
+        InputError: the optimizer holds parameters that are not in `shards`.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        shards: Sequence[ParamShard],
+        recipe: Recipe,
+        ranks: Ranks | None = None,
+        rules: UpdateRules | None = None,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.recipe = recipe
+        self.rules = rules or UpdateRules()
+        self.holdings = Holdings(optimizer, shards, recipe, self.rules, masters)
+        self.device = shards[0].param.device
+        self.scaler = LossScaler(recipe.loss_scale, self.device) if recipe.loss_scale else None
+        self.watch = SkipWatch(self.rules.max_consecutive_skips, self.device)
+        self.skips = recipe.skips if self.rules.on_nonfinite == "auto" else self.rules.on_nonfinite == "skip"
+        """Whether an update with inf or nan is skipped."""
+        self._ranks = ranks or OneRank()
+        self._clip_once: tuple[float, Verdict] | None = None
+        self._stepping = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+
+    def backward(self, loss: torch.Tensor, divisor: float = 1.0) -> None:
+        """Run backward from a scalar `loss`, with the loss scale / `divisor` as its seed."""
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()  # a scaled seed does not fit into half precision
+        if self.scaler is None:
+            seed = torch.full_like(loss, 1 / divisor)
+        else:
+            seed = (self.scaler.scale / divisor).to(loss.dtype).expand_as(loss)
+        loss.backward(gradient=seed)
+
+    def cap_scale(self) -> None:
+        """Keep the loss scale at or below 2**15, because backward starts in fp16 with the loss scale itself."""
+        reason = "the loss itself is fp16, and its gradient is the loss scale, in fp16"
+        if self.scaler is not None and self.scaler.cap(FP16_SEED_LIMIT, reason):
+            _log.warning("the loss scale is kept at or below %g: %s", FP16_SEED_LIMIT, reason)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Clip the next update to `max_norm` instead of the rules' own. Returns the norm before clipping (0-dim)."""
+        if not max_norm > 0:
+            raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
+        verdict = self._measure(self._gradients())
+        self._clip_once = (float(max_norm), verdict)
+        total = self._scale(divisor)
+        return verdict.norm if total is None else verdict.norm / total
+
+    @torch.no_grad()
+    def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
+        """Take one update from the gradients collected since the last one.
+
+        Args:
+            divisor: the gradients are divided by it (and by the loss scale).
+
+        Raises:
+            NonFiniteError: inf or nan, as `rules` say.
+        """
+        if self.holdings.changed():
+            self.holdings.refresh()
+        grads = self._gradients()
+        max_norm, verdict = self._clip_once or (self.rules.max_norm, None)
+        self._clip_once = None
+        if verdict is None and (max_norm > 0 or self._wants_verdict):
+            verdict = self._measure(grads)
+        if verdict is not None:
+            self.watch.judge(verdict, grads, self.skips, self.rules.on_nonfinite == "raise", self.scaler)
+        total = self._scale(divisor)
+        norm = None if verdict is None else verdict.norm if total is None else verdict.norm / total
+        found_inf = verdict.found_inf if verdict is not None and self.skips else None
+        result = StepResult(
+            lr=_first_lr(self.optimizer),
+            skipped=found_inf,
+            norm=norm,
+            scale=None if self.scaler is None else self.scaler.scale,
+            num_zeros=None if verdict is None else verdict.num_zeros,
+        )
+        if norm is not None and max_norm > 0:
+            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            total = 1 / coefficient if total is None else total / coefficient
+        self._apply(grads, None if total is None else total.float(), found_inf)
+        if self.scaler is not None and verdict is not None:
+            _update_scale(self.scaler, verdict.found_inf)
+        return result
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, of the model and of the masters."""
+        self._clip_once = None
+        for shard in self.holdings.shards:
+            shard.clear_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer state, masters by parameter name, loss scaler and counters."""
+        holdings = self.holdings
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": {s.name: holdings.target(s).detach() for s in holdings.trained if s.param in holdings.masters},
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "skips": self.watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken. Copies masters into the model's parameters too."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.holdings.adopt(state["masters"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.watch.load_state_dict(state["skips"])
+
+    def close(self) -> None:
+        """Give the optimizer back: it may step by itself again."""
+        self._guard.remove()
+        self.holdings.close()
+
+    # -- parts of a step ---------------------------------------------------------------------------------------
+
+    @property
+    def _wants_verdict(self) -> bool:
+        rules = self.rules
+        return self.recipe.skips or rules.track_grad_norm or rules.on_nonfinite != "auto" or self.recipe.count_zeros
+
+    def _gradients(self) -> _Grads:
+        taken = ((shard, shard.take_grad()) for shard in self.holdings.trained)
+        return [(shard, grad) for shard, grad in taken if grad is not None]
+
+    def _measure(self, grads: _Grads) -> Verdict:
+        return measure(grads, self._ranks, self.device, self.rules.norm_type, self.recipe.count_zeros)
+
+    def _scale(self, divisor: float | torch.Tensor) -> torch.Tensor | None:
+        """What the gradients are too large by (0-dim float64), or None if they are right as they are."""
+        if self.scaler is not None:
+            return self.scaler.scale.double() * divisor
+        if isinstance(divisor, torch.Tensor):
+            return divisor.double()
+        return None if divisor == 1 else torch.full((), divisor, dtype=torch.float64, device=self.device)
+
+    def _apply(self, grads: _Grads, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Divide by `total` and step, unless `found_inf` is set. Empties `grads`, to free them as it goes."""
+        if found_inf is not None and not self.holdings.folds:
+            if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
+                return
+            found_inf = None
+        for part in self._parts(grads):
+            shards = [shard for shard, _ in part]
+            self._attach(part)
+            self._step_part(shards, total, found_inf)
+            self._publish(shards)
+
+    def _parts(self, grads: _Grads) -> list[_Grads]:
+        """The gradients in the parts that are stepped one after another: several where fp32 copies are made of them."""
+        held = {id(shard): (shard, grad) for shard, grad in grads}
+        grads.clear()
+        converts = any(grad.dtype != self.holdings.target(shard).dtype for shard, grad in held.values())
+        if not (converts and self.holdings.streams):
+            return [list(held.values())]
+        buckets = by_bytes([shard for shard, _ in held.values()], STREAM_BYTES)
+        return [[held.pop(id(shard)) for shard in bucket] for bucket in buckets]
+
+    def _attach(self, part: _Grads) -> None:
+        """Give each target of `part` its gradient in its own dtype, and drop the narrower one. Empties `part`."""
+        while part:
+            shard, grad = part.pop()
+            target = self.holdings.target(shard)
+            if target is not shard.param:
+                shard.clear_grad()
+            target.grad = grad.to(target.dtype)
+
+    def _step_part(
+        self, shards: Sequence[ParamShard], total: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> None:
+        attributes: dict[str, torch.Tensor] = {}
+        if self.holdings.folds and (total is not None or found_inf is not None):
+            attributes["grad_scale"] = torch.ones((), device=self.device) if total is None else total
+            attributes["found_inf"] = torch.zeros((), device=self.device) if found_inf is None else found_inf
+        elif total is not None and shards:
+            grads = [self.holdings.target(shard).grad for shard in shards]
+            torch_private.foreach_mul_([grad for grad in grads if grad is not None], 1 / total)
+        self._stepping = True
+        try:
+            self.optimizer.__dict__.update(attributes)
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+            for name in attributes:
+                delattr(self.optimizer, name)
+
+    def _publish(self, shards: Sequence[ParamShard]) -> None:
+        pairs = [(s.param, self.holdings.masters[s.param]) for s in shards if s.param in self.holdings.masters]
+        if pairs:
+            publish(pairs)
+            for _, master in pairs:
+                master.grad = None
+
+    def _refuse_other_steps(self, *_: Any) -> None:
+        if not self._stepping:
+            raise InputError(
+                "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
+                "checked; call engine.step() instead"
+            )
+
+
+def _update_scale(scaler: LossScaler, found_inf: torch.Tensor) -> None:
+    before = scaler.scale
+    scaler.update(found_inf)
+    if scaler.options.verbose and before is not scaler.scale and before.item() != scaler.scale.item():
+        _log.info("loss scale %g -> %g", before.item(), scaler.scale.item())
+
+
+def _first_lr(optimizer: optim.Optimizer) -> float | torch.Tensor:
+    lr = optimizer.param_groups[0]["lr"]
+    return lr.clone() if isinstance(lr, torch.Tensor) else lr

@@ -1,0 +1,84 @@
+"""Counts updates with non-finite gradients on the device, and stops a run that has nothing but those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import NonFiniteError
+from ..shard import ParamShard
+from .loss_scaler import LossScaler
+from .verdict import Verdict, first_nonfinite
+
+
+class SkipWatch:
+    """Counts non-finite verdicts without reading them, except when `limit` in a row may have been reached."""
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self.limit = limit
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._most = 0  # no more than this many in a row, as far as the host knows
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped so far (reads the host)."""
+        return int(self._skipped.item())
+
+    def judge(
+        self,
+        verdict: Verdict,
+        grads: Sequence[tuple[ParamShard, torch.Tensor]],
+        skips: bool,
+        raise_now: bool,
+        scaler: LossScaler | None,
+    ) -> None:
+        """Count one verdict. `skips`: the update is skipped if non-finite; `raise_now`: it ends the run instead."""
+        found = verdict.found_inf.long()
+        self._in_a_row = (self._in_a_row + 1) * found
+        if skips:
+            self._skipped = self._skipped + found
+        self._most += 1
+        if raise_now and bool(found):
+            raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scaler) + _ADVICE)
+        if self._most >= self.limit:
+            self._most = int(self._in_a_row.item())
+            if self._most >= self.limit:
+                raise NonFiniteError(
+                    f"{self._most} updates in a row had gradients with inf or nan (max_consecutive_skips="
+                    f"{self.limit})" + _where(grads) + _scale_words(scaler) + _ADVICE
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, as Python numbers."""
+        return {"in_a_row": int(self._in_a_row.item()), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue counting where `state_dict` was taken."""
+        self._in_a_row = torch.full_like(self._in_a_row, state["in_a_row"])
+        self._skipped = torch.full_like(self._skipped, state["skipped"])
+        self._most = state["in_a_row"]
+
+
+_ADVICE = (
+    ". Look for inf or nan in the batch, the loss and the weights; otherwise lower the learning rate, clip with "
+    "clip_grad_norm, or use bf16. on_nonfinite='raise' stops at the first one"
+)
+
+
+def _where(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str:
+    name = first_nonfinite(grads)
+    return f"; the first parameter with a non-finite gradient is {name!r}" if name else "; none on this rank"
+
+
+def _scale_words(scaler: LossScaler | None) -> str:
+    if scaler is None:
+        return "; no loss scaling is in use"
+    scale, floor = scaler.scale.item(), scaler.options.min_scale
+    if not scaler.options.dynamic:
+        return f"; the loss scale is static at {scale:g}"
+    if scale <= floor:
+        return f"; the loss scale has reached its floor, min_scale={floor:g}"
+    return f"; the loss scale has fallen to {scale:g}"

@@ -1,0 +1,232 @@
+"""initialize(): config -> check -> context -> model -> precision -> engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from . import compat, inputs, launching
+from .amp.cast import Precision
+from .amp.convert import convert
+from .amp.optimizer import MixedPrecisionOptimizer
+from .amp.plugin import AMP_PLUGINS
+from .amp.recipe import FP32, Recipe
+from .amp.rules import UpdateRules
+from .effective_plan import describe
+from .engine.accumulation import Accumulation
+from .engine.dataloader import EngineDataLoader
+from .engine.engine import Engine
+from .engine.samplers import generators, shard_loader
+from .engine.scheduling import LRAdvance
+from .errors import IncompatibleConfigError, InputError
+from .launching import Launch
+from .log import get_logger
+from .parallel.context import ParallelContext
+from .parallel.random import separate_dp_ranks
+from .parallel.reducer import ReduceOptions, Reducer, running_statistics
+from .shard import ParamShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .config import Config
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class _Given:
+    """The caller's objects."""
+
+    model: Any
+    optimizer: Any
+    criterion: Any
+    dataloader: Any
+    eval_dataloader: Any
+    lr_scheduler: Any
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: optim.Optimizer | Callable[..., optim.Optimizer],
+    criterion: Callable[..., Any] | None = None,
+    dataloader: Any = None,
+    config: str | Path | Mapping[str, Any] | Config | Launch | None = None,
+    *,
+    eval_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    device: torch.device | str | None = None,
+) -> Engine:
+    """Make a model, an optimizer and a config into an engine.
+
+    Everything is checked first, all problems are reported together, and a refusal leaves the arguments untouched.
+    Then the model is moved to the device, all ranks take over rank 0's weights, and the model is cast to the config's
+    precision in place; the optimizer's groups are re-pointed where fp32 masters are kept.
+
+    Args:
+        model: the model, in fp32 (mode NAIVE also takes its own half precision), or a callable that builds it.
+        optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
+        criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
+        dataloader: training DataLoader; its batch size is per data rank. It is sharded over the data ranks.
+        config: path of a .py, .yaml or .json file, a dict, a Config, or what a `launch*` function returned.
+        eval_dataloader: evaluation DataLoader, sharded without padding: no sample is counted twice.
+        lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`.
+        device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
+
+    Raises:
+        ConfigError: mistakes in the config.
+        IncompatibleConfigError: a combination that cannot be right, or does not fit model or device.
+        InputError: arguments of the wrong kind.
+        NotImplementedError: a combination that is declared possible but not built yet.
+    """
+    launch = config if isinstance(config, Launch) else None
+    settings = launch.config if launch is not None else _load(config)
+    place = _choose_device(device, launch)
+    world_size = launching.expected_world_size()
+    compat.raise_for(compat.check(settings, world_size, place.type))
+    recipe = _recipe(settings)
+    given = _build(_Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler))
+    _refuse_problems(given, recipe, settings, place)
+    made_group = launching.ensure_process_group(place, settings.timeout)
+    with _no_longer_usable():
+        return _assemble(given, recipe, settings, place, made_group)
+
+
+def _assemble(given: _Given, recipe: Recipe, config: Config, device: torch.device, made_group: bool) -> Engine:
+    parallel = config.parallel
+    context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, owns_process_group=made_group)
+    given.model.to(device)
+    _move_state(given.optimizer, device)
+    context.start_equal(given.model, given.optimizer)
+    separate_dp_ranks(config.seed, context)
+    shards = [ParamShard(name, p, weight=1 / context.size) for name, p in given.model.named_parameters()]
+    update = convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
+    lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
+    engine = Engine(
+        model=given.model,
+        criterion=given.criterion,
+        update=update,
+        precision=Precision(recipe, device),
+        context=context,
+        reducer=_reducer(given.model, update, context, config),
+        accumulation=Accumulation(config.gradient_accumulation, config.loss_reduction, context),
+        lr=lr,
+        config=config,
+        dataloader=_loader(given.dataloader, context, config.seed, lr.end_epoch),
+        eval_dataloader=_loader(given.eval_dataloader, context, config.seed, None),
+    )
+    _log.info("%s", describe(engine, update, recipe))
+    return engine
+
+
+def _load(config: Any) -> Config:
+    from .config.load import load_config  # pydantic: only when there is a config to read
+
+    return load_config({} if config is None else config)
+
+
+def _choose_device(device: torch.device | str | None, launch: Launch | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return launch.device if launch is not None else launching.default_device()
+
+
+def _recipe(config: Config) -> Recipe:
+    if config.precision is None:
+        return FP32
+    plugin = AMP_PLUGINS.get(config.precision.mode)
+    return plugin.recipe(config.precision.options, getattr(torch, str(config.precision_dtype)))
+
+
+def _build(given: _Given) -> _Given:
+    """Call what was given as a callable."""
+    if not isinstance(given.model, nn.Module) and callable(given.model):
+        given.model = given.model()
+    if not isinstance(given.optimizer, optim.Optimizer) and callable(given.optimizer) and _has_params(given.model):
+        given.optimizer = given.optimizer(given.model.parameters())
+    finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
+    if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
+        given.lr_scheduler = given.lr_scheduler(given.optimizer)
+    return given
+
+
+def _has_params(model: Any) -> bool:
+    return isinstance(model, nn.Module) and next(model.parameters(), None) is not None
+
+
+def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> None:
+    mode = config.precision.mode if config.precision else None
+    device_problem = inputs.find_device_problem(device, recipe)
+    if device_problem:
+        raise IncompatibleConfigError([device_problem])
+    problems = [
+        *inputs.find_model_problems(given.model, recipe, mode),
+        *(inputs.find_optimizer_problems(given.optimizer, given.model) if _has_params(given.model) else ()),
+        *inputs.find_other_problems(
+            given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
+        ),
+    ]
+    if problems:
+        raise InputError("\n  - ".join([f"{len(problems)} problem(s) in what was passed to initialize:", *problems]))
+
+
+def _rules(config: Config) -> UpdateRules:
+    return UpdateRules(
+        max_norm=config.clip_grad_norm.max_norm,
+        norm_type=config.clip_grad_norm.norm_type,
+        on_nonfinite=config.on_nonfinite,
+        max_consecutive_skips=config.max_consecutive_skips,
+        track_grad_norm=config.track_grad_norm,
+        fused=config.fused,
+        wide_gradients=config.gradient_dtype == "float32",
+    )
+
+
+def _reducer(
+    model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config
+) -> Reducer | None:
+    if context.dp_size == 1:
+        return None
+    data = config.parallel.data
+    options = ReduceOptions(
+        dtype=getattr(torch, data.reduce_dtype),
+        bucket_bytes=int(data.bucket_mb * 2**20),
+        max_inflight=data.max_inflight,
+        mean=config.loss_reduction == "mean",
+    )
+    return Reducer(update.holdings.trained, running_statistics(model), context.dp_group, options)
+
+
+def _loader(loader: Any, context: ParallelContext, seed: int, on_epoch_end: Any) -> EngineDataLoader | None:
+    if loader is None:
+        return None
+    for generator in generators(loader) if context.dp_size > 1 else ():
+        state = generator.get_state()
+        context.broadcast(state)  # the ranks must draw the same order to take disjoint parts of it
+        generator.set_state(state)
+    training = on_epoch_end is not None
+    sharded = shard_loader(loader, context.dp_rank, context.dp_size, seed, pad=training)
+    return EngineDataLoader(sharded, context.device, on_epoch_end, may_be_empty=not training)
+
+
+def _move_state(optimizer: optim.Optimizer, device: torch.device) -> None:
+    """Optimizer state follows its parameters; counters of unfused optimizers stay on the CPU, as torch has them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(device)
+
+
+@contextmanager
+def _no_longer_usable() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note("initialize had begun to change the model and optimizer; build both again before the next try")
+        raise

@@ -1,0 +1,90 @@
+"""The effective plan: what a config came down to, printed once at the start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .amp.optimizer import MixedPrecisionOptimizer
+from .amp.recipe import Recipe
+from .memory import readable, state_bytes
+
+if TYPE_CHECKING:
+    from .engine.engine import Engine
+
+
+def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe) -> str:
+    """A few lines: precision, loss scale, layout, batch, optimizer, bytes per rank."""
+    rows = {
+        "precision": _precision(engine, recipe),
+        "loss scale": _loss_scale(recipe),
+        "layout": _layout(engine),
+        "batch": _batch(engine),
+        "update": _update(engine, update),
+        "memory": _memory(engine, update),
+    }
+    return "\n".join(["halfmesh plan", *(f"  {name + ':':<12}{text}" for name, text in rows.items())])
+
+
+def _precision(engine: Engine, recipe: Recipe) -> str:
+    precision = engine.config.precision
+    mode = "none" if precision is None else precision.mode
+    params = "as given" if recipe.param_dtype is None else _short(recipe.param_dtype)
+    masters = ", fp32 masters" if recipe.master_weights else ""
+    how = " (autocast)" if recipe.autocast else ""
+    return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}, parameters {params}{masters}"
+
+
+def _loss_scale(recipe: Recipe) -> str:
+    scale = recipe.loss_scale
+    if scale is None:
+        return "off"
+    if not scale.dynamic:
+        return f"static {scale.initial:g}"
+    return (
+        f"dynamic from {scale.initial:g}, x{scale.growth_factor:g} after {scale.growth_interval} good steps, "
+        f"x{scale.backoff_factor:g} on overflow (hysteresis {scale.hysteresis})"
+    )
+
+
+def _layout(engine: Engine) -> str:
+    context, data = engine.context, engine.config.parallel.data
+    mesh = f"pp {context.pp_size} x dp {context.dp_size} x tp {context.tp_size} on {context.device.type}"
+    if context.dp_size == 1:
+        return f"{mesh}; one process holds all of the model"
+    return f"{mesh}; every rank holds all of the model, gradients averaged in {data.reduce_dtype}"
+
+
+def _batch(engine: Engine) -> str:
+    cycle, dp = engine.config.gradient_accumulation, engine.context.dp_size
+    size = _batch_size(engine.dataloader)
+    factors = f"{size or '?'} per rank x {dp} data rank(s) x {cycle} accumulated"
+    return f"{factors} = {size * dp * cycle} samples per update" if size else f"{factors}"
+
+
+def _batch_size(dataloader: Any) -> int | None:
+    loader = getattr(dataloader, "loader", None)
+    loader = getattr(loader, "loader", loader)  # of an IterableDataset that is read in strides
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
+    config = engine.config
+    fused = "fused, no host read" if update.holdings.folds else "not fused"
+    clip = f", clip norm {config.clip_grad_norm.max_norm:g}" if config.clip_grad_norm.max_norm else ""
+    streamed = ", masters' gradients streamed" if update.holdings.masters and update.holdings.streams else ""
+    return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}"
+
+
+def _memory(engine: Engine, update: MixedPrecisionOptimizer) -> str:
+    held = state_bytes(engine.model, update)
+    known = held.parameters + held.masters + held.gradients + (held.optimizer or 0)
+    optimizer = "?" if held.optimizer is None else readable(held.optimizer)
+    return (
+        f"{readable(known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
+        f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state {optimizer}"
+    )
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

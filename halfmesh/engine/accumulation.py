@@ -1,0 +1,92 @@
+"""Gradient accumulation: which microbatch of a cycle this is, and how their losses are joined."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from ..errors import InputError
+from ..shard import Ranks
+
+LossReduction = Literal["mean", "sum", "weighted"]
+
+
+class Accumulation:
+    """One cycle of `length` microbatches, and the divisor of their summed gradients.
+
+    Every backward is seeded with 1/`length` (mean) or 1 (sum, weighted), so that gradients stay in the range of one
+    microbatch; what is wrong with that in a short cycle, or not known before its end (weighted), is put right by
+    `divisor` in the update.
+    """
+
+    def __init__(self, length: int, reduction: LossReduction, dp: Ranks) -> None:
+        self.length = length
+        self.reduction = reduction
+        self.index = 0
+        """Microbatches of this cycle that are complete."""
+        self._dp = dp
+        self._weight: torch.Tensor | None = None
+
+    @property
+    def seed_divisor(self) -> float:
+        """What each loss is divided by in backward."""
+        return float(self.length) if self.reduction == "mean" else 1.0
+
+    def is_last(self, at_end: bool) -> bool:
+        """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
+        return at_end or self.index + 1 >= self.length
+
+    def take_loss(self, loss: Any) -> torch.Tensor:
+        """The scalar to run backward from; of a weighted (sum, weight) pair the weight is remembered."""
+        if self.reduction != "weighted":
+            return _scalar(loss)
+        if not isinstance(loss, (tuple, list)) or len(loss) != 2:
+            raise InputError(
+                f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} was "
+                "given; return the summed loss and the number it is to be divided by, or use loss_reduction='mean'"
+            )
+        total = _scalar(loss[0])
+        weight = torch.as_tensor(loss[1], dtype=torch.float64, device=total.device).detach()
+        self._weight = weight if self._weight is None else self._weight + weight
+        return total
+
+    def divisor(self) -> float | torch.Tensor:
+        """What the gradients of the finished cycle still have to be divided by. Weighted: one all-reduce."""
+        if self.reduction == "mean":
+            return self.index / self.length
+        if self.reduction == "sum" or self._weight is None:
+            return 1.0
+        total = self._weight.clone()
+        self._dp.all_reduce(total)
+        return torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
+
+    def reset(self) -> None:
+        """Begin a new cycle."""
+        self.index = 0
+        self._weight = None
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"engine.backward takes the loss tensor, but a {type(loss).__name__} was given"
+            + (
+                "; for a criterion that returns (sum, weight) set loss_reduction='weighted'"
+                if isinstance(loss, (tuple, list))
+                else ""
+            )
+        )
+    if loss.numel() != 1:
+        raise InputError(
+            f"engine.backward takes a scalar loss, but its shape is {tuple(loss.shape)}; let the criterion reduce it "
+            "(reduction='mean'), or call .mean() on it"
+        )
+    if not loss.is_floating_point():
+        raise InputError(f"engine.backward takes a floating-point loss, but its dtype is {loss.dtype}")
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
+            "parameter that requires gradients was used"
+        )
+    return loss

@@ -1,0 +1,64 @@
+"""Parts of an engine's state that are neither the update's nor the loop's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import InputError
+
+KEYS = ("model", "update", "lr_scheduler", "global_step", "epoch", "random")
+
+
+def full_precision_state(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+    """`model.state_dict()` with each half-precision parameter replaced by its fp32 master."""
+    state = model.state_dict()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in masters and name in state:
+            state[name] = masters[param].detach()
+    return state
+
+
+def refuse_unfit(state: Mapping[str, Any], has_scaler: bool) -> None:
+    """Raise InputError if `state` is not one of an engine like this."""
+    missing = [key for key in KEYS if key not in state]
+    if missing:
+        raise InputError(
+            f"this is not the state of an engine: {', '.join(missing)} missing; pass what engine.state_dict() gave "
+            "(for a model's own state use engine.model.load_state_dict)"
+        )
+    saved = state["update"]["scaler"] is not None
+    if saved != has_scaler:
+        words = {True: "with a loss scale", False: "without a loss scale"}
+        raise InputError(
+            f"the state was saved {words[saved]}, but this engine trains {words[has_scaler]}; initialize with the "
+            "precision it was saved with, or load only its weights: engine.model.load_state_dict(state['model'])"
+        )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every random generator that training may use on this rank."""
+    legacy: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Undo the draws made since `random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,0 +1,105 @@
+"""The dataloader of an engine: sharded over dp, on the device, one batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..errors import InputError
+from ..tree import map_tensors
+from .samplers import set_epoch
+
+
+class EngineDataLoader:
+    """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
+
+    Attributes:
+        loader: the loader that is iterated, as `halfmesh.engine.samplers.shard_loader` gives it.
+        epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
+        at_end: whether the batch handed out last is the last of its epoch.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device,
+        on_epoch_end: Callable[[], None] | None = None,
+        may_be_empty: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.device = device
+        self.epoch = -1
+        self.at_end = False
+        self._on_epoch_end = on_epoch_end
+        self._may_be_empty = may_be_empty
+        self._next_epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch `epoch` (its number decides the order of the samples when there are several
+        data ranks). Without a call, epochs count up by themselves."""
+        self._next_epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        set_epoch(self.loader, self.epoch)
+        batches = iter(self.loader)
+        nothing = object()
+        batch = self._to_device(next(batches, nothing))
+        if batch is nothing:
+            if self._may_be_empty:
+                return
+            raise InputError(f"epoch {self.epoch}: {EMPTY}")
+        try:
+            for following in batches:
+                yield batch
+                batch = self._to_device(following)
+            self.at_end = True
+            yield batch
+        finally:
+            self.at_end = False
+        if self._on_epoch_end is not None:
+            self._on_epoch_end()
+
+    def _to_device(self, batch: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+
+
+EMPTY = (
+    "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
+    "drop_last=False"
+)
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    **options: Any,
+) -> DataLoader[Any]:
+    """A DataLoader whose order depends on `seed` alone. `initialize` shards it over the data ranks.
+
+    Args:
+        batch_size: samples per batch and data rank.
+        seed: seeds the order and the workers (1024, as Colossal-AI).
+        add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
+        options: further arguments of `torch.utils.data.DataLoader`.
+    """
+    if not add_sampler:
+        raise InputError(
+            "add_sampler=False would let every data rank see the same samples; remove it (initialize shards the "
+            "data), or iterate a loader of your own instead of engine.dataloader"
+        )
+    order = None if isinstance(dataset, IterableDataset) else shuffle
+    options.setdefault("pin_memory", torch.cuda.is_available())
+    options.setdefault("generator", torch.Generator().manual_seed(seed))
+    return DataLoader(dataset, batch_size=batch_size, shuffle=order, **options)

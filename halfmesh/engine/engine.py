@@ -1,0 +1,317 @@
+"""The engine: the user's loop of forward, backward and step, in any precision and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn, optim
+
+from ..amp.cast import Precision
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.result import StepResult
+from ..errors import InputError
+from ..parallel.context import ParallelContext
+from ..parallel.reducer import Reducer
+from . import checkpoint
+from .accumulation import Accumulation
+from .dataloader import EngineDataLoader
+from .scheduling import LRAdvance
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+class Engine:
+    """What `halfmesh.initialize` returns. The loop is the same for every config:
+
+        for images, labels in engine.dataloader:
+            engine.zero_grad()
+            output = engine(images)
+            loss = engine.criterion(output, labels)
+            engine.backward(loss)
+            engine.step()
+
+    Attributes:
+        model: what this rank holds of the model, under the whole model's parameter names.
+        optimizer: the user's optimizer. It steps through the engine only.
+        dataloader, eval_dataloader: the loaders given, sharded over the data ranks, their batches on the device.
+        lr_scheduler: the scheduler given; who advances it is `config.lr_interval`.
+        context: the parallel layout.
+        config: the config, as loaded.
+        global_step: optimizer steps attempted so far, skipped ones included.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        criterion: Callable[..., Any] | None,
+        update: MixedPrecisionOptimizer,
+        precision: Precision,
+        context: ParallelContext,
+        reducer: Reducer | None,
+        accumulation: Accumulation,
+        lr: LRAdvance,
+        config: Config,
+        dataloader: EngineDataLoader | None = None,
+        eval_dataloader: EngineDataLoader | None = None,
+    ) -> None:
+        self.model = model
+        self.context = context
+        self.config = config
+        self.dataloader = dataloader
+        self.eval_dataloader = eval_dataloader
+        self.global_step = 0
+        self._criterion = criterion
+        self._update = update
+        self._precision = precision
+        self._reducer = reducer
+        self._accumulation = accumulation
+        self._lr = lr
+        self._last: StepResult | None = None
+        self._has_gradients = False  # a backward ran since the last update or zero_grad
+        self._complete = False  # ... and its gradients are reduced
+        self._used_up = False  # the gradients that are there were used by an update
+        self._load_hook = model.register_load_state_dict_pre_hook(self._on_model_load)
+        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for these inputs, in the config's precision."""
+        return self._precision.forward(self.model, *args, **kwargs)
+
+    def criterion(self, *args: Any, **kwargs: Any) -> Any:
+        """The criterion's value for these arguments, in the config's precision."""
+        if self._criterion is None:
+            raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
+        return self._precision.criterion(self._criterion, *args, **kwargs)
+
+    def backward(self, loss: Any, loss_id: int = 0) -> None:
+        """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
+
+        Gradients that an update has already used are cleared first, so a forgotten `zero_grad` does no harm. On the
+        last microbatch of a cycle the gradients are reduced over the data ranks while backward runs.
+
+        Raises:
+            InputError: not a scalar with a graph.
+        """
+        if loss_id != 0:
+            raise InputError(f"loss_id={loss_id} was given, but only mode='apex' has several losses; leave it out")
+        loss = self._accumulation.take_loss(loss)
+        if self._used_up:
+            self._clear()
+        last = self._is_last()
+        if self._reducer is not None:
+            self._keep_covered(self._reducer)
+            if last:
+                self._reducer.arm()
+        if self._precision.starts_in_fp16(loss):
+            self._update.cap_scale()
+        self._update.backward(loss, self._accumulation.seed_divisor)
+        self._has_gradients = True
+        self._complete = False
+        if last:
+            self._complete_gradients()
+
+    def step(self, last: bool = False) -> StepResult | None:
+        """Count one microbatch, and at the end of a cycle take one optimizer step.
+
+        Args:
+            last: end the cycle here (leftover batches of a loader of your own; `engine.dataloader` knows its end).
+
+        Returns:
+            The step's result, or None inside an accumulation cycle.
+
+        Raises:
+            InputError: no backward since the last step.
+            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
+        """
+        if not self._has_gradients:
+            raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
+        closes = last or self._is_last()
+        self._accumulation.index += 1
+        if not closes:
+            self._has_gradients = False
+            return None
+        self._lr.settle()
+        self._complete_gradients()
+        result = self._update.step(self._accumulation.divisor())
+        self._accumulation.reset()
+        self._last = result
+        self.global_step += 1
+        self._has_gradients = False
+        self._used_up = True
+        if self._precision.recipe.autocast:
+            torch.clear_autocast_cache()  # a scope of the user's around the loop would keep casts of the old weights
+        self._lr.after(result)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; does nothing inside an accumulation cycle."""
+        if self._accumulation.index == 0:
+            self._clear()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
+
+        Returns:
+            The norm of the unscaled gradients over all ranks before clipping (0-dim).
+
+        Raises:
+            InputError: inside an accumulation cycle, or before backward.
+        """
+        if not self._has_gradients:
+            raise InputError("engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients")
+        if not self._is_last():
+            raise InputError(
+                f"engine.clip_grad_norm_ was called on microbatch {self._accumulation.index + 1} of "
+                f"{self._accumulation.length}, where gradients are incomplete; call it on the last one only, or set "
+                "clip_grad_norm in the config"
+            )
+        self._complete_gradients()
+        short_cycle = (self._accumulation.index + 1) / self._accumulation.length
+        divisor = short_cycle if self._accumulation.reduction == "mean" else self._accumulation.divisor()
+        return self._update.clip_grad_norm_(max_norm, divisor)
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model into training mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the model into evaluation mode. No communication: the ranks' BatchNorm statistics are already equal."""
+        return self.train(False)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The scope that forward and criterion run in, for computations of your own."""
+        return self._precision.autocast()
+
+    # -- what can be read --------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        return self._update.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self._lr.scheduler
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1.0 without loss scaling. Reads the device."""
+        scaler = self._update.scaler
+        return 1.0 if scaler is None else scaler.scale.item()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
+        return None if self._last is None else self._last.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.watch.skipped
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for an exact resume in the same layout.
+
+        The model's entry holds the fp32 masters where there are any. Tensors are not copied: save or copy them
+        before the next step.
+
+        Raises:
+            InputError: inside an accumulation cycle, whose gradients would be lost.
+        """
+        if self._accumulation.index:
+            raise InputError(
+                f"engine.state_dict() was called after microbatch {self._accumulation.index} of "
+                f"{self._accumulation.length}, whose gradients it does not hold; call it after a step that returned "
+                "a StepResult"
+            )
+        self._lr.settle()
+        return {
+            "model": checkpoint.full_precision_state(self.model, self._update.holdings.masters),
+            "update": self._update.state_dict(),
+            "lr_scheduler": self._lr.state_dict(),
+            "global_step": self.global_step,
+            "epoch": None if self.dataloader is None else self.dataloader.epoch,
+            "random": checkpoint.random_state(self.context.device),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        checkpoint.refuse_unfit(state, has_scaler=self._update.scaler is not None)
+        self._clear()
+        self._accumulation.reset()
+        self.model.load_state_dict(state["model"])
+        self._update.load_state_dict(state["update"])
+        self._lr.load_state_dict(state["lr_scheduler"])
+        self.global_step = state["global_step"]
+        if self.dataloader is not None and state["epoch"] is not None:
+            self.dataloader.set_epoch(state["epoch"] + 1)
+        checkpoint.set_random_state(state["random"], self.context.device)
+
+    def save(self, *_: Any, **__: Any) -> NoReturn:
+        """Not built yet."""
+        raise NotImplementedError("engine.save is not built yet; use torch.save(engine.state_dict(), path) on one rank")
+
+    def load(self, *_: Any, **__: Any) -> NoReturn:
+        """Not built yet."""
+        raise NotImplementedError("engine.load is not built yet; use engine.load_state_dict(torch.load(path))")
+
+    def close(self) -> None:
+        """Give model and optimizer back, and free the process groups that this engine made."""
+        self._load_hook.remove()
+        self.optimizer.__dict__.pop("zero_grad", None)
+        self._update.close()
+        if self._reducer is not None:
+            self._reducer.close()
+        self.context.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
+            "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
+        )
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _is_last(self) -> bool:
+        return self._accumulation.is_last(self.dataloader is not None and self.dataloader.at_end)
+
+    def _complete_gradients(self) -> None:
+        if self._reducer is not None and not self._complete:
+            self._reducer.finish()
+        self._complete = True
+
+    def _keep_covered(self, reducer: Reducer) -> None:
+        """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
+        if self._update.holdings.changed():
+            self._update.holdings.refresh()
+        if not reducer.covers(self._update.holdings.trained):
+            reducer.cover(self._update.holdings.trained)
+
+    def _clear(self) -> None:
+        self._update.zero_grad()
+        self._has_gradients = False
+        self._used_up = False
+
+    def _on_model_load(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
+        """`engine.model.load_state_dict` must reach the masters too, or the next step would undo it."""
+        self._update.holdings.adopt(state, prefix)

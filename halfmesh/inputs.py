@@ -1,0 +1,175 @@
+"""Checks of what is passed to `initialize`, before any of it is changed: every problem at once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from .amp.holdings import refuse_foreign_params
+from .amp.recipe import Recipe
+from .engine.dataloader import EMPTY
+from .errors import InputError, shorten
+from .shard import ParamShard
+
+if TYPE_CHECKING:
+    from .config import Config
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
+    """What is wrong with the model for this recipe."""
+    if not isinstance(model, nn.Module):
+        yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
+        return
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
+        yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
+        return
+    params = dict(model.named_parameters())
+    if not params:
+        yield f"model: {type(model).__name__} has no parameters, so there is nothing to train"
+        return
+    devices = sorted({str(p.device) for p in params.values()})
+    if "meta" in devices:
+        on_meta = [name for name, p in params.items() if p.is_meta]
+        yield f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device"
+    elif len(devices) > 1:
+        yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
+    allowed = {torch.float32, torch.float64} if recipe.param_dtype is None else {torch.float32, recipe.param_dtype}
+    odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
+    if odd:
+        yield _dtype_problem(odd, params[odd[0]].dtype, recipe, mode)
+
+
+def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
+    """What is wrong with the optimizer for this model."""
+    if not isinstance(optimizer, optim.Optimizer):
+        yield (
+            "optimizer: a torch.optim.Optimizer over model.parameters() (or a callable `params -> Optimizer`) is "
+            f"needed, but {_kind(optimizer)} was given"
+        )
+        return
+    if needs_closure(optimizer):
+        yield (
+            f"optimizer: {type(optimizer).__name__}.step needs a closure that runs the model again, which cannot be "
+            "joined with a loss scale, accumulation or a verdict shared by all ranks; use SGD, Adam, AdamW or "
+            "another optimizer whose step() needs none"
+        )
+    if isinstance(model, nn.Module):
+        try:
+            refuse_foreign_params(optimizer, [ParamShard(name, p) for name, p in model.named_parameters()])
+        except InputError as error:
+            yield f"optimizer: {error}"
+
+
+def find_other_problems(
+    criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
+) -> Iterator[str]:
+    """What is wrong with the rest."""
+    if criterion is not None and not callable(criterion):
+        yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
+    for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
+        if loader is None:
+            continue
+        if isinstance(loader, DataLoader):
+            if _length(loader) == 0:
+                yield f"{name}: it is empty: {EMPTY}"
+        elif isinstance(loader, Dataset):
+            yield (
+                f"{name}: a Dataset ({type(loader).__name__}) has no batch size; pass "
+                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) or a torch DataLoader"
+            )
+        else:
+            yield f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given"
+    yield from _find_scheduler_problems(lr_scheduler, optimizer, dataloader, config)
+
+
+def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
+    """Why this device cannot train in the recipe's dtype: found by trying a matrix product and its backward."""
+    dtype = recipe.compute_dtype
+    if dtype not in _HALF:
+        return None
+    try:
+        if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+            raise RuntimeError("its compute capability is below 8.0")
+        probe_dtype(device, dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        name = str(dtype).removeprefix("torch.")
+        other = "fp16" if dtype == torch.bfloat16 else "bf16"
+        reason = str(error).splitlines()[0]
+        return f"device {device}: it cannot multiply matrices in {name} ({reason}); use {other}, or no half precision"
+    return None
+
+
+def probe_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if `device` lacks matrix products of `dtype`."""
+    weight = torch.ones(8, 8, device=device, dtype=dtype, requires_grad=True)
+    (torch.ones(8, 8, device=device, dtype=dtype) @ weight).sum().backward()
+
+
+def needs_closure(optimizer: optim.Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure (LBFGS)."""
+    parameters = inspect.signature(optimizer.step).parameters
+    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
+
+
+def _find_scheduler_problems(lr_scheduler: Any, optimizer: Any, dataloader: Any, config: Config) -> Iterator[str]:
+    if lr_scheduler is None:
+        return
+    if not hasattr(lr_scheduler, "step"):
+        yield f"lr_scheduler: something with step() is needed, but {_kind(lr_scheduler)} was given"
+        return
+    theirs = getattr(lr_scheduler, "optimizer", optimizer)
+    if theirs is not optimizer:
+        yield "lr_scheduler: it was built on another optimizer than the one passed; build it on that one"
+    needs_metric = isinstance(lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau)
+    if needs_metric and config.lr_interval != "manual":
+        yield (
+            "lr_scheduler: ReduceLROnPlateau.step needs a metric, which the engine does not have; set "
+            "lr_interval='manual' and call engine.lr_scheduler.step(metric) yourself"
+        )
+    if config.lr_interval == "epoch" and dataloader is None:
+        yield (
+            "lr_scheduler: lr_interval='epoch' advances it when engine.dataloader ends, but no dataloader was passed; "
+            "pass it to initialize, or set lr_interval='manual'"
+        )
+
+
+def _dtype_problem(names: list[str], dtype: torch.dtype, recipe: Recipe, mode: str | None) -> str:
+    found = f"model: {len(names)} parameter(s) are {_short(dtype)} ({shorten(names)})"
+    key = "bf16" if dtype == torch.bfloat16 else "fp16"
+    if mode is None:
+        return (
+            f"{found}, but the config has neither fp16 nor bf16: without fp32 masters small updates are lost; set "
+            f"{key} = dict(mode='naive'), or build the model in float32"
+        )
+    if recipe.param_dtype is None:
+        return (
+            f"{found}, but mode={mode!r} keeps parameters in float32 and casts while it computes; build the model in "
+            f"float32 (model.float()), or set {key} = dict(mode='naive')"
+        )
+    return (
+        f"{found}, but mode={mode!r} computes in {_short(recipe.compute_dtype)}; build the model in float32 or "
+        f"{_short(recipe.compute_dtype)}"
+    )
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # an IterableDataset without a length
+        return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

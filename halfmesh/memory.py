@@ -1,0 +1,73 @@
+"""Bytes that one rank holds for the model's state: parameters, gradients, masters, optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn, optim
+
+from .amp.optimizer import STREAM_BYTES, MixedPrecisionOptimizer
+
+# fp32 tensors of a parameter's size that each optimizer keeps.
+_STATE_TENSORS = {
+    optim.Adam: 2,
+    optim.AdamW: 2,
+    optim.NAdam: 2,
+    optim.RAdam: 2,
+    optim.Adamax: 2,
+    optim.Adadelta: 2,
+    optim.Adagrad: 1,
+    optim.RMSprop: 1,
+    optim.Rprop: 2,
+    optim.ASGD: 1,
+}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank, activations and communication buffers not counted."""
+
+    parameters: int
+    masters: int
+    optimizer: int | None
+    """None for an optimizer whose state is not known."""
+    gradients: int
+    """At their peak, masters' temporary fp32 gradients included."""
+
+
+def state_bytes(model: nn.Module, update: MixedPrecisionOptimizer) -> StateBytes:
+    """Count the bytes of `model` and `update` on this rank."""
+    params = [*model.parameters(), *model.buffers()]
+    trained = sum(s.param.numel() for s in update.holdings.trained if s.param.requires_grad)
+    grads = sum(s.param.numel() * s.param.element_size() for s in update.holdings.trained if s.param.requires_grad)
+    temporary = 0
+    if update.holdings.masters:
+        temporary = min(trained * 4, STREAM_BYTES) if update.holdings.streams else trained * 4
+    tensors = _state_tensors(update.optimizer)
+    return StateBytes(
+        parameters=sum(p.numel() * p.element_size() for p in params),
+        masters=sum(m.numel() * 4 for m in update.holdings.masters.values()),
+        optimizer=None if tensors is None else trained * 4 * tensors,
+        gradients=grads + temporary,
+    )
+
+
+def _state_tensors(optimizer: optim.Optimizer) -> int | None:
+    if type(optimizer) is optim.SGD:
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    tensors = _STATE_TENSORS.get(type(optimizer))
+    if tensors is not None:
+        tensors += any(group.get("amsgrad") for group in optimizer.param_groups)
+        if type(optimizer) is optim.RMSprop:
+            tensors += any(group["momentum"] > 0 for group in optimizer.param_groups)
+            tensors += any(group["centered"] for group in optimizer.param_groups)
+    return tensors
+
+
+def readable(count: float) -> str:
+    """`count` bytes in words: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

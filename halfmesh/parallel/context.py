@@ -1,0 +1,144 @@
+"""One mesh: which place this rank has on the axes pp, dp and tp, and the collectives that all of its ranks share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import InputError
+
+AXES = ("pp", "dp", "tp")
+
+
+class ParallelContext:
+    """The layout of one engine: pp * dp * tp == world size, tp fastest.
+
+    It is passed explicitly; there is no global one, and two of them may live in one process. A world of one rank
+    needs no process group. Implements `halfmesh.shard.Ranks` over all of its ranks.
+
+    Args:
+        pp, tp: sizes of the pipeline and tensor axes; data parallelism takes the ranks that are left.
+        device: this rank's device.
+        owns_process_group: destroy torch.distributed's default process group in `close`.
+    """
+
+    def __init__(self, pp: int, tp: int, device: torch.device, owns_process_group: bool = False) -> None:
+        self.device = device
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.pp_size, self.tp_size = pp, tp
+        self.dp_size = self.size // (pp * tp)
+        if self.pp_size * self.dp_size * self.tp_size != self.size:
+            raise InputError(f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks")
+        self._owns_process_group = owns_process_group
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's pipeline stage."""
+        return self.rank // (self.dp_size * self.tp_size)
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place on the data axis."""
+        return self.rank // self.tp_size % self.dp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place on the tensor axis."""
+        return self.rank % self.tp_size
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The DeviceMesh with axes "pp", "dp", "tp". Made when first used, which all ranks must do together."""
+        if self.size == 1:
+            raise InputError("one process has no DeviceMesh; start several with torchrun --nproc-per-node N")
+        return init_device_mesh(self.device.type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=AXES)
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same weights and see different data."""
+        # The world's own group where it is the same ranks: new groups do not inherit the configured time limit.
+        return dist.group.WORLD if self.dp_size == self.size else self.mesh.get_group("dp")  # type: ignore[return-value]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place over all ranks of the engine."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+
+    def start_equal(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.
+
+        Raises:
+            InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
+        """
+        if self.size == 1:
+            return
+        state = list(_state_tensors(optimizer))
+        # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
+        tensors = [*model.parameters(), *model.buffers(), *state]
+        self._refuse_differences(model, optimizer, state)
+        for tensor in tensors:
+            self.broadcast(tensor)
+
+    @torch.no_grad()
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` (any device, dtype and strides) with rank 0's."""
+        if self.size > 1:
+            source = tensor.detach().to(self.device).contiguous()
+            dist.broadcast(source.view(torch.uint8) if source.dtype == torch.bool else source, src=0)
+            if source.data_ptr() != tensor.data_ptr():
+                tensor.copy_(source)
+
+    def _refuse_differences(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
+    ) -> None:
+        mine = {
+            "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
+            "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+            "the optimizer": [type(optimizer).__name__, *map(_settings, optimizer.param_groups)],
+            "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
+        }
+        digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, digests)
+        for what in mine:
+            odd = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
+            if odd:
+                raise InputError(
+                    f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
+                    "same model and optimizer, and load the same checkpoint, on every rank before initialize"
+                )
+
+    def close(self) -> None:
+        """Free the groups that this context made."""
+        mesh = self.__dict__.pop("mesh", None)
+        if not dist.is_initialized():
+            return
+        if mesh is not None:
+            for axis in AXES:
+                group = mesh.get_group(axis)
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+        if self._owns_process_group:
+            dist.destroy_process_group()
+            self._owns_process_group = False
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Tensors of the optimizer's state in the order of its parameters."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in optimizer.state:
+                yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))
+
+
+def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    numbers = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return [(name, numbers[name]) for name in sorted(numbers) if name != "params"]

@@ -1,0 +1,237 @@
+"""Replicated data parallelism: gradients are averaged over dp in buckets, while backward still runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import torch_private
+from ..errors import InputError
+from ..shard import ParamShard
+from ..strides import is_dense
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients travel. Defaults: fp32 sums, 25 MiB buckets (as torch DDP), 8 in flight (as SageMaker)."""
+
+    dtype: torch.dtype = torch.float32
+    bucket_bytes: int = 25 * 2**20
+    max_inflight: int = 8
+    mean: bool = True
+    """Average over the ranks; False sums."""
+
+
+class Reducer:
+    """All-reduces the gradients of `shards` over `group`, once per optimizer step.
+
+    Before the last backward of an accumulation cycle call `arm`: each bucket is then sent as soon as all of its
+    gradients are there. `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A
+    parameter without a gradient on any rank keeps none, as in one process; one that is unused on this rank alone
+    gets the others' gradient.
+
+    Running statistics (BatchNorm's mean and variance) are averaged along, so that evaluation needs no collective.
+
+    Args:
+        shards: in the order of the model. Only those that require gradients take part.
+        statistics: buffers to average.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParamShard],
+        statistics: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        options: ReduceOptions | None = None,
+    ) -> None:
+        self.options = options or ReduceOptions()
+        self.group = group
+        self.statistics = list(statistics)
+        self.collectives = 0
+        """All-reduces started so far."""
+        self.bytes_reduced = 0
+        """Bytes handed to them."""
+        self._armed = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.cover(shards)
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
+        self.close()
+        self._shards = [shard for shard in shards if shard.param.requires_grad]
+        self._buckets = _make_buckets(self._shards, self.options)
+        self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
+        self._hooks = [
+            # The shard is bound now: a closure over the loop variable would see the last one.
+            shard.param.register_post_accumulate_grad_hook(lambda _, shard=shard: self._arrived(shard))
+            for shard in self._shards
+        ]
+        self._reset()
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        """Whether exactly those of `shards` that require gradients take part now."""
+        wanted = [shard for shard in shards if shard.param.requires_grad]
+        return len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
+
+    def arm(self) -> None:
+        """The next backward is the last before the update: send buckets as they fill."""
+        self._reset()
+        self._armed = True
+
+    def finish(self) -> None:
+        """Send what was not sent yet, wait for all of it, and hand each shard its reduced gradient."""
+        self._armed = False
+        self._launch_ready(everything=True)
+        statistics = self._launch_statistics()
+        while self._inflight:
+            self._inflight.popleft().wait()
+        for bucket in self._buckets:
+            bucket.unpack()
+        if statistics is not None:
+            flat, work = statistics
+            work.wait()
+            sizes = [buffer.numel() for buffer in self.statistics]
+            averaged = [part.view_as(b) for part, b in zip(flat.split(sizes), self.statistics, strict=True)]
+            torch_private.foreach_copy_(self.statistics, averaged)
+        self._reset()
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _reset(self) -> None:
+        self._armed = False
+        self._next = 0
+        self._inflight: deque[dist.Work] = deque()
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _arrived(self, shard: ParamShard) -> None:
+        if not self._armed:
+            return
+        bucket = self._bucket_of[id(shard)]
+        if bucket.flat is not None:
+            raise InputError(
+                f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
+                "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
+            )
+        bucket.missing.discard(id(shard))
+        self._launch_ready()
+
+    def _launch_ready(self, everything: bool = False) -> None:
+        """Send complete buckets in index order, because all ranks must send in the same order."""
+        while self._next < len(self._buckets) and (everything or not self._buckets[self._next].missing):
+            if len(self._inflight) >= self.options.max_inflight:
+                self._inflight.popleft().wait()
+            bucket = self._buckets[self._next]
+            self._next += 1
+            self._inflight.append(self._all_reduce(bucket.pack()))
+
+    def _launch_statistics(self) -> tuple[torch.Tensor, dist.Work] | None:
+        if not self.statistics:
+            return None
+        flat = torch.cat([buffer.reshape(-1).float() for buffer in self.statistics]) / self.group.size()
+        return flat, self._all_reduce(flat, divide=False)
+
+    def _all_reduce(self, flat: torch.Tensor, divide: bool = True) -> dist.Work:
+        if divide and self.options.mean:
+            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
+        self.collectives += 1
+        self.bytes_reduced += flat.numel() * flat.element_size()
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+
+class _Bucket:
+    """Some shards whose gradients travel in one flat tensor: all gradients, then one flag per shard.
+
+    A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
+    """
+
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
+        self.shards = shards
+        self.dtype = dtype
+        self.missing: set[int] = set()
+        self.flat: torch.Tensor | None = None
+        self._absent: list[int] = []
+
+    def reset(self) -> None:
+        self.missing = {id(shard) for shard in self.shards}
+        self.flat = None
+        self._absent = []
+
+    def pack(self) -> torch.Tensor:
+        """Move the gradients into a new flat tensor."""
+        grads = [shard.take_grad() for shard in self.shards]
+        numel = sum(shard.param.numel() for shard in self.shards)
+        self.flat = torch.empty(numel + len(self.shards), dtype=self.dtype, device=self.shards[0].param.device)
+        self.flat[numel:].fill_(1)
+        present: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(self.flat), strict=True)):
+            if grad is None:
+                self._absent.append(index)
+                view.zero_()
+                self.flat[numel + index] = 0
+            elif grad.layout != torch.strided:
+                raise InputError(
+                    f"the gradient of {shard.name!r} is sparse ({grad.layout}), which data parallelism does not "
+                    "support; build its layer with sparse=False"
+                )
+            else:
+                present.append((view, grad))
+            shard.clear_grad()
+        if present:
+            torch_private.foreach_copy_(*zip(*present, strict=True))
+        return self.flat
+
+    def unpack(self) -> None:
+        """Give each shard its part of the reduced flat tensor, as a view where the dtype allows."""
+        assert self.flat is not None
+        flags = self.flat[-len(self.shards) :].tolist() if self._absent else []
+        for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
+            if index in self._absent and flags[index] == 0:
+                continue
+            if self.dtype.itemsize > shard.param.dtype.itemsize:
+                shard.main_grad = view
+            else:
+                shard.param.grad = view.to(shard.param.dtype)
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
+        views, offset = [], 0
+        for shard in self.shards:
+            param = shard.param
+            stride = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
+            views.append(flat.as_strided(param.shape, stride, offset))
+            offset += param.numel()
+        return views
+
+
+def _make_buckets(shards: Sequence[ParamShard], options: ReduceOptions) -> list[_Bucket]:
+    """Buckets in reverse order of the model, which is about the order in which gradients arrive."""
+    buckets: list[_Bucket] = []
+    room = 0
+    for shard in reversed(shards):
+        size = shard.param.numel() * options.dtype.itemsize
+        if size > room or not buckets:
+            buckets.append(_Bucket([], options.dtype))
+            room = options.bucket_bytes
+        buckets[-1].shards.append(shard)
+        room -= size
+    return buckets
+
+
+def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The running means and variances in `model` (BatchNorm, InstanceNorm, and layers that use their names)."""
+    return [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] in ("running_mean", "running_var") and buffer.is_floating_point()
+    ]

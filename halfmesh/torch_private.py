@@ -1,0 +1,31 @@
+"""The only private names of torch that halfmesh uses: multi-tensor operations that have no public form.
+
+`tests/test_torch_private.py` fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The `ord`-norm of each tensor, accumulated in `dtype`; 0-dim results. `tensors` must not be empty."""
+    return list(torch._foreach_norm(list(tensors), ord, dtype=dtype))
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor in place by the 0-dim `factor`, without reading it on the host."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, converting the dtype where they differ."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks registered on `optimizer` that run around its `step`."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
