@@ -87,20 +87,22 @@ def initialize(
     """
     launch = config if isinstance(config, Launch) else None
     settings = launch.config if launch is not None else _load(config)
-    place = _choose_device(device, launch)
+    place = launch.device if launch is not None and device is None else launching.choose_device(device)
     world_size = launching.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
     recipe = _recipe(settings)
     given = _build(_Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler))
     _refuse_problems(given, recipe, settings, place)
-    made_group = launching.ensure_process_group(place, settings.timeout)
+    group = launching.ensure_process_group(place, settings.timeout)
     with _no_longer_usable():
-        return _assemble(given, recipe, settings, place, made_group)
+        return _assemble(given, recipe, settings, place, group)
 
 
-def _assemble(given: _Given, recipe: Recipe, config: Config, device: torch.device, made_group: bool) -> Engine:
+def _assemble(
+    given: _Given, recipe: Recipe, config: Config, device: torch.device, group: launching.OwnedGroup | None
+) -> Engine:
     parallel = config.parallel
-    context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, owns_process_group=made_group)
+    context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group)
     given.model.to(device)
     _move_state(given.optimizer, device)
     context.start_equal(given.model, given.optimizer)
@@ -129,12 +131,6 @@ def _load(config: Any) -> Config:
     from .config.load import load_config  # pydantic: only when there is a config to read
 
     return load_config({} if config is None else config)
-
-
-def _choose_device(device: torch.device | str | None, launch: Launch | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return launch.device if launch is not None else launching.default_device()
 
 
 def _recipe(config: Config) -> Recipe:

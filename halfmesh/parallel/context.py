@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,12 @@ from ..errors import InputError
 AXES = ("pp", "dp", "tp")
 
 
+class Closes(Protocol):
+    """Something to close."""
+
+    def close(self) -> None: ...
+
+
 class ParallelContext:
     """The layout of one engine: pp * dp * tp == world size, tp fastest.
 
@@ -26,10 +32,10 @@ class ParallelContext:
     Args:
         pp, tp: sizes of the pipeline and tensor axes; data parallelism takes the ranks that are left.
         device: this rank's device.
-        owns_process_group: destroy torch.distributed's default process group in `close`.
+        group: the process group that was made for this context, if one was; `close` closes it.
     """
 
-    def __init__(self, pp: int, tp: int, device: torch.device, owns_process_group: bool = False) -> None:
+    def __init__(self, pp: int, tp: int, device: torch.device, group: Closes | None = None) -> None:
         self.device = device
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -37,7 +43,7 @@ class ParallelContext:
         self.dp_size = self.size // (pp * tp)
         if self.pp_size * self.dp_size * self.tp_size != self.size:
             raise InputError(f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks")
-        self._owns_process_group = owns_process_group
+        self._group = group
 
     @property
     def pp_rank(self) -> int:
@@ -126,9 +132,9 @@ class ParallelContext:
                 group = mesh.get_group(axis)
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
-        if self._owns_process_group:
-            dist.destroy_process_group()
-            self._owns_process_group = False
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

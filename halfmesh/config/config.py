@@ -1,0 +1,162 @@
+"""The config as a value: cannot be changed, compares, prints, pickles, and can be written as YAML."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import ConfigError, did_you_mean, shorten
+from ..options import Options
+from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
+from .schema import PrecisionConfig, Settings, validate
+from .text import UnwritableError, to_yaml
+
+_OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+
+
+class Config(Settings, extra="allow"):
+    """The settings of `Settings` as attributes, and the user's UPPERCASE constants beside them.
+
+    `halfmesh.load_config` makes one. Containers among the constants are handed out as copies.
+    """
+
+    if not TYPE_CHECKING:  # a checker should know the settings' types; constants are Any
+
+        def __getattr__(self, name: str) -> Any:
+            user = object.__getattribute__(self, "__pydantic_extra__") or {}
+            if name in user:
+                return _copy(user[name])
+            if name.startswith("__"):
+                raise AttributeError(name)
+            known = [*type(self).model_fields, *user]
+            own = f"; constants: {shorten(list(user))}" if user else ""
+            raise AttributeError(f"the config has no {name!r}{did_you_mean(name, known) or own}")
+
+    else:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def user(self) -> dict[str, Any]:
+        """The user's own constants."""
+        return {name: _copy(value) for name, value in (self.model_extra or {}).items()}
+
+    @property
+    def precision(self) -> PrecisionConfig | None:
+        """The one of `fp16` and `bf16` that is set."""
+        return self.fp16 or self.bf16
+
+    @property
+    def precision_dtype(self) -> Literal["float16", "bfloat16"] | None:
+        """The half precision in use."""
+        if self.fp16:
+            return "float16"
+        return "bfloat16" if self.bf16 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, and the constants, in the form in which a user would write them."""
+        return {**_changed(self, Settings), **self.user}
+
+    def to_yaml(self) -> str:
+        """`to_dict` as YAML; loading that gives an equal config.
+
+        Raises:
+            ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
+        """
+        try:
+            return to_yaml(self.to_dict())
+        except UnwritableError as error:
+            raise ConfigError([str(error)], "the YAML form of the config") from None
+
+    def replace(self, **changes: Any) -> Config:
+        """A config in which the top-level keys of `changes` have new values.
+
+        Raises:
+            ConfigError: a key is unknown or a value is not allowed.
+        """
+        return build({**self.to_dict(), **changes}, "config.replace()")
+
+    def __repr__(self) -> str:
+        items = [f"{key}={_show(value)}" for key, value in self.to_dict().items()]
+        line = f"Config({', '.join(items)})"
+        return line if len(line) <= 88 else "\n".join(["Config(", *(f"    {item}," for item in items), ")"])
+
+    __str__ = __repr__
+
+
+def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_NAMES) -> Config:
+    """The config that `raw` describes.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    config, problems = build_leniently(raw, hint)
+    if problems or config is None:
+        raise ConfigError(problems, source)
+    return config
+
+
+def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Config | None, list[str]]:
+    """The config of the top-level keys that are right, so that it can be checked further, and all problems."""
+    problems = list(find_unknown(raw, hint))
+    unknown = {key for problem in problems for key in problem.keys}
+    known = {key: value for key, value in raw.items() if isinstance(key, str) and key not in unknown}
+    problems += find_contradictions(known)
+    config, errors = validate(Config, _detach(known))
+    problems += explain(known, errors)
+    if problems:
+        right = _detach(_without(known, problems))
+        config = validate(Config, {**_find_mode(known), **right})[0] or validate(Config, right)[0]
+    return config, [problem.line for problem in problems]
+
+
+def _without(raw: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    wrong = {key for problem in problems for key in problem.keys}
+    return {key: value for key, value in raw.items() if key not in wrong}
+
+
+def _find_mode(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The mode by itself, which can be checked against the layout even where a key beside it is wrong."""
+    given = {key: raw[key] for key in PRECISION_KEYS if raw.get(key) is not None}
+    if len(given) != 1:
+        return {}
+    return {key: {"mode": value.get("mode")} for key, value in given.items() if isinstance(value, Mapping)}
+
+
+def _detach(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The containers among the constants are the caller's: the config keeps copies."""
+    return {key: value if key in Settings.model_fields else _copy(value) for key, value in raw.items()}
+
+
+def _copy(value: Any) -> Any:
+    """`value` with its containers copied, all the way down; what they hold is shared."""
+    if type(value) in (list, tuple, set):
+        return type(value)(_copy(item) for item in value)
+    if type(value) is dict:
+        return {key: _copy(item) for key, item in value.items()}
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _changed(options: Options, model: type[Options] | None = None) -> dict[str, Any]:
+    """The fields that were given and differ from their defaults, as dicts and plain values."""
+    changed = {}
+    for name, field in (model or type(options)).model_fields.items():
+        value = getattr(options, name)
+        if name in options.model_fields_set and value != field.get_default(call_default_factory=True):
+            changed[name] = _plain(value)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PrecisionConfig):
+        return {"mode": value.mode, **_changed(value.options)}
+    if isinstance(value, Options):
+        return _changed(value)
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _show(value: Any) -> str:
+    if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
+        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
+    return repr(value)

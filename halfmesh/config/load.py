@@ -1,0 +1,80 @@
+"""From a file, a dict or a config to a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, did_you_mean
+from .config import Config, build, build_leniently
+from .pyfile import run_config
+from .schema import Settings
+from .text import read_json, read_yaml
+
+SUFFIXES = (".py", ".yaml", ".yml", ".json")
+_OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+_OWN_PY_NAMES = "; a constant of your own is written in UPPERCASE, a helper starts with an underscore"
+
+
+def load_config(source: str | Path | Mapping[str, Any] | Config) -> Config:
+    """The config of a .py, .yaml, .yml or .json file, or of a dict; a Config is returned as it is.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    if isinstance(source, Config):
+        return source
+    raw, hint = _read(source)
+    return build(raw, _name(source), hint)
+
+
+def load_leniently(source: str | Path | Mapping[str, Any] | Config) -> tuple[Config | None, list[str]]:
+    """The config of those top-level keys that are right (None if there is nothing to read), and all problems."""
+    if isinstance(source, Config):
+        return source, []
+    try:
+        raw, hint = _read(source)
+    except ConfigError as error:
+        return None, list(error.problems)
+    return build_leniently(raw, hint)
+
+
+def _name(source: object) -> str:
+    return str(source) if isinstance(source, (str, Path)) else "the config"
+
+
+def _read(source: object) -> tuple[Mapping[Any, Any], str]:
+    """The raw keys and values, and how this kind of source writes names of its own."""
+    if isinstance(source, Mapping):
+        return source, _OWN_NAMES
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(
+            [f"a {type(source).__name__} was given, but a config is a path ({', '.join(SUFFIXES)}), a dict or a Config"]
+        )
+    path = Path(source).expanduser()
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        near = did_you_mean(suffix, SUFFIXES)
+        raise ConfigError([f"its suffix is {path.suffix!r}; allowed: {', '.join(SUFFIXES)}{near}"], str(path))
+    if not path.is_file():
+        raise ConfigError([_explain_missing(path)], str(path))
+    if suffix == ".py":
+        return run_config(path, Settings.model_fields.keys()), _OWN_PY_NAMES
+    content = read_json(path) if suffix == ".json" else read_yaml(path)
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            [f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"],
+            str(path),
+        )
+    return content, _OWN_NAMES
+
+
+def _explain_missing(path: Path) -> str:
+    if path.is_dir():
+        return "it is a directory; give the config file in it"
+    parent = path.resolve().parent
+    if not parent.is_dir():
+        return f"there is no such file, and no directory {parent}"
+    others = [file.name for file in parent.iterdir() if file.suffix.lower() in SUFFIXES]
+    return f"there is no such file in {parent}{did_you_mean(path.name, others)}"

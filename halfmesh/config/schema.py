@@ -1,0 +1,234 @@
+"""Every key of a config, with its type, bounds and default. Nothing else is accepted.
+
+The shorthand forms (`tensor=2`, `data="zero1"`, `clip_grad_norm=1.0`) are turned into the long ones before pydantic
+sees them: a union of int and model would report each mistake twice, once per branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError
+
+from ..amp.plugin import AMP_PLUGINS, AMPPlugin
+from ..errors import RegistryError, did_you_mean, find_near
+from ..options import Options, PositiveFloat, PositiveInt
+from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS
+from ..registry import Registry
+
+DType = Literal["float32", "float16", "bfloat16"]
+M = TypeVar("M", bound=Options)
+
+
+def validate(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Mapping[str, Any]]]:
+    """The validated model, or None and pydantic's list of errors."""
+    try:
+        return model.model_validate(dict(data)), []
+    except ValidationError as error:
+        return None, [dict(detail) for detail in error.errors(include_url=False)]
+
+
+def get_plugin(mode: object) -> type[AMPPlugin]:
+    """The plugin that `mode` (an AMP_TYPE, or a registered name in any case) stands for.
+
+    Raises:
+        ValueError: there is none; the message lists the modes.
+    """
+    if not isinstance(mode, str):
+        raise ValueError(f"mode={mode!r} is not the name of a mode; allowed: {list_names(AMP_PLUGINS)}")
+    if mode not in AMP_PLUGINS:
+        near = did_you_mean(mode, AMP_PLUGINS.names())
+        raise ValueError(f"mode={mode!r} is not a registered mode; allowed: {list_names(AMP_PLUGINS)}{near}")
+    try:
+        return AMP_PLUGINS.get(mode)
+    except RegistryError as error:
+        raise ValueError(str(error)) from error
+
+
+def list_names(registry: Registry[Any], *more: str) -> str:
+    """The registered names, quoted, for a message."""
+    return ", ".join(map(repr, [*more, *registry.names()]))
+
+
+class FrozenDict(dict[str, str]):
+    """A dict that cannot be changed, so that a config stays a value. Copies and pickles like any other."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("configs are immutable; config.replace(key=value) gives a changed copy")
+
+    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, str]]]:
+        return FrozenDict, (dict(self),)
+
+
+def _registered(registry: Registry[Any], *more: str) -> AfterValidator:
+    """A validator of names: those of `registry`, in any case, and `more`."""
+
+    def check(name: Any) -> Any:
+        if not isinstance(name, str):
+            return name
+        known = [*more, *registry.names()]
+        if name.lower() not in known:
+            raise ValueError(f"{name!r} is not one of {list_names(registry, *more)}{did_you_mean(name, known)}")
+        return name.lower()
+
+    return AfterValidator(check)
+
+
+def _shorthand(key: str) -> BeforeValidator:
+    """A validator that reads None as {} and anything that is not a dict as {key: it}."""
+
+    def expand(value: Any) -> Any:
+        if value is None:
+            return {}
+        if isinstance(value, Mapping):
+            return dict(value)
+        return value if isinstance(value, Options) else {key: value}
+
+    return BeforeValidator(expand)
+
+
+def _expand_parallel(value: Any) -> Any:
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    if isinstance(value, Options):
+        return value
+    raise ValueError(f"{value!r} is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')")
+
+
+def _expand_data(value: Any) -> Any:
+    if value is None or isinstance(value, (Mapping, Options)):
+        return dict(value) if isinstance(value, Mapping) else (value or {})
+    if isinstance(value, str):
+        return {"strategy": value}
+    hint = f"; write dict(size={value})" if type(value) is int else ""
+    raise ValueError(f"{value!r} is not a strategy ({list_names(DATA_STRATEGIES)}) or a dict{hint}")
+
+
+def _expand_precision(value: Any) -> Any:
+    if value is None or isinstance(value, PrecisionConfig):
+        return value
+    modes = list_names(AMP_PLUGINS)
+    if not isinstance(value, Mapping):
+        mode = str(value).lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
+        raise ValueError(f"{value!r} is not a dict; write dict(mode={mode!r}); modes: {modes}")
+    options = dict(value)
+    if "mode" not in options:
+        near = find_near("mode", map(str, options))
+        hint = f" (is {near!r} meant to be it?)" if near else ""
+        raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {modes}")
+    mode = options.pop("mode")
+    return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
+
+
+def _read_norm_type(value: Any) -> Any:
+    return math.inf if value == "inf" else value
+
+
+def _to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _freeze(value: Any) -> Any:
+    return FrozenDict(value) if isinstance(value, dict) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_to_tuple)]
+
+
+class PrecisionConfig(Options):
+    """What `fp16` or `bf16` says: the mode's name, lower case, and the mode's own keys as its plugin defines them."""
+
+    mode: str
+    options: SerializeAsAny[Options]
+
+
+class TensorConfig(Options):
+    """`parallel.tensor`. `plan` is a name, or a dict from patterns of module names to tensor styles."""
+
+    size: PositiveInt = 1
+    plan: Annotated[str | dict[str, str], AfterValidator(_freeze), _registered(TENSOR_PLANS, "auto")] = "auto"
+    sequence_parallel: bool = False
+    mode: Literal["1d"] = "1d"
+
+
+class PipelineConfig(Options):
+    """`parallel.pipeline`. `partition` is a name, or the names of the modules that begin a stage."""
+
+    size: PositiveInt = 1
+    microbatches: PositiveInt | None = None
+    schedule: Annotated[str, _registered(SCHEDULES)] = "1f1b"
+    chunks: PositiveInt = 1
+    partition: Annotated[str | Names, _registered(PARTITIONERS, "auto")] = "auto"
+    non_split: Names = ()
+    """Arguments of the model that have no batch dimension."""
+    keep_outputs: bool = False
+    eval_outputs: Literal["all", "last"] = "all"
+
+
+class DataConfig(Options):
+    """`parallel.data`. The last seven keys are fsdp's."""
+
+    strategy: Annotated[str, _registered(DATA_STRATEGIES)] = "replicate"
+    size: PositiveInt | None = None
+    """None: the ranks that tensor and pipeline leave."""
+    reduce_dtype: DType = "float32"
+    bucket_mb: PositiveFloat = 25.0
+    max_inflight: PositiveInt = 8
+    param_dtype: DType | None = None
+    output_dtype: DType | None = None
+    buffer_dtype: DType | None = None
+    reshard_after_forward: bool = True
+    prefetch: PositiveInt = 1
+    cpu_offload: bool = False
+    hybrid: PositiveInt | None = None
+    """Ranks that share one full copy of the weights; None: all of the data axis."""
+
+
+class ParallelConfig(Options):
+    """`parallel`."""
+
+    tensor: Annotated[TensorConfig, _shorthand("size")] = TensorConfig()
+    pipeline: Annotated[PipelineConfig, _shorthand("size")] = PipelineConfig()
+    data: Annotated[DataConfig, BeforeValidator(_expand_data)] = DataConfig()
+
+
+class ClipConfig(Options):
+    """`clip_grad_norm`; `max_norm` 0 is off."""
+
+    max_norm: Annotated[float, Field(ge=0)] = 0.0
+    norm_type: Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(_read_norm_type)] = 2.0
+
+
+Precision = Annotated[PrecisionConfig | None, BeforeValidator(_expand_precision)]
+
+
+class Settings(Options):
+    """The keys of a config."""
+
+    fp16: Precision = None
+    bf16: Precision = None
+    parallel: Annotated[ParallelConfig, BeforeValidator(_expand_parallel)] = ParallelConfig()
+    gradient_accumulation: PositiveInt = 1
+    clip_grad_norm: Annotated[ClipConfig, _shorthand("max_norm")] = ClipConfig()
+    loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
+    lr_interval: Literal["step", "epoch", "manual"] = "step"
+    gradient_dtype: Literal["auto", "float32"] = "auto"
+    activation_checkpoint: bool = False
+    activation_offload: bool = False
+    compile: bool = False
+    fused: Literal["auto", False] = "auto"
+    on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
+    max_consecutive_skips: PositiveInt = 50
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1024
+    timeout: PositiveFloat = 600.0
+    """Seconds that a collective may take."""
+    debug: str | None = None
+    resume: str | None = None
+    track_grad_norm: bool = False

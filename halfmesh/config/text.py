@@ -1,0 +1,103 @@
+"""YAML and JSON in and out. Python tuples survive YAML; a key that is given twice is an error."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+
+_TUPLE = "tag:yaml.org,2002:python/tuple"
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class UnwritableError(TypeError):
+    """YAML cannot hold a value."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with tuples, which refuses a key that is given twice (plain YAML keeps the last)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != _MERGE and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML with tuples, and enumerations of strings and integers as their values."""
+
+
+def _construct_tuple(loader: _Loader, node: yaml.SequenceNode) -> tuple[Any, ...]:
+    return tuple(loader.construct_sequence(node, deep=True))
+
+
+_Loader.add_constructor(_TUPLE, _construct_tuple)
+_Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(_TUPLE, value, flow_style=True))
+_Dumper.add_multi_representer(enum.StrEnum, lambda dumper, value: dumper.represent_str(value.value))
+_Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represent_int(value.value))
+
+
+def to_yaml(values: dict[str, Any]) -> str:
+    """`values` as YAML.
+
+    Raises:
+        UnwritableError: a value is of a type that YAML does not have; the message names its key.
+    """
+    for key, value in values.items():
+        try:
+            yaml.dump({key: value}, Dumper=_Dumper)
+        except yaml.representer.RepresenterError as error:
+            culprit = error.args[-1]
+            raise UnwritableError(
+                f"{key}: YAML cannot hold {culprit!r} ({type(culprit).__name__}); "
+                "use numbers, strings, lists, tuples, sets and dicts, or keep this config in a .py file"
+            ) from None
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else "{}\n"
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file; an empty file is an empty config.
+
+    Raises:
+        ConfigError: the file is not valid YAML.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            content = yaml.load(file, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError([f"not valid YAML: {line}{error.problem}"], str(path)) from error
+    except (yaml.YAMLError, ValueError) as error:  # an illegal character, a value that its tag cannot hold
+        raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
+    return {} if content is None else content
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        ConfigError: the file is not valid JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"not valid JSON: line {error.lineno}: {error.msg}"], str(path)) from error
+    except ValueError as error:
+        raise ConfigError([f"not valid JSON: {error}"], str(path)) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for i, (key, _) in enumerate(pairs):
+        if key in dict(pairs[:i]):
+            raise ValueError(f"{key!r} is given twice")
+    return dict(pairs)

@@ -1,0 +1,288 @@
+"""From the environment of a launcher (torchrun, SLURM, Open MPI) to device, seeds and process group."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import LaunchError
+from .failures import FailureGuard
+from .launchers import OPENMPI, SLURM, Place, check_place, read_int, read_place, torchrun_place
+from .log import get_logger
+
+if TYPE_CHECKING:
+    from .config.load import Config
+
+
+class OwnedGroup:
+    """A process group that was made here, with its failure guard, and is destroyed by `close()`."""
+
+    def __init__(self, guard: FailureGuard) -> None:
+        self._guard: FailureGuard | None = guard
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch function found and made; `initialize` takes it as its config. `group` is None if none was made."""
+
+    config: Config
+    device: torch.device
+    rank: int
+    world_size: int
+    local_rank: int
+    group: OwnedGroup | None = None
+
+    def close(self) -> None:
+        """Destroy the process group, if this launch made it, and restore the exception hook. May be called twice."""
+        if self.group is not None:
+            self.group.close()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # With an error in flight the guard has to stay, to report it; and destroying a broken group may block.
+        if kind is None:
+            self.close()
+
+
+def launch(
+    config: Any,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    *,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    verbose: bool = True,
+) -> Launch:
+    """Join `world_size` processes at `host:port`, where rank 0 listens.
+
+    Args:
+        config: a path, dict or Config, whatever `initialize` takes.
+        backend: "nccl" for CUDA, "gloo" for the CPU unless given.
+        local_rank: index of this process on its machine; `rank` modulo the number of GPUs unless given.
+        seed: for python's, numpy's and torch's generators, the same on all ranks, so that a model built next is the
+            same everywhere; `config.seed` unless given.
+        device: cuda:local_rank where there is CUDA, else the CPU, unless given.
+
+    Raises:
+        LaunchError: numbers that do not fit together, no such device or backend, or no group within `config.timeout`.
+    """
+    check_place(rank, world_size)
+    if local_rank is None:
+        local_rank = rank % (torch.cuda.device_count() or world_size)
+    if local_rank < 0:
+        raise LaunchError(f"local_rank={local_rank}: expected the number of this process on its machine, from 0")
+    place = Place(rank, world_size, local_rank)
+    return _launch(config, place, _Address(host, port), backend, seed, device, verbose)
+
+
+def launch_from_torch(
+    config: Any,
+    *,
+    backend: str | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    verbose: bool = True,
+) -> Launch:
+    """Launch under torchrun; without any of its variables (`python train.py`), as a single process.
+
+    Arguments and errors as in `launch`.
+    """
+    return _launch(config, torchrun_place(), None, backend, seed, device, verbose)
+
+
+def launch_from_slurm(config: Any, host: str, port: int, **options: Any) -> Launch:
+    """Launch under srun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
+    place = read_place(SLURM)
+    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+
+
+def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> Launch:
+    """Launch under Open MPI's mpirun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
+    place = read_place(OPENMPI)
+    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+
+
+def ensure_process_group(device: torch.device, timeout_s: float, backend: str | None = None) -> OwnedGroup | None:
+    """Make torchrun's process group if its variables ask for one and there is none; its owner has to close it.
+
+    None if there was nothing to make: a world of 1, or a group of the user's own.
+    """
+    if dist.is_initialized():
+        return None
+    return _make_group(torchrun_place(), None, device, timeout_s, backend)
+
+
+def expected_world_size() -> int:
+    """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
+
+    Raises:
+        LaunchError: the variables contradict each other.
+    """
+    return dist.get_world_size() if dist.is_initialized() else torchrun_place().world_size
+
+
+def choose_device(device: torch.device | str | None = None, local_rank: int | None = None) -> torch.device:
+    """`device`, or cuda:local_rank where there is CUDA, else the CPU; made the current CUDA device.
+
+    `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
+
+    Raises:
+        LaunchError: this machine has no such device.
+    """
+    if local_rank is None:
+        local_rank = read_int("LOCAL_RANK", at_least=0) if "LOCAL_RANK" in os.environ else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
+    except RuntimeError as error:
+        raise LaunchError(f"device={device!r} is no device of torch's; give 'cpu', 'cuda' or 'cuda:0'") from error
+    if chosen.type != "cuda":
+        return chosen
+    if not gpus:
+        raise LaunchError(f"device={str(device)!r}, but torch {torch.__version__} finds no CUDA device; give 'cpu'")
+    index = local_rank if chosen.index is None else chosen.index
+    if index >= gpus:
+        origin = f"device={str(device)!r}" if chosen.index is not None else f"local rank {local_rank}"
+        raise LaunchError(
+            f"{origin} needs GPU {index}, but this machine has {gpus} (numbered from 0); start at most "
+            f"{gpus} process(es) per machine, or give device='cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """A parser with the options that the launch functions need; add your own to it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="the config file (.py, .yaml or .json)")
+    parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")
+    parser.add_argument("--port", type=int, help="the port of rank 0 (not needed under torchrun)")
+    parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are in all")
+    parser.add_argument("--rank", type=int, help="the number of this process, from 0")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="the number of this process on its machine")
+    parser.add_argument("--backend", help="the communication backend (default: nccl for CUDA, gloo for the CPU)")
+    return parser
+
+
+@dataclass(frozen=True)
+class _Address:
+    host: str
+    port: int
+
+
+def _launch(
+    config: Any,
+    place: Place,
+    address: _Address | None,
+    backend: str | None,
+    seed: int | None,
+    device: torch.device | str | None,
+    verbose: bool,
+) -> Launch:
+    from .config.load import load_config
+
+    loaded = load_config(config)
+    chosen = choose_device(device, place.local_rank)
+    group = _make_group(place, address, chosen, loaded.timeout, backend)
+    seed = loaded.seed if seed is None else seed
+    _set_seeds(seed)
+    if verbose:
+        how = dist.get_backend() if dist.is_initialized() else "no process group"
+        get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, seed)
+    return Launch(loaded, chosen, place.rank, place.world_size, place.local_rank, group)
+
+
+def _make_group(
+    place: Place, address: _Address | None, device: torch.device, timeout_s: float, backend: str | None
+) -> OwnedGroup | None:
+    if dist.is_initialized():
+        _check_existing_group(place)
+        return None
+    backend = _check_backend(backend, device)
+    if place.world_size == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    store = None
+    try:
+        if address is not None:
+            is_master = place.rank == 0
+            host = address.host.strip("[]")  # an IPv6 address as in a URL
+            store = dist.TCPStore(host, address.port, place.world_size, is_master=is_master, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} could not join the {backend} process group at {where} within "
+            f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
+            "port, a port that is free on rank 0's machine and can be reached from the others"
+        ) from error
+    return OwnedGroup(FailureGuard(place.rank, store, hosts_store=store is not None and place.rank == 0))
+
+
+def _check_existing_group(place: Place) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (place.rank, place.world_size):
+        raise LaunchError(
+            f"a process group exists already, with this process as rank {rank} of {world_size}, but the launch is for "
+            f"rank {place.rank} of {place.world_size}; call torch.distributed.destroy_process_group() first, or launch "
+            "with the same numbers"
+        )
+
+
+def _check_backend(backend: str | None, device: torch.device) -> str:
+    if backend is None:
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(
+            f"backend='nccl' works on CUDA devices only, but the device is {device}; leave backend out or give 'gloo'"
+        )
+    parts = [part.rpartition(":")[2] for part in backend.split(",")]  # "cpu:gloo,cuda:nccl"
+    unknown = [part for part in parts if not _is_available(part)]
+    if unknown:
+        raise LaunchError(
+            f"backend={backend!r}: this torch has no {', '.join(unknown)}; leave backend out (nccl for CUDA, gloo for "
+            "the CPU), or give 'gloo'"
+        )
+    return backend
+
+
+def _is_available(backend: str) -> bool:
+    try:
+        return dist.is_backend_available(backend)
+    except ValueError:  # torch 2.11 to 2.13 on malformed names
+        return False
+
+
+def _set_seeds(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+    torch.manual_seed(seed)

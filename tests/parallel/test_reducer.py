@@ -1,0 +1,280 @@
+"""The reducer alone: what it sends, when, and what the shards hold afterwards. torch DDP is the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_harness import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from halfmesh.errors import InputError
+from halfmesh.parallel.reducer import ReduceOptions, Reducer, running_statistics
+from halfmesh.shard import ParamShard
+
+pytestmark = pytest.mark.distributed
+TINY = 1  # bytes: one bucket per parameter
+
+
+def make_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def make_reducer(model: nn.Module, **options) -> tuple[Reducer, list[ParamShard]]:
+    shards = [ParamShard(name, p) for name, p in model.named_parameters()]
+    group = dist.group.WORLD
+    assert group is not None
+    return Reducer(shards, running_statistics(model), group, ReduceOptions(**options)), shards
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank + 1))
+
+
+def backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def equals_ddp(rank: int, world_size: int) -> dict[str, float]:
+    model, other = make_model(), make_model()
+    ddp = DistributedDataParallel(other)
+    differences = {}
+    for bucket_bytes in (TINY, 25 * 2**20):
+        reducer, shards = make_reducer(model, bucket_bytes=bucket_bytes)
+        for shard in shards:
+            shard.clear_grad()
+        ddp.zero_grad()
+        reducer.arm()
+        backward(model, batch(rank))
+        reducer.finish()
+        backward(ddp, batch(rank))
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        differences[f"bucket {bucket_bytes}"] = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+        reducer.close()
+    return differences
+
+
+def test_bitwise_equal_to_ddp():
+    for result in run_ranks(equals_ddp, 2):
+        assert result == {"bucket 1": 0.0, f"bucket {25 * 2**20}": 0.0}
+
+
+def counts(rank: int, world_size: int) -> dict:
+    model = make_model()
+    reducer, shards = make_reducer(model, bucket_bytes=TINY)
+    launched = []
+    original = reducer._all_reduce
+    reducer._all_reduce = lambda flat, divide=True: (launched.append(flat.numel()), original(flat, divide))[1]
+    for _ in range(2):  # microbatches before the last send nothing
+        backward(model, batch(rank))
+    before = reducer.collectives
+    reducer.arm()
+    backward(model, batch(rank))
+    in_backward = reducer.collectives
+    reducer.finish()
+    return {
+        "before": before,
+        "in_backward": in_backward,
+        "in_all": reducer.collectives,
+        "bytes": reducer.bytes_reduced,
+        "order": launched,
+        "buckets": len(shards),
+    }
+
+
+def test_one_reduction_per_update_in_order_and_in_backward():
+    first, second = run_ranks(counts, 2)
+    assert first == second
+    sizes = [3, 24, 8, 8, 8, 48]  # the model's parameters, last first
+    assert first["before"] == 0
+    assert first["in_backward"] == first["buckets"] == 6
+    assert first["in_all"] == 7  # and one for BatchNorm's statistics
+    assert first["order"] == [size + 1 for size in sizes] + [16]
+    assert first["bytes"] == 4 * (sum(sizes) + 6 + 16)
+
+
+def unarmed(rank: int, world_size: int) -> list[torch.Tensor]:
+    """A cycle that is closed after its last backward: everything is sent in finish."""
+    model = make_model()
+    reducer, _ = make_reducer(model, max_inflight=1, bucket_bytes=TINY)
+    backward(model, batch(rank))
+    mine = [p.grad.clone() for p in model.parameters()]
+    reducer.finish()
+    gathered: list = [None] * world_size
+    dist.all_gather_object(gathered, mine)
+    expected = [torch.stack(grads).mean(0) for grads in zip(*gathered, strict=True)]
+    return [(p.grad - e).abs().max() for p, e in zip(model.parameters(), expected, strict=True)]
+
+
+def test_unarmed_backward_is_reduced_in_finish():
+    for differences in run_ranks(unarmed, 3):
+        assert max(differences) < 1e-6
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = nn.Linear(6, 6)
+        self.sometimes = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x, use):
+        x = self.frozen(self.common(x))
+        return self.sometimes(x) if use else x
+
+
+def unused(rank: int, world_size: int) -> dict[str, torch.Tensor | None]:
+    model = Branches()
+    reducer, shards = make_reducer(model)
+    reducer.arm()
+    model(batch(rank), use=rank == 0).sum().backward()
+    local = model.sometimes.weight.grad.clone() if rank == 0 else None
+    del local
+    reducer.finish()
+    return {shard.name: shard.param.grad for shard in shards}
+
+
+def test_unused_and_frozen_parameters():
+    first, second = run_ranks(unused, 2)
+    model = Branches()
+    (model(batch(0), True).sum() / 2).backward()
+    torch.testing.assert_close(first["sometimes.weight"], model.sometimes.weight.grad)
+    assert first["never.weight"] is None
+    assert first["frozen.weight"] is None
+    assert second["never.weight"] is None
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+def half_precision(rank: int, world_size: int) -> dict[str, tuple]:
+    """fp16 gradients of 40000: their fp16 sum is inf."""
+    results = {}
+    for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
+        param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+        shard = ParamShard("p", param)
+        reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions(dtype=dtype))
+        reducer.arm()
+        (param * 40000).sum().backward()
+        reducer.finish()
+        grad = shard.take_grad()
+        results[name] = (grad.tolist(), grad.dtype, reducer.bytes_reduced)
+    return results
+
+
+def test_half_precision_gradients_do_not_overflow():
+    for result in run_ranks(half_precision, 2):
+        assert result == {
+            "fp32": ([40000.0] * 4, torch.float32, 20),
+            "fp16": ([40000.0] * 4, torch.float16, 10),
+            "bf16": ([39936.0] * 4, torch.float16, 10),
+        }
+
+
+def sums(rank: int, world_size: int) -> list[float]:
+    param = nn.Parameter(torch.zeros(2))
+    shard = ParamShard("p", param)
+    reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions(mean=False))
+    (param * (rank + 1)).sum().backward()
+    reducer.finish()
+    return param.grad.tolist()
+
+
+def test_sum_instead_of_mean():
+    assert run_ranks(sums, 2) == [[3.0, 3.0]] * 2
+
+
+def twice(rank: int, world_size: int) -> list[float]:
+    """Two backwards before one update, both armed: the second adds to what is already averaged."""
+    results = []
+    for dtype in (torch.float32, torch.float16):
+        param = nn.Parameter(torch.zeros(2, dtype=dtype))
+        shard = ParamShard("p", param)
+        reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions())
+        for factor in (1.0, 10.0):
+            reducer.arm()
+            (param * factor * (rank + 1)).sum().backward()
+            reducer.finish()
+        results.append(shard.take_grad().tolist())
+        reducer.close()
+    return results
+
+
+def test_two_backwards_before_an_update():
+    assert run_ranks(twice, 2) == [[[16.5, 16.5], [16.5, 16.5]]] * 2
+
+
+def channels_last(rank: int, world_size: int) -> bool:
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    reducer, _ = make_reducer(conv)
+    reducer.arm()
+    conv(torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    reducer.finish()
+    return conv.weight.grad.stride() == conv.weight.stride()
+
+
+def test_gradients_keep_the_parameters_strides():
+    assert run_ranks(channels_last, 2) == [True, True]
+
+
+def statistics(rank: int, world_size: int) -> tuple[list[float], int]:
+    norm = nn.BatchNorm1d(2)
+    reducer, _ = make_reducer(norm)
+    reducer.arm()
+    norm(torch.full((4, 2), 10.0 * rank)).sum().backward()
+    reducer.finish()
+    return norm.running_mean.tolist(), int(norm.num_batches_tracked)
+
+
+def test_batchnorm_statistics_are_averaged():
+    assert run_ranks(statistics, 2) == [([0.5, 0.5], 1)] * 2  # the mean of 0 and 0.1 * 10
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    messages = []
+    embedding = nn.Embedding(4, 3, sparse=True)
+    reducer, _ = make_reducer(embedding)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(InputError) as caught:
+        reducer.finish()
+    messages.append(str(caught.value))
+    linear = nn.Linear(2, 2)
+    reducer, _ = make_reducer(linear, bucket_bytes=TINY)
+    reducer.arm()
+    x = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(InputError) as caught:
+        checkpoint(linear, checkpoint(linear, x, use_reentrant=True), use_reentrant=True).sum().backward()
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_refusals():
+    for sparse, reentrant in run_ranks(refusals, 2):
+        assert "gradient of 'weight' is sparse" in sparse
+        assert "sparse=False" in sparse
+        assert "arrived twice in one backward" in reentrant
+        assert "use_reentrant=False" in reentrant
+
+
+def recover(rank: int, world_size: int) -> list[bool]:
+    """Unfreezing a parameter: the reducer notices, and takes it in."""
+    model = Branches()
+    reducer, shards = make_reducer(model)
+    covered = [reducer.covers(shards)]
+    model.frozen.requires_grad_(True)
+    covered.append(reducer.covers(shards))
+    reducer.cover(shards)
+    covered.append(reducer.covers(shards))
+    reducer.arm()
+    model(batch(rank), True).sum().backward()
+    reducer.finish()
+    gathered: list = [None] * world_size
+    dist.all_gather_object(gathered, model.frozen.weight.grad)
+    return [*covered, torch.equal(gathered[0], gathered[1])]
+
+
+def test_unfrozen_parameters_are_taken_in():
+    assert run_ranks(recover, 2) == [[True, False, True, True]] * 2

@@ -1,0 +1,369 @@
+"""What each launch function reads, makes and refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from dist_harness import free_port, run_ranks
+
+from halfmesh import launchers, launching
+from halfmesh.errors import LaunchError
+from halfmesh.launching import (
+    choose_device,
+    ensure_process_group,
+    get_default_parser,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
+
+CPU = torch.device("cpu")
+TORCHRUN_VARIABLES = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29999",
+}
+SLURM_VARIABLES = {"SLURM_PROCID": "0", "SLURM_NPROCS": "1", "SLURM_LOCALID": "0"}
+OPENMPI_VARIABLES = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's variables, and the generators' states as before afterwards."""
+    for name in list(os.environ):
+        if name in TORCHRUN_VARIABLES or name.startswith(("SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **changes: str | None) -> None:
+    for name, value in {**variables, **changes}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+    """Let torch report `count` GPUs; the list gets the devices that are made current."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    return current
+
+
+# ---- one process
+
+
+def test_python_train_py_is_a_launch_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    hook = sys.excepthook
+    with launch_from_torch({"seed": 7}, device="cpu") as run:
+        assert (run.rank, run.world_size, run.local_rank, run.device) == (0, 1, 0, CPU)
+        assert run.config.seed == 7
+        assert run.group is None
+        assert not dist.is_initialized()
+        assert sys.excepthook is hook
+    run.close()
+
+
+def test_a_launch_cannot_be_changed() -> None:
+    run = launch_from_torch({}, device="cpu")
+    with pytest.raises(AttributeError):
+        run.rank = 3  # type: ignore[misc]
+
+
+def test_a_config_file_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text("seed = 11\nNUM_EPOCHS = 3\n")
+    assert launch(str(path), 0, 1, "localhost", 1, device="cpu").config.seed == 11
+
+
+@pytest.mark.parametrize(("argument", "expected"), [(None, 5), (6, 6)])
+def test_seeds_of_python_numpy_and_torch(argument: int | None, expected: int) -> None:
+    launch_from_torch({"seed": 5}, seed=argument, device="cpu")
+    drawn = (random.random(), float(np.random.rand()), torch.rand(1).item())
+    random.seed(expected)
+    np.random.seed(expected)
+    torch.manual_seed(expected)
+    assert drawn == (random.random(), float(np.random.rand()), torch.rand(1).item())
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_it_says_what_it_made(verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
+    launch_from_torch({"seed": 5}, device="cpu", verbose=verbose)
+    said = ["world of 1 (no process group), device cpu, seed 5"]
+    assert [record.getMessage() for record in caplog.records] == (said if verbose else [])
+
+
+def test_slurm_and_open_mpi_tell_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, SLURM_VARIABLES)
+    assert launch_from_slurm({}, "host", 1, device="cpu").world_size == 1
+    set_variables(
+        monkeypatch, SLURM_VARIABLES, SLURM_NPROCS=None, SLURM_NTASKS="8", SLURM_PROCID="5", SLURM_LOCALID="1"
+    )
+    assert launchers.read_place(launchers.SLURM) == launchers.Place(rank=5, world_size=8, local_rank=1)
+    set_variables(monkeypatch, OPENMPI_VARIABLES)
+    assert launch_from_openmpi({}, "host", 1, device="cpu").world_size == 1
+
+
+# ---- devices
+
+
+def test_each_local_rank_gets_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = pretend_gpus(monkeypatch, 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device() == torch.device("cuda:3")
+    assert choose_device("cuda", 2) == torch.device("cuda:2")
+    assert choose_device("cuda:1", 2) == torch.device("cuda:1")
+    assert choose_device("cpu", 2) == CPU
+    assert current == [3, 2, 1]
+
+
+def test_without_local_rank_it_is_the_rank_modulo_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 4)
+    places: list[Any] = []
+    monkeypatch.setattr(launching, "_launch", lambda config, place, *rest: places.append(place))
+    launch({}, 6, 8, "host", 1)
+    pretend_gpus(monkeypatch, 0)
+    launch({}, 6, 8, "host", 1)
+    assert [place.local_rank for place in places] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "message"),
+    [
+        (2, None, r"local rank 2 needs GPU 2, but this machine has 2 .* at most 2 process\(es\) .* device='cpu'"),
+        (2, "cuda", r"local rank 2 needs GPU 2"),
+        (2, "cuda:7", r"device='cuda:7' needs GPU 7, but this machine has 2"),
+        (0, "cuda", r"device='cuda', but torch .* finds no CUDA device; give 'cpu'"),
+        (0, "gpu", r"device='gpu' is no device of torch's; give 'cpu', 'cuda'"),
+    ],
+)
+def test_devices_that_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: str | None, message: str
+) -> None:
+    pretend_gpus(monkeypatch, gpus)
+    with pytest.raises(LaunchError, match=message):
+        choose_device(device, 2)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
+def test_some_but_not_all_of_torchruns_variables(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    set_variables(monkeypatch, TORCHRUN_VARIABLES, **{missing: None})
+    with pytest.raises(LaunchError, match=rf"^{missing} missing .* torchrun --nproc-per-node N train.py"):
+        launch_from_torch({}, device="cpu")
+
+
+def test_slurm_and_open_mpi_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = r"^SLURM_PROCID, SLURM_NPROCS or SLURM_NTASKS, SLURM_LOCALID missing .* srun --ntasks N python train.py$"
+    with pytest.raises(LaunchError, match=missing):
+        launch_from_slurm({}, "host", 1)
+    set_variables(monkeypatch, OPENMPI_VARIABLES, OMPI_COMM_WORLD_SIZE=None)
+    with pytest.raises(LaunchError, match=r"^OMPI_COMM_WORLD_SIZE missing .* mpirun -np N python train.py$"):
+        launch_from_openmpi({}, "host", 1)
+
+
+def test_the_other_launcher_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, TORCHRUN_VARIABLES)
+    with pytest.raises(LaunchError, match=r"looks like torchrun: use launch_from_torch\(config\)"):
+        launch_from_slurm({}, "host", 1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "function"),
+    [("SLURM_STEP_NUM_TASKS", "launch_from_slurm"), ("OMPI_COMM_WORLD_SIZE", "launch_from_openmpi")],
+)
+def test_several_processes_never_train_alone_by_mistake(
+    monkeypatch: pytest.MonkeyPatch, variable: str, function: str
+) -> None:
+    monkeypatch.setenv(variable, "4")
+    message = rf"{variable}=4: .* would train alone; use {function}\("
+    with pytest.raises(LaunchError, match=message):
+        launch_from_torch({}, device="cpu")
+    with pytest.raises(LaunchError, match=message):
+        ensure_process_group(CPU, 60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "first"}, r"RANK='first' in the environment: expected a whole number of at least 0; .* unset"),
+        ({"RANK": "-1"}, r"RANK='-1'"),
+        ({"WORLD_SIZE": "0"}, r"WORLD_SIZE='0' in the environment: expected a whole number of at least 1"),
+        ({"LOCAL_RANK": ""}, r"LOCAL_RANK=''"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            r"rank 2 of world size 2 \(RANK, WORLD_SIZE\) is impossible: ranks go from 0",
+        ),
+    ],
+)
+def test_values_that_cannot_be(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str) -> None:
+    set_variables(monkeypatch, TORCHRUN_VARIABLES, **changes)
+    with pytest.raises(LaunchError, match=message):
+        launch_from_torch({}, device="cpu")
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_the_world(rank: int, world_size: int) -> None:
+    with pytest.raises(LaunchError, match=f"rank {rank} of world size {world_size} is impossible"):
+        launch({}, rank, world_size, "localhost", 1, device="cpu")
+
+
+def test_a_negative_local_rank() -> None:
+    with pytest.raises(LaunchError, match="local_rank=-1: expected"):
+        launch({}, 0, 1, "localhost", 1, local_rank=-1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("nccl", r"backend='nccl' works on CUDA devices only, but the device is cpu"),
+        ("glooo", r"backend='glooo': this torch has no glooo; leave backend out"),
+        ("cpu:gloo,cuda:ncl", r"this torch has no ncl;"),
+    ],
+)
+def test_backends_that_cannot_be(backend: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launch({}, 0, 2, "localhost", 1, backend=backend, device="cpu")
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            LaunchError, match=rf"rank 0 of 2 could not join the gloo .* at 127.0.0.1:{port} within 3 s"
+        ):
+            launch({"timeout": 3.0}, 0, 2, "127.0.0.1", port, device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_peers_that_never_come() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 could not join .* All 2 processes have to be started"):
+        launch({"timeout": 1.0}, 0, 2, "127.0.0.1", free_port(), device="cpu")
+
+
+# ---- two processes
+
+
+def use_launch(rank: int, world_size: int, port: int) -> dict[str, Any]:
+    hook = sys.excepthook
+    with launch({"seed": 3, "timeout": 30.0}, rank, world_size, "127.0.0.1", port, device="cpu") as run:
+        total = torch.tensor([float(run.rank)])
+        dist.all_reduce(total)
+        facts = {"sum": total.item(), "backend": dist.get_backend(), "weights": torch.nn.Linear(2, 2).weight.tolist()}
+        guarded = sys.excepthook is not hook
+    run.close()
+    return {**facts, "guarded": guarded, "gone": not dist.is_initialized(), "local_rank": run.local_rank}
+
+
+@pytest.mark.distributed
+def test_launch_joins_seeds_alike_and_cleans_up() -> None:
+    first, second = run_ranks(use_launch, 2, free_port(), init=False)
+    assert first["sum"] == second["sum"] == 1.0
+    assert first["backend"] == "gloo"
+    assert first["weights"] == second["weights"]
+    assert (first["guarded"], first["gone"]) == (True, True)
+    assert (first["local_rank"], second["local_rank"]) == (0, 1)
+
+
+def use_torchrun_variables(rank: int, world_size: int, port: int) -> list[Any]:
+    values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in {**values, "MASTER_PORT": port}.items()})
+    with launch_from_torch({"timeout": 30.0}, device="cpu") as run:
+        facts: list[Any] = [run.rank, run.world_size, dist.get_world_size()]
+        facts.append(ensure_process_group(CPU, 30.0))  # there is one already: not the engine's to destroy
+    facts.append(dist.is_initialized())
+    group = ensure_process_group(CPU, 30.0)
+    facts.append(dist.get_rank())
+    assert group is not None
+    group.close()
+    group.close()
+    return [*facts, dist.is_initialized()]
+
+
+@pytest.mark.distributed
+def test_torchruns_variables_make_a_group_that_the_owner_destroys() -> None:
+    expected = [[rank, 2, 2, None, False, rank, False] for rank in range(2)]
+    assert run_ranks(use_torchrun_variables, 2, free_port(), init=False) == expected
+
+
+def use_existing(rank: int, world_size: int) -> list[Any]:
+    run = launch({}, rank, world_size, "ignored", 1, device="cpu")
+    run.close()
+    facts: list[Any] = [run.group, dist.is_initialized(), launch_from_torch({}, device="cpu").rank]
+    try:
+        launch({}, rank, world_size + 1, "ignored", 1, device="cpu")
+    except LaunchError as error:
+        facts.append(str(error))
+    return facts
+
+
+@pytest.mark.distributed
+def test_an_existing_group_is_used_and_left_alone() -> None:
+    for rank, (group, alive, own_rank, message) in enumerate(run_ranks(use_existing, 2)):
+        assert (group, alive, own_rank) == (None, True, rank)
+        assert f"as rank {rank} of 2, but the launch is for rank {rank} of 3" in message
+        assert "destroy_process_group() first" in message
+
+
+def leave_by_error(rank: int, world_size: int, port: int) -> tuple[bool, bool]:
+    hook = sys.excepthook
+    try:
+        with launch({"timeout": 30.0}, rank, world_size, "127.0.0.1", port, device="cpu"):
+            raise ValueError("x")
+    except ValueError:
+        return sys.excepthook is not hook, dist.is_initialized()
+
+
+@pytest.mark.distributed
+def test_an_error_on_its_way_out_still_meets_the_guard() -> None:
+    assert run_ranks(leave_by_error, 2, free_port(), init=False) == [(True, True)] * 2
+
+
+# ---- the command line
+
+
+def test_parser() -> None:
+    line = "--config c.py --host h --port 5 --world-size 4 --rank 1 --local-rank 1 --backend gloo"
+    expected = {
+        "config": "c.py",
+        "host": "h",
+        "port": 5,
+        "world_size": 4,
+        "rank": 1,
+        "local_rank": 1,
+        "backend": "gloo",
+    }
+    parser = get_default_parser()
+    assert vars(parser.parse_args(line.split())) == expected
+    underscored = line.replace("world-size", "world_size").replace("local-rank", "local_rank")
+    assert vars(parser.parse_args(underscored.split())) == expected
+    assert set(vars(parser.parse_args([])).values()) == {None}
+    assert all(action.help for action in parser._actions)
