@@ -56,6 +56,16 @@ def fail_on(rank: int, world_size: int, bad_rank: int, delay: float) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def close_then_fail(rank: int, world_size: int) -> None:
+    if rank == 1:
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        raise ValueError("the reason")
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+
+
 def die_on(rank: int, world_size: int, bad_rank: int) -> None:
     if rank == bad_rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -65,6 +75,10 @@ def die_on(rank: int, world_size: int, bad_rank: int) -> None:
 def hang_on(rank: int, world_size: int, bad_rank: int) -> None:
     if rank == bad_rank:
         time.sleep(600)
+
+
+def echo(rank: int, world_size: int) -> None:
+    raise RuntimeError("Connection closed by peer")
 
 
 def unpicklable(rank: int, world_size: int) -> Any:
@@ -100,6 +114,12 @@ def test_the_rank_that_failed_first_is_reported(bad_rank: int) -> None:
     assert not multiprocessing.active_children()
 
 
+def test_an_echo_that_comes_before_the_reason_does_not_hide_it() -> None:
+    with pytest.raises(RankFailure, match=r"ValueError: the reason[\s\S]*afterwards: rank 0: .*onnection") as caught:
+        run_ranks(close_then_fail, 2)
+    assert caught.value.rank == 1
+
+
 def test_a_killed_rank_is_reported_before_the_echo() -> None:
     with pytest.raises(RankFailure, match="died without an exception, exit code -9") as caught:
         run_ranks(die_on, 2, 1)
@@ -123,7 +143,3 @@ def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
 def test_an_error_that_is_only_an_echo_is_still_an_error() -> None:
     with pytest.raises(RankFailure, match="Connection closed by peer"):
         run_ranks(echo, 1)
-
-
-def echo(rank: int, world_size: int) -> None:
-    raise RuntimeError("Connection closed by peer")

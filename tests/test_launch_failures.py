@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from dist_harness import LAUNCH_VARIABLES, free_port
 
+from halfmesh import failures
 from halfmesh.failures import FailureGuard, is_echo
 
 pytestmark = pytest.mark.distributed
@@ -152,11 +153,12 @@ def test_a_hook_of_the_users_on_top_stays_and_still_reaches_the_one_below(monkey
 
 def test_ctrl_c_in_python_code_is_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    monkeypatch.setattr(failures, "INTERRUPT_LIMIT_S", 0.3)
     guard = FailureGuard(0)
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        time.sleep(3.5)  # the watching thread sees that it was delivered, and does not end the process
+        time.sleep(0.6)  # the watching thread sees that it was delivered, and does not end the process
     finally:
         guard.remove()
 

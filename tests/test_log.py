@@ -21,9 +21,9 @@ def bare_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     monkeypatch.setattr(own, "level", logging.NOTSET)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    own.manager._clear_cache()
+    own.manager._clear_cache()  # type: ignore[attr-defined]
     yield own
-    own.manager._clear_cache()
+    own.manager._clear_cache()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_logger_asked_for_twice_prints_once(bare_logging: logging.Logger, caps
 def test_the_users_handler_takes_over(bare_logging: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
     assert bare_logging.parent is not None
     bare_logging.parent.addHandler(handler)  # the root has level WARNING: the plan is seen all the same
     get_logger().info("plan of %s", "x")

@@ -139,11 +139,11 @@ def _copy(value: Any) -> Any:
 
 
 def _changed(options: Options, model: type[Options] | None = None) -> dict[str, Any]:
-    """The fields that were given and differ from their defaults, as dicts and plain values."""
+    """The fields that differ from their defaults, as dicts and plain values."""
     changed = {}
     for name, field in (model or type(options)).model_fields.items():
         value = getattr(options, name)
-        if name in options.model_fields_set and value != field.get_default(call_default_factory=True):
+        if value != field.get_default(call_default_factory=True):
             changed[name] = _plain(value)
     return changed
 

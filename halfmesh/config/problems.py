@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ def _unquote(text: str, annotation: Any) -> str:
     try:
         number = float(text)
     except ValueError:
+        return ""
+    if not math.isfinite(number):
         return ""
     mantissa, letter, exponent = text.lower().partition("e")
     if annotation is int or not letter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import yaml
 from ..errors import ConfigError
 
 _TUPLE = "tag:yaml.org,2002:python/tuple"
-_MERGE = "tag:yaml.org,2002:merge"
 
 
 class UnwritableError(TypeError):
@@ -23,14 +21,14 @@ class UnwritableError(TypeError):
 class _Loader(yaml.SafeLoader):
     """Safe YAML with tuples, which refuses a key that is given twice (plain YAML keeps the last)."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # before merge keys are resolved: overriding one is no repetition
         seen = set()
         for key, _ in node.value:
-            if key.tag != _MERGE and isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -62,7 +60,7 @@ def to_yaml(values: dict[str, Any]) -> str:
                 f"{key}: YAML cannot hold {culprit!r} ({type(culprit).__name__}); "
                 "use numbers, strings, lists, tuples, sets and dicts, or keep this config in a .py file"
             ) from None
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True) if values else "{}\n"
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False) if values else "{}\n"
 
 
 def read_yaml(path: Path) -> Any:

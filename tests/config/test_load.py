@@ -82,6 +82,8 @@ def test_bad_files(write, name, text, message):
 def test_yaml_merge_keys_may_override(write):
     path = write("a.yaml", "BASE: &base {a: 1, b: 2}\nFULL:\n  <<: *base\n  a: 3\n")
     assert load_config(path).FULL == {"a": 3, "b": 2}
+    path = write("b.yaml", "ROOT: &root {a: 1}\nA: {B: &b {<<: *root, a: 3}}\nFULL: {<<: *b}\n")
+    assert load_config(path).FULL == {"a": 3}
 
 
 def test_missing_files(write, tmp_path):
@@ -186,6 +188,10 @@ def test_assignments_count_wherever_they_stand(write, code):
     assert load_config(write("good.py", code.replace("{}", "seed"))).seed in (2, 3)
     message = "sed: unknown key; did you mean 'seed'?"
     fails(write("bad.py", code.replace("{}", "sed")), message)
+
+
+def test_the_loaders_own_future_imports_do_not_leak(write):
+    assert load_config(write("config.py", "A: int = 3\nKIND = __annotations__['A'].__name__\n")).KIND == "int"
 
 
 def test_augmented_assignment_and_deletion(write):

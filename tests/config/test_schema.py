@@ -229,6 +229,7 @@ MISTAKES = [
     ({"clip_grad_norm": {"norm_type": 0}}, "clip_grad_norm.norm_type: 0 is not a number > 0"),
     ({"clip_grad_norm": "1e-3"}, f"clip_grad_norm: '1e-3' is not a number >= 0; {NUMBER_HINT}"),
     ({"timeout": "1e3"}, "timeout: '1e3' is not a number > 0; write 1.0e+3 without quotes"),
+    ({"timeout": "inf"}, "timeout: 'inf' is not a number > 0"),
     ({"timeout": 0}, "timeout: 0 is not a number > 0"),
     ({"timeout": math.inf}, "timeout: inf is not a number > 0"),
     ({"seed": -1}, "seed: -1 is not an integer >= 0 and < 4294967296"),
@@ -308,6 +309,7 @@ EVERYTHING = {
     "SIZE": (224, (224,)),
     "MODE": AMP_TYPE.TORCH,
     "NAME": "1e-3",
+    "TEXT": "caf\xe9 # \x85: \n",
     "RATE": 1e-3,
 }
 
@@ -315,7 +317,9 @@ EVERYTHING = {
 def test_user_constants():
     config = load_config(EVERYTHING)
     assert config.NUM_EPOCHS == 10
-    assert config.user == {key: EVERYTHING[key] for key in ("NUM_EPOCHS", "LAYERS", "SIZE", "MODE", "NAME", "RATE")}
+    assert config.user == {
+        key: EVERYTHING[key] for key in ("NUM_EPOCHS", "LAYERS", "SIZE", "MODE", "NAME", "TEXT", "RATE")
+    }
     assert not hasattr(config, "BATCH_SIZE")
     with pytest.raises(AttributeError, match="the config has no 'NUM_EPOCH'; did you mean 'NUM_EPOCHS'"):
         _ = config.NUM_EPOCH

@@ -144,7 +144,7 @@ def test_last_epoch_continues_on_an_optimizer_that_knows_its_base_rate() -> None
     [
         (lambda opt: LinearWarmupLR(opt, 1, 0), r"total_steps=0: expected a whole number of at least 1"),
         (lambda opt: LinearWarmupLR(opt, -1, 5), r"warmup_steps=-1: expected a whole number of at least 0"),
-        (lambda opt: LinearWarmupLR(opt, 1, 5.5), r"total_steps=5.5: .*for epochs"),
+        (lambda opt: LinearWarmupLR(opt, 1, 5.5), r"total_steps=5.5: .*for epochs"),  # type: ignore[arg-type]
         (lambda opt: LinearWarmupLR(opt, True, 5), r"warmup_steps=True"),
         (lambda opt: CosineAnnealingWarmupLR(opt, 5, 5), r"warmup_steps=5 leaves no step of total_steps=5 to Cosine"),
         (lambda opt: PolynomialWarmupLR(opt, 5, 6), r"warmup_steps=6 leaves no step .* use LinearWarmupLR"),

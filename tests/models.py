@@ -1,0 +1,139 @@
+"""Small models, data and a plain torch reference that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfmesh
+
+FEATURES, CLASSES = 8, 4
+FP16_TORCH = {"fp16": {"mode": "torch", "init_scale": 256.0}}
+FP16_NAIVE = {"fp16": {"mode": "naive", "initial_scale": 256.0}}
+BF16_TORCH = {"bf16": {"mode": "torch"}}
+BF16_NAIVE = {"bf16": {"mode": "naive"}}
+MODES = {
+    "none": {},
+    "torch_fp16": FP16_TORCH,
+    "torch_bf16": BF16_TORCH,
+    "naive_fp16": FP16_NAIVE,
+    "naive_bf16": BF16_NAIVE,
+}
+# Largest relative difference of the weights from fp32 in one process after 10 steps, by mode.
+TOLERANCES = {"none": 1e-5, "torch_fp16": 2e-4, "naive_fp16": 4e-4, "torch_bf16": 2e-3, "naive_bf16": 2e-3}
+
+
+class MLP(nn.Module):
+    """Linear layers, a LayerNorm, a tied weight."""
+
+    def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(FEATURES, 16)
+        self.norm = nn.LayerNorm(16)
+        self.again = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.again.weight
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x).relu())
+        return self.last(self.drop(self.tied(self.again(x).relu())))
+
+
+def make_data(samples: int = 48) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, FEATURES, generator=generator)
+    return x, (x @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+
+
+def make_loader(samples: int = 48, batch_size: int = 8, **options: Any) -> DataLoader:
+    return DataLoader(TensorDataset(*make_data(samples)), batch_size, **options)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def make_engine(
+    config: Any = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    criterion: Any = nn.functional.cross_entropy,
+    loader: Any = None,
+    **options: Any,
+) -> halfmesh.Engine:
+    model = MLP() if model is None else model
+    loader = make_loader() if loader is None else loader
+    return halfmesh.initialize(model, optimizer, criterion, loader, config, device="cpu", **options)
+
+
+def train(engine: halfmesh.Engine, epochs: int = 1, max_batches: int | None = None) -> list[Any]:
+    """The loop of the README. Returns what each step returned."""
+    results = []
+    for _ in range(epochs):
+        for x, y in engine.dataloader:
+            engine.zero_grad()
+            loss = engine.criterion(engine(x), y)
+            engine.backward(loss)
+            results.append(engine.step())
+            if len(results) == max_batches:
+                return results
+    return results
+
+
+def reference(
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]] | Any,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    max_norm: float = 0.0,
+    model: nn.Module | None = None,
+    reduction: str = "mean",
+) -> nn.Module:
+    """A plain torch loop in fp32."""
+    model = MLP() if model is None else model
+    optimizer = make_optimizer(model.parameters())
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return model
+
+
+def full_weights(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
+    """The weights, in fp32: the masters where there are any."""
+    state = engine.state_dict()["model"]
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def difference(weights: dict[str, torch.Tensor], model: nn.Module) -> float:
+    """The largest difference between `weights` and a model's, relative to the largest weight."""
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    largest = max(value.abs().max().item() for value in expected.values())
+    return max((weights[n] - expected[n]).abs().max().item() for n in expected) / largest
+
+
+class MatmulDtypes(TorchDispatchMode):
+    """Collects the dtypes in which matrix products run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor))
+        return func(*args, **(kwargs or {}))
