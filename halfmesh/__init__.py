@@ -57,7 +57,9 @@ __all__ = ["__version__", *_WHERE]
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'halfmesh' has no attribute {name!r}")
+        from .errors import did_you_mean
+
+        raise AttributeError(f"module 'halfmesh' has no attribute {name!r}{did_you_mean(name, __all__)}")
     return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
 
 

@@ -234,7 +234,7 @@ def _make_group(
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if "nccl" in backend else None,
         )
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"

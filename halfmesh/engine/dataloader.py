@@ -46,6 +46,10 @@ class EngineDataLoader:
         """Batches of an epoch on this rank."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    def __bool__(self) -> bool:
+        """There is a loader; without this, Python would ask for its length, which an IterableDataset has not."""
+        return True
+
     def __iter__(self) -> Iterator[Any]:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         set_epoch(self.loader, self.epoch)

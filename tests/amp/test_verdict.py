@@ -94,6 +94,6 @@ def test_zeros_are_counted():
 
 
 def test_sparse_gradients_are_refused():
-    grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2))
+    grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2), check_invariants=True)
     with pytest.raises(InputError, match=r"gradient of 'p0' is sparse .*sparse=False"):
         measure(pairs(grad), OneRank(), CPU)

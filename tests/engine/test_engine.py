@@ -35,7 +35,7 @@ from halfmesh.errors import InputError, NonFiniteError
 def test_parity_with_a_plain_fp32_loop(mode):
     """10 steps with a growth, an overflow, and clipping that bites in some steps and not in others."""
     growing = {"growth_interval": 3} if "fp16" in mode else {}
-    config = {key: {**value, **growing} for key, value in MODES[mode].items()} | {"clip_grad_norm": 0.9}
+    config = {key: {**value, **growing} for key, value in MODES[mode].items()} | {"clip_grad_norm": 0.7}
     engine = make_engine(config, loader=make_loader(80))
     overflows = engine.loss_scale > 1
     norms, scales, step = [], [], 0
@@ -51,10 +51,10 @@ def test_parity_with_a_plain_fp32_loop(mode):
         scales.append(result.loss_scale)
         step += 1
     assert step == 10
-    assert min(norms) < 0.9 < max(norms)
+    assert min(norms) < 0.7 < max(norms)
     if overflows:
         assert len(set(scales)) > 1
-    expected = reference(make_loader(80), max_norm=0.9)
+    expected = reference(make_loader(80), max_norm=0.7)
     assert difference(full_weights(engine), expected) < TOLERANCES[mode]
     assert engine.skipped_steps == int(overflows)
     assert engine.global_step == 10 + int(overflows)

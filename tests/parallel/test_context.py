@@ -22,7 +22,7 @@ def test_one_process_needs_no_group():
     context.all_reduce(value)
     assert value.item() == 2.0
     assert not dist.is_initialized()
-    with pytest.raises(InputError, match="one process has no DeviceMesh; .*torchrun"):
+    with pytest.raises(InputError, match=r"one process has no DeviceMesh; .*torchrun"):
         _ = context.mesh
     with pytest.raises(InputError, match="pipeline=2 x tensor=1 does not divide the 1 ranks"):
         ParallelContext(2, 1, CPU)

@@ -1,0 +1,44 @@
+"""The public surface: frozen, importable, and cheap to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import halfmesh
+
+SURFACE = """
+AMPPlugin AMP_PLUGINS AMP_TYPE Composes Config ConfigError CosineAnnealingWarmupLR DATA_STRATEGIES Engine HOOKS
+HalfmeshError IncompatibleConfigError InputError Launch LaunchError LinearWarmupLR LossScale MultiStepWarmupLR
+NonFiniteError Options PARTITIONERS ParallelContext PolynomialWarmupLR Recipe Registry RegistryError SCHEDULES
+StepResult TENSOR_PLANS TENSOR_STYLES __version__ get_dataloader get_default_parser get_logger initialize launch
+launch_from_openmpi launch_from_slurm launch_from_torch load_config
+"""
+
+
+def test_the_surface_is_frozen():
+    assert sorted(halfmesh.__all__) == sorted(SURFACE.split())
+    assert dir(halfmesh) == sorted(SURFACE.split())
+
+
+@pytest.mark.parametrize("name", SURFACE.split())
+def test_every_name_can_be_imported(name):
+    assert getattr(halfmesh, name) is not None
+
+
+def test_unknown_names():
+    with pytest.raises(
+        AttributeError, match="module 'halfmesh' has no attribute 'intialize'; did you mean 'initialize'"
+    ):
+        _ = halfmesh.intialize
+
+
+def test_importing_halfmesh_imports_nothing_heavy():
+    code = (
+        "import torch, sys; before = set(sys.modules); import halfmesh; new = set(sys.modules) - before; "
+        "print(len([m for m in new if not m.startswith('halfmesh')]), 'pydantic' in new)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0", "False"]

@@ -1,0 +1,50 @@
+"""The private names of torch that halfmesh relies on still do what it needs. Red: torch changed, look there first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import halfmesh
+from halfmesh import torch_private
+
+
+def test_foreach_norm_accumulates_in_the_dtype_asked_for():
+    grads = [torch.full((1000,), 200.0, dtype=torch.float16), torch.ones(4, dtype=torch.bfloat16), torch.ones(9)]
+    norms = torch_private.foreach_norm(grads, 2.0, torch.float32)
+    assert [n.dtype for n in norms] == [torch.float32] * 3
+    torch.testing.assert_close(torch.stack(norms), torch.tensor([200 * 1000**0.5, 2.0, 3.0]))
+
+
+def test_foreach_mul_takes_a_tensor():
+    tensors = [torch.ones(2), torch.ones(3)]
+    torch_private.foreach_mul_(tensors, torch.tensor(3.0))
+    assert [t.tolist() for t in tensors] == [[3, 3], [3, 3, 3]]
+
+
+def test_foreach_copy_converts():
+    targets = [torch.zeros(2, dtype=torch.float16), torch.zeros(1, dtype=torch.float16)]
+    torch_private.foreach_copy_(targets, [torch.ones(2), torch.full((1,), 2.0)])
+    assert [t.tolist() for t in targets] == [[1, 1], [2]]
+
+
+def test_step_hooks():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    assert torch_private.step_hooks(optimizer) == []
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert len(torch_private.step_hooks(optimizer)) == 2
+
+
+def test_no_other_private_name_of_torch_is_used():
+    root = Path(halfmesh.__file__).parent
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in root.rglob("*.py")
+        if path.name != "torch_private.py"
+        for line in path.read_text().splitlines()
+        if re.search(r"torch\._(?!_version__)|from torch\S* import .*\b_", line)
+    ]
+    assert found == []
