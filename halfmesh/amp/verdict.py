@@ -94,7 +94,8 @@ def _local_sums(
 def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
     if grad.numel() == 0:
         return ()
-    if grad.device.type != "cpu":  # CUDA's kernel works in chunks by itself
+    small = grad.numel() <= CHUNK and grad.is_contiguous()
+    if small or grad.device.type != "cpu":  # CUDA's kernel works in chunks by itself
         return (grad,)
     return in_memory_order(grad).split(CHUNK)  # the CPU's is fast and exact on contiguous pieces only
 
