@@ -6,61 +6,99 @@ The public names are imported when first used, so that `import halfmesh` costs l
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds the same names
+    from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
+    from .amp.recipe import LossScale, Recipe
+    from .amp.result import StepResult
+    from .assembly import initialize
+    from .config import Config
+    from .config.load import load_config
+    from .engine.dataloader import get_dataloader
+    from .engine.engine import Engine
+    from .engine.lr_schedulers import (
+        CosineAnnealingWarmupLR,
+        LinearWarmupLR,
+        MultiStepWarmupLR,
+        PolynomialWarmupLR,
+    )
+    from .engine.registries import HOOKS
+    from .errors import (
+        ConfigError,
+        HalfmeshError,
+        IncompatibleConfigError,
+        InputError,
+        LaunchError,
+        NonFiniteError,
+        RegistryError,
+    )
+    from .launching import (
+        Launch,
+        get_default_parser,
+        launch,
+        launch_from_openmpi,
+        launch_from_slurm,
+        launch_from_torch,
+    )
+    from .log import get_logger
+    from .options import Options
+    from .parallel.context import ParallelContext
+    from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
+    from .registry import Registry
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "AMP_PLUGINS": "amp.plugin",
-    "AMP_TYPE": "amp.plugin",
-    "AMPPlugin": "amp.plugin",
-    "Composes": "amp.plugin",
-    "Config": "config",
-    "ConfigError": "errors",
-    "CosineAnnealingWarmupLR": "engine.lr_schedulers",
-    "DATA_STRATEGIES": "parallel.registries",
-    "Engine": "engine.engine",
-    "HOOKS": "engine.registries",
-    "HalfmeshError": "errors",
-    "IncompatibleConfigError": "errors",
-    "InputError": "errors",
-    "Launch": "launching",
-    "LaunchError": "launching",
-    "LinearWarmupLR": "engine.lr_schedulers",
-    "LossScale": "amp.recipe",
-    "MultiStepWarmupLR": "engine.lr_schedulers",
-    "NonFiniteError": "errors",
-    "Options": "options",
-    "PARTITIONERS": "parallel.registries",
-    "ParallelContext": "parallel.context",
-    "PolynomialWarmupLR": "engine.lr_schedulers",
-    "Recipe": "amp.recipe",
-    "Registry": "registry",
-    "RegistryError": "errors",
-    "SCHEDULES": "parallel.registries",
-    "StepResult": "amp.result",
-    "TENSOR_PLANS": "parallel.registries",
-    "TENSOR_STYLES": "parallel.registries",
-    "get_dataloader": "engine.dataloader",
-    "get_default_parser": "launching",
-    "get_logger": "log",
-    "initialize": "assembly",
-    "launch": "launching",
-    "launch_from_openmpi": "launching",
-    "launch_from_slurm": "launching",
-    "launch_from_torch": "launching",
-    "load_config": "config.load",
+_NAMES = {
+    "amp.plugin": ("AMP_PLUGINS", "AMP_TYPE", "AMPPlugin", "Composes"),
+    "amp.recipe": ("LossScale", "Recipe"),
+    "amp.result": ("StepResult",),
+    "assembly": ("initialize",),
+    "config": ("Config",),
+    "config.load": ("load_config",),
+    "engine.dataloader": ("get_dataloader",),
+    "engine.engine": ("Engine",),
+    "engine.lr_schedulers": (
+        "CosineAnnealingWarmupLR",
+        "LinearWarmupLR",
+        "MultiStepWarmupLR",
+        "PolynomialWarmupLR",
+    ),
+    "engine.registries": ("HOOKS",),
+    "errors": (
+        "ConfigError",
+        "HalfmeshError",
+        "IncompatibleConfigError",
+        "InputError",
+        "LaunchError",
+        "NonFiniteError",
+        "RegistryError",
+    ),
+    "launching": (
+        "Launch",
+        "get_default_parser",
+        "launch",
+        "launch_from_openmpi",
+        "launch_from_slurm",
+        "launch_from_torch",
+    ),
+    "log": ("get_logger",),
+    "options": ("Options",),
+    "parallel.context": ("ParallelContext",),
+    "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
+    "registry": ("Registry",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = ["__version__", *_WHERE]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         from .errors import did_you_mean
 
         raise AttributeError(f"module 'halfmesh' has no attribute {name!r}{did_you_mean(name, __all__)}")
-    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

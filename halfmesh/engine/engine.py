@@ -74,7 +74,7 @@ class Engine:
         self._last: StepResult | None = None
         self._has_gradients = False  # a backward ran since the last update or zero_grad
         self._complete = False  # ... and its gradients are reduced
-        self._used_up = False  # the gradients that are there were used by an update
+        self._used_up = True  # the gradients that are there were used by an update, or are older than the engine
         self._load_hook = model.register_load_state_dict_pre_hook(self._on_model_load)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 

@@ -184,6 +184,16 @@ def test_a_forgotten_zero_grad_does_no_harm():
         assert difference(full_weights(engine), reference([(x, y)] * 3)) < 4e-4
 
 
+def test_gradients_older_than_the_engine_do_not_count():
+    x, y = make_data(8)
+    model = MLP()
+    nn.functional.cross_entropy(model(x), y).backward()
+    engine = make_engine(FP16_TORCH, model=model)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 2e-4
+
+
 def test_two_backwards_before_a_step_add_up():
     engine = make_engine()
     x, y = make_data(8)
