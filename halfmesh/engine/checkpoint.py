@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,26 @@ from torch import nn
 from ..errors import InputError
 
 KEYS = ("model", "update", "lr_scheduler", "global_step", "epoch", "random")
+
+
+class LoadHook:
+    """Takes what is loaded into the model to the masters too, or the next step would undo it.
+
+    A copy of the model (deepcopy for an average of its weights, torch.save) gets a hook without masters to reach.
+    """
+
+    def __init__(self, adopt: Callable[[Mapping[str, torch.Tensor], str], None] | None) -> None:
+        self._adopt = adopt
+
+    def __call__(self, module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        if self._adopt is not None:
+            self._adopt(state, prefix)
+
+    def __deepcopy__(self, memo: Any) -> LoadHook:
+        return LoadHook(None)
+
+    def __reduce__(self) -> tuple[type[LoadHook], tuple[None]]:
+        return LoadHook, (None,)
 
 
 def full_precision_state(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Engine:
         self._has_gradients = False  # a backward ran since the last update or zero_grad
         self._complete = False  # ... and its gradients are reduced
         self._used_up = True  # the gradients that are there were used by an update, or are older than the engine
-        self._load_hook = model.register_load_state_dict_pre_hook(self._on_model_load)
+        self._load_hook = model.register_load_state_dict_pre_hook(checkpoint.LoadHook(update.holdings.adopt))
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -311,7 +311,3 @@ class Engine:
         self._update.zero_grad()
         self._has_gradients = False
         self._used_up = False
-
-    def _on_model_load(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
-        """`engine.model.load_state_dict` must reach the masters too, or the next step would undo it."""
-        self._update.holdings.adopt(state, prefix)

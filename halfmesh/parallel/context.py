@@ -146,5 +146,14 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    numbers = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return [(name, numbers[name]) for name in sorted(numbers) if name != "params"]
+    """The plain values of a parameter group; an object's repr may hold an address, which differs between ranks."""
+    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return [(name, value) for name, value in sorted(values.items()) if name != "params" and _is_plain(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, (int, float, str))
+        or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+    )

@@ -394,6 +394,20 @@ def test_loading_the_model_reaches_the_masters():
     assert difference(full_weights(engine), reference([(x, y)], model=MLP(seed=5))) < 4e-4
 
 
+def test_copies_of_the_model_are_independent():
+    """As an average of the weights (EMA) makes one, and torch.save of the whole module."""
+    engine = make_engine(FP16_NAIVE)
+    file = io.BytesIO()
+    torch.save(engine.model, file)
+    file.seek(0)
+    before = full_weights(engine)
+    for other in (copy.deepcopy(engine.model), torch.load(file, weights_only=False)):
+        other.load_state_dict(MLP(seed=5).state_dict())
+        torch.testing.assert_close(full_weights(engine), before, rtol=0, atol=0)
+        torch.testing.assert_close(other.last.bias, MLP(seed=5).last.bias.half(), rtol=0, atol=0)
+    assert copy.deepcopy(engine.optimizer).param_groups[0]["lr"] == 0.05
+
+
 # -- what is refused or stopped --------------------------------------------------------------------------------------
 
 
