@@ -26,6 +26,11 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever `tensor` is written in place or given other memory (`tensor.data = ...`)."""
+    return tensor._version, tensor.data_ptr()
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks registered on `optimizer` that run around its `step`."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]

@@ -30,6 +30,20 @@ def test_foreach_copy_converts():
     assert [t.tolist() for t in targets] == [[1, 1], [2]]
 
 
+def test_edit_stamp_sees_every_kind_of_edit():
+    param = torch.nn.Parameter(torch.ones(3))
+    stamps = [torch_private.edit_stamp(param)]
+    with torch.no_grad():
+        param.fill_(2.0)
+    stamps.append(torch_private.edit_stamp(param))
+    param.data = torch.zeros(3)
+    stamps.append(torch_private.edit_stamp(param))
+    assert len(set(stamps)) == 3
+    param.sum().backward()
+    param.grad = None
+    assert torch_private.edit_stamp(param) == stamps[-1]
+
+
 def test_step_hooks():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     assert torch_private.step_hooks(optimizer) == []

@@ -12,7 +12,7 @@ from .. import torch_private
 from ..errors import InputError, shorten
 from ..shard import ParamShard
 from . import fused
-from .master_weights import make_master, publish, repoint
+from .master_weights import make_master, publish, repoint, take_edit
 from .recipe import Recipe
 from .rules import UpdateRules
 from .wide_gradients import accumulate_in_fp32
@@ -64,6 +64,7 @@ class Holdings:
         self._recipe = recipe
         self._rules = rules
         self._widened: dict[int, RemovableHandle | None] = {}
+        self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
         self.refresh()
 
@@ -76,6 +77,7 @@ class Holdings:
             new = {p: self.masters[p] if p in self.masters else make_master(p) for p in raw}
             repoint(self.optimizer, new)
             self.masters.update(new)
+            self._stamps.update((p, torch_private.edit_stamp(p)) for p in new)
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         if self._rules.wide_gradients:
             for shard in self.trained:
@@ -102,6 +104,23 @@ class Holdings:
         hooked = len(torch_private.step_hooks(self.optimizer)) > own_hooks
         return type(self.optimizer) in _ELEMENTWISE and not hooked
 
+    def publish(self, shards: Sequence[ParamShard]) -> None:
+        """Round the masters of `shards` into the model."""
+        pairs = [(shard.param, self.masters[shard.param]) for shard in shards if shard.param in self.masters]
+        if pairs:
+            publish(pairs)
+            self._stamps.update((param, torch_private.edit_stamp(param)) for param, _ in pairs)
+
+    def take_edits(self) -> None:
+        """Take over what was written into the model by others since the last `publish`: the next one would undo it.
+
+        (Not seen: writes through `param.data`, as in `param.data.clamp_()`; torch keeps no count of those.)
+        """
+        for param, stamp in self._stamps.items():
+            if torch_private.edit_stamp(param) != stamp:
+                take_edit(param, self.masters[param])
+                self._stamps[param] = torch_private.edit_stamp(param)
+
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
         """Take new values for the masters, and round them into the model; names that are missing stay."""
@@ -110,9 +129,8 @@ class Holdings:
             value, master = weights.get(prefix + shard.name), self.masters.get(shard.param)
             if master is not None and value is not None and value.shape == master.shape:
                 master.copy_(value)
-                taken.append((shard.param, master))
-        if taken:
-            publish(taken)
+                taken.append(shard)
+        self.publish(taken)
 
     def close(self) -> None:
         """Remove the hooks from optimizer and model."""

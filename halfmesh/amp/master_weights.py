@@ -32,6 +32,13 @@ def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         torch_private.foreach_copy_(working, masters)
 
 
+@torch.no_grad()
+def take_edit(param: nn.Parameter, master: nn.Parameter) -> None:
+    """Take elements of `param` that are not its master's, rounded, over into `master`; the others keep their precision."""
+    changed = param != master.to(param.dtype)
+    master.copy_(torch.where(changed, param.float(), master))
+
+
 def by_bytes(shards: Sequence[ParamShard], limit: int) -> list[list[ParamShard]]:
     """Consecutive groups of shards whose fp32 gradients take at most `limit` bytes (one larger shard stands alone)."""
     buckets: list[list[ParamShard]] = []

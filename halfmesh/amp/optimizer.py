@@ -14,7 +14,7 @@ from ..log import get_logger
 from ..shard import OneRank, ParamShard, Ranks
 from .holdings import Holdings
 from .loss_scaler import LossScaler
-from .master_weights import by_bytes, publish
+from .master_weights import by_bytes
 from .recipe import Recipe
 from .result import StepResult
 from .rules import UpdateRules
@@ -112,6 +112,7 @@ class MixedPrecisionOptimizer:
         """
         if self.holdings.changed():
             self.holdings.refresh()
+        self.holdings.take_edits()
         grads = self._gradients()
         max_norm, verdict = self._clip_once or (self.rules.max_norm, None)
         self._clip_once = None
@@ -146,6 +147,7 @@ class MixedPrecisionOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Optimizer state, masters by parameter name, loss scaler and counters."""
         holdings = self.holdings
+        holdings.take_edits()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": {s.name: holdings.target(s).detach() for s in holdings.trained if s.param in holdings.masters},
@@ -198,7 +200,10 @@ class MixedPrecisionOptimizer:
             shards = [shard for shard, _ in part]
             self._attach(part)
             self._step_part(shards, total, found_inf)
-            self._publish(shards)
+            self.holdings.publish(shards)
+            for shard in shards:
+                if shard.param in self.holdings.masters:
+                    self.holdings.masters[shard.param].grad = None
 
     def _parts(self, grads: _Grads) -> list[_Grads]:
         """The gradients in the parts that are stepped one after another: several where fp32 copies are made of them."""
@@ -237,13 +242,6 @@ class MixedPrecisionOptimizer:
             self._stepping = False
             for name in attributes:
                 delattr(self.optimizer, name)
-
-    def _publish(self, shards: Sequence[ParamShard]) -> None:
-        pairs = [(s.param, self.holdings.masters[s.param]) for s in shards if s.param in self.holdings.masters]
-        if pairs:
-            publish(pairs)
-            for _, master in pairs:
-                master.grad = None
 
     def _refuse_other_steps(self, *_: Any) -> None:
         if not self._stepping:

@@ -239,6 +239,7 @@ class Engine:
                 "a StepResult"
             )
         self._lr.settle()
+        self._update.holdings.take_edits()
         return {
             "model": checkpoint.full_precision_state(self.model, self._update.holdings.masters),
             "update": self._update.state_dict(),

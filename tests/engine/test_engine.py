@@ -394,6 +394,29 @@ def test_loading_the_model_reaches_the_masters():
     assert difference(full_weights(engine), reference([(x, y)], model=MLP(seed=5))) < 4e-4
 
 
+EDITS = {
+    "in place": lambda model: nn.init.constant_(model.last.weight, 3.0),
+    "submodule loaded": lambda model: model.last.load_state_dict(
+        {"weight": torch.full_like(model.last.weight, 3.0), "bias": model.last.bias.detach()}
+    ),
+    "new data": lambda model: setattr(model.last.weight, "data", torch.full_like(model.last.weight, 3.0)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
+def test_weights_written_by_others_are_not_undone(mode, edit):
+    engine = make_engine(MODES[mode], optimizer=lambda p: optim.SGD(p, lr=1e-3))
+    train(engine)
+    before = full_weights(engine)
+    EDITS[edit](engine.model)
+    assert full_weights(engine)["last.weight"].unique().tolist() == [3.0]
+    torch.testing.assert_close(full_weights(engine)["last.bias"], before["last.bias"], rtol=0, atol=0)
+    train(engine, max_batches=1)
+    assert (full_weights(engine)["last.weight"] - 3.0).abs().max().item() < 0.05
+    assert not torch.equal(full_weights(engine)["last.weight"], torch.full_like(before["last.weight"], 3.0))
+
+
 def test_copies_of_the_model_are_independent():
     """As an average of the weights (EMA) makes one, and torch.save of the whole module."""
     engine = make_engine(FP16_NAIVE)
