@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn, optim
+from torch.distributed.elastic.multiprocessing.errors import record
 from vit_data import DATA_SETS, MissingDataError, VitData, limit, load_data
 from vit_report import Meter, Report
 
@@ -53,15 +54,15 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_config(args: argparse.Namespace) -> Any:
+def read_config(args: argparse.Namespace) -> halfmesh.Config:
     """The config, with what the command line puts in its place."""
     given = {"NUM_EPOCHS": args.epochs, "BATCH_SIZE": args.batch_size, "seed": args.seed}
     return halfmesh.load_config(args.config).replace(**{k: v for k, v in given.items() if v is not None})
 
 
-def prepare_data(args: argparse.Namespace, launch: Any) -> VitData:
+def prepare_data(args: argparse.Namespace, launch: halfmesh.Launch) -> VitData:
     """The data set; with --download, fetched by one process of each machine while the others wait."""
-    root = args.data_root or Path(os.environ.get("DATA", "data"))
+    root = (args.data_root or Path(os.environ.get("DATA", "data"))).expanduser().resolve()
     if args.download and launch.local_rank == 0:
         load_data(args.data, root, args.image_size, download=True)
     if args.download and launch.world_size > 1:
@@ -89,13 +90,13 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     )
 
 
-def count_updates(images: int, config: Any, world_size: int) -> int:
+def count_updates(images: int, config: halfmesh.Config, world_size: int) -> int:
     """Optimizer updates per epoch."""
     data_ranks = world_size // (config.parallel.tensor.size * config.parallel.pipeline.size)
     return math.ceil(math.ceil(images / (data_ranks * config.BATCH_SIZE)) / config.gradient_accumulation)
 
 
-def build_engine(args: argparse.Namespace, launch: Any, data: VitData) -> Any:
+def build_engine(args: argparse.Namespace, launch: halfmesh.Launch, data: VitData) -> Any:
     """Model, optimizer, data and scheduler, made into an engine."""
     config = launch.config
     options = {"batch_size": config.BATCH_SIZE, "num_workers": args.workers, "seed": config.seed}
@@ -128,7 +129,8 @@ def train_epoch(engine: Any, epoch: int, report: Report, log_every: int) -> None
         engine.step()
 
         meter.add(loss, output, labels)
-        if batch % log_every == 0 or batch == batches:
+        due = batch % log_every == 0 and batches - batch >= log_every  # a short rest joins what is before it
+        if due or batch == batches:
             done = meter.batches
             report.training(meter.take(epoch + batch / batches), done)
 
@@ -156,8 +158,11 @@ def train(engine: Any, args: argparse.Namespace, report: Report) -> float:
     return accuracy
 
 
+@record  # torchrun's closing summary then shows the error of the rank that failed first
 def main() -> None:
     args = parse_args()
+    if args.data == "digits":
+        torch.set_num_threads(1)  # more would only wait for each other: the images have 64 pixels
     with halfmesh.launch_from_torch(read_config(args), device=args.device) as launch:
         is_main = launch.rank == 0
         try:

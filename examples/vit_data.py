@@ -98,8 +98,8 @@ def _load_caltech101(root: Path, train: Transform, test: Transform, download: bo
         raise MissingDataError(
             f"Caltech101 is not there: no directory {files}.\n"
             f"Run once with --download (131 MB into {root}), or get caltech-101.zip from "
-            "https://data.caltech.edu/records/mzrjq-6wc02 and unpack it so that that directory holds one directory "
-            "per class; --data-root or $DATA names another place than this one"
+            "https://data.caltech.edu/records/mzrjq-6wc02 and unpack it, and the archives in it, so that "
+            f"that directory holds one directory per class; --data-root or $DATA names another place than {root}"
         )
     # Two views of the same files, because augmentation is for training only.
     views = [Caltech101(root, transform=transform, download=download) for transform in (train, test)]
@@ -120,7 +120,7 @@ def _load_cifar10(root: Path, train: Transform, test: Transform, download: bool)
         raise MissingDataError(
             f"CIFAR10 is not there, or its files are damaged: {files} should hold data_batch_1 to 5, test_batch and "
             f"batches.meta.\nRun once with --download (170 MB into {root}), or get {CIFAR10.url} and unpack it in "
-            f"{root}; --data-root or $DATA names another place than this one"
+            f"{root}; --data-root or $DATA names another place than {root}"
         ) from error
     return VitData(train_set, test_set, len(train_set.classes))
 

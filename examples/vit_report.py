@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import halfmesh
+
 LINE_EVERY_S = 10.0  # where there is no terminal: within an epoch, no more than one line in this time
 
 
@@ -41,7 +43,7 @@ class Point:
 class Meter:
     """Adds up loss and hits on the device; nothing is read until `take`, because each read waits for the device."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: halfmesh.Engine) -> None:
         self._engine = engine
         self._reset()
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import optim
+
+from ..strides import is_dense
 
 # These read `grad_scale` and `found_inf` from the optimizer when fused. Every other optimizer of torch would ignore
 # the two attributes and step with the gradients as they are, so the attributes are set on these alone. Exact types:
 # a subclass may have a step of its own.
 _TAKES_SCALE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
+DECISIVE = ("fused", "foreach", "momentum", "dampening", "differentiable")
+"""Settings of a parameter group that decide which implementation is right for it."""
 
 
 def switch_to_fused(optimizer: optim.Optimizer) -> None:
@@ -16,7 +23,7 @@ def switch_to_fused(optimizer: optim.Optimizer) -> None:
     if type(optimizer) not in _TAKES_SCALE or not _kernel_works(optimizer):
         return
     for group in optimizer.param_groups:
-        if group.get("fused") is None and group.get("foreach") is None and _exact(group):
+        if group.get("fused") is None and group.get("foreach") is None and _exact(group, optimizer):
             group["fused"], group["foreach"] = True, False
     _move_step_counters(optimizer)
 
@@ -24,7 +31,7 @@ def switch_to_fused(optimizer: optim.Optimizer) -> None:
 def takes_scale(optimizer: optim.Optimizer) -> bool:
     """Whether `step` divides by `grad_scale` and obeys `found_inf` in every group."""
     return type(optimizer) in _TAKES_SCALE and all(
-        group.get("fused") and _exact(group) for group in optimizer.param_groups
+        group.get("fused") and _exact(group, optimizer) for group in optimizer.param_groups
     )
 
 
@@ -43,12 +50,19 @@ def seed_momentum(optimizer: optim.Optimizer) -> None:
                     optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
-def _exact(group: dict) -> bool:
-    """Whether the fused kernel does the same as the plain one for this group's settings."""
+def _exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
+    """Whether the fused kernel does the same as the plain one for this group."""
     dampened = group.get("momentum", 0) != 0 and group.get("dampening", 0) != 0  # the first step is special then
     kinds = {(p.device, p.dtype) for p in group["params"]}
     floating = all(dtype.is_floating_point for _, dtype in kinds)
-    return not dampened and not group.get("differentiable") and floating and len(kinds) <= 1
+    laid_out = all(_laid_out_alike(p, optimizer.state.get(p, {})) for p in group["params"])
+    return not dampened and not group.get("differentiable") and floating and len(kinds) <= 1 and laid_out
+
+
+def _laid_out_alike(param: torch.Tensor, state: dict[str, Any]) -> bool:
+    """The CPU's fused kernels walk through memory without looking at strides."""
+    values = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == param.shape and v.dim() > 0]
+    return is_dense(param) and all(value.stride() == param.stride() for value in values)
 
 
 def _kernel_works(optimizer: optim.Optimizer) -> bool:

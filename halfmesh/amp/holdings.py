@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -87,11 +88,11 @@ class Holdings:
             fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
-        self._group_sizes = self._sizes()
+        self._seen = self._signature()
 
     def changed(self) -> bool:
-        """Whether parameters were added to the optimizer since the last `refresh`."""
-        return self._sizes() != self._group_sizes
+        """Whether parameters were added since the last `refresh`, or settings that decide the implementation."""
+        return self._signature() != self._seen
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`."""
@@ -138,8 +139,11 @@ class Holdings:
             if hook is not None:
                 hook.remove()
 
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(len(group["params"]) for group in self.optimizer.param_groups)
+    def _signature(self) -> list[tuple[Any, ...]]:
+        return [
+            (*(bool(group.get(key)) for key in fused.DECISIVE), *[p.stride() for p in group["params"]])
+            for group in self.optimizer.param_groups
+        ]
 
 
 def refuse_foreign_params(

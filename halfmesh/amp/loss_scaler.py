@@ -78,7 +78,9 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken. A static scale stays what the config says."""
+        if not self.options.dynamic:
+            return
         self.max_scale = float(state["max_scale"])
         self.scale = torch.full_like(self.scale, state["scale"])
         self._growth_tracker = torch.full_like(self._growth_tracker, state["growth_tracker"])

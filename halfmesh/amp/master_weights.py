@@ -34,7 +34,7 @@ def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 @torch.no_grad()
 def take_edit(param: nn.Parameter, master: nn.Parameter) -> None:
-    """Take elements of `param` that are not its master's, rounded, over into `master`; the others keep their precision."""
+    """Take elements of `param` that differ from its rounded master into `master`; the others keep their precision."""
     changed = param != master.to(param.dtype)
     master.copy_(torch.where(changed, param.float(), master))
 

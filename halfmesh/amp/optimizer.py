@@ -139,9 +139,9 @@ class MixedPrecisionOptimizer:
         return result
 
     def zero_grad(self) -> None:
-        """Forget all gradients, of the model and of the masters."""
+        """Forget the gradients of all parameters that the optimizer holds."""
         self._clip_once = None
-        for shard in self.holdings.shards:
+        for shard in self.holdings.trained:
             shard.clear_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,6 +222,8 @@ class MixedPrecisionOptimizer:
             target = self.holdings.target(shard)
             if target is not shard.param:
                 shard.clear_grad()
+            if grad.stride() != target.stride():  # fused kernels need both alike
+                grad = torch.empty_like(target).copy_(grad)
             target.grad = grad.to(target.dtype)
 
     def _step_part(

@@ -62,7 +62,7 @@ class Accumulation:
         return torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
 
     def reset(self) -> None:
-        """Begin a new cycle."""
+        """Begin a new cycle, forgetting what this one holds."""
         self.index = 0
         self._weight = None
 

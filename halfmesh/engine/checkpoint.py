@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import InputError
 
-KEYS = ("model", "update", "lr_scheduler", "global_step", "epoch", "random")
+KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random")
 
 
 class LoadHook:

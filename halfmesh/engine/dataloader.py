@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
 from ..tree import map_tensors
-from .samplers import set_epoch
+from .samplers import generators, set_epoch
 
 
 class EngineDataLoader:
@@ -42,6 +42,16 @@ class EngineDataLoader:
         data ranks). Without a call, epochs count up by themselves."""
         self._next_epoch = epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch's number, and the random generators that decide the order of the next."""
+        return {"epoch": self.epoch, "generators": [g.get_state() for g in generators(self.loader)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the epoch after the one in which `state_dict` was taken."""
+        self.set_epoch(state["epoch"] + 1)
+        for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
+            generator.set_state(saved.cpu())
+
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
         return len(self.loader)  # type: ignore[arg-type]
@@ -54,7 +64,8 @@ class EngineDataLoader:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         set_epoch(self.loader, self.epoch)
         batches = iter(self.loader)
-        nothing = object()
+        nothing, at_end_outside = object(), self.at_end  # this may be a loop inside another over the same loader
+        self.at_end = False
         batch = self._to_device(next(batches, nothing))
         if batch is nothing:
             if self._may_be_empty:
@@ -67,7 +78,7 @@ class EngineDataLoader:
             self.at_end = True
             yield batch
         finally:
-            self.at_end = False
+            self.at_end = at_end_outside
         if self._on_epoch_end is not None:
             self._on_epoch_end()
 

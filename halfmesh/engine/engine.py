@@ -72,6 +72,7 @@ class Engine:
         self._accumulation = accumulation
         self._lr = lr
         self._last: StepResult | None = None
+        self._closed = False
         self._has_gradients = False  # a backward ran since the last update or zero_grad
         self._complete = False  # ... and its gradients are reduced
         self._used_up = True  # the gradients that are there were used by an update, or are older than the engine
@@ -99,11 +100,12 @@ class Engine:
         Raises:
             InputError: not a scalar with a graph.
         """
+        self._refuse_if_closed()
         if loss_id != 0:
             raise InputError(f"loss_id={loss_id} was given, but only mode='apex' has several losses; leave it out")
-        loss = self._accumulation.take_loss(loss)
         if self._used_up:
             self._clear()
+        loss = self._accumulation.take_loss(loss)
         last = self._is_last()
         if self._reducer is not None:
             self._keep_covered(self._reducer)
@@ -121,7 +123,8 @@ class Engine:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
 
         Args:
-            last: end the cycle here (leftover batches of a loader of your own; `engine.dataloader` knows its end).
+            last: end the cycle here, also without a new backward (leftover batches of a loader of your own, or an
+                epoch that was left early; `engine.dataloader` knows its end).
 
         Returns:
             The step's result, or None inside an accumulation cycle.
@@ -130,28 +133,32 @@ class Engine:
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
         """
-        if not self._has_gradients:
+        self._refuse_if_closed()
+        if not self._has_gradients and not (last and self._accumulation.index):
             raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
         closes = last or self._is_last()
-        self._accumulation.index += 1
+        self._accumulation.index += self._has_gradients
+        self._has_gradients = False
         if not closes:
-            self._has_gradients = False
             return None
-        self._lr.settle()
-        self._complete_gradients()
-        result = self._update.step(self._accumulation.divisor())
-        self._accumulation.reset()
+        try:
+            self._lr.settle()
+            self._complete_gradients()
+            result = self._update.step(self._accumulation.divisor())
+        finally:  # after an error too the next backward begins a new cycle
+            self._accumulation.reset()
+            self._used_up = True
+            if self.dataloader is not None:
+                self.dataloader.at_end = False
         self._last = result
         self.global_step += 1
-        self._has_gradients = False
-        self._used_up = True
         if self._precision.recipe.autocast:
             torch.clear_autocast_cache()  # a scope of the user's around the loop would keep casts of the old weights
         self._lr.after(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; does nothing inside an accumulation cycle."""
+        """Forget the gradients; does nothing inside an accumulation cycle (`step(last=True)` ends one early)."""
         if self._accumulation.index == 0:
             self._clear()
 
@@ -236,7 +243,7 @@ class Engine:
             raise InputError(
                 f"engine.state_dict() was called after microbatch {self._accumulation.index} of "
                 f"{self._accumulation.length}, whose gradients it does not hold; call it after a step that returned "
-                "a StepResult"
+                "a StepResult, or end the cycle first with engine.step(last=True)"
             )
         self._lr.settle()
         self._update.holdings.take_edits()
@@ -245,12 +252,12 @@ class Engine:
             "update": self._update.state_dict(),
             "lr_scheduler": self._lr.state_dict(),
             "global_step": self.global_step,
-            "epoch": None if self.dataloader is None else self.dataloader.epoch,
+            "dataloader": None if self.dataloader is None else self.dataloader.state_dict(),
             "random": checkpoint.random_state(self.context.device),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken (with the epoch after the one it was taken in)."""
         checkpoint.refuse_unfit(state, has_scaler=self._update.scaler is not None)
         self._clear()
         self._accumulation.reset()
@@ -258,8 +265,8 @@ class Engine:
         self._update.load_state_dict(state["update"])
         self._lr.load_state_dict(state["lr_scheduler"])
         self.global_step = state["global_step"]
-        if self.dataloader is not None and state["epoch"] is not None:
-            self.dataloader.set_epoch(state["epoch"] + 1)
+        if self.dataloader is not None and state["dataloader"] is not None:
+            self.dataloader.load_state_dict(state["dataloader"])
         checkpoint.set_random_state(state["random"], self.context.device)
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
@@ -271,7 +278,13 @@ class Engine:
         raise NotImplementedError("engine.load is not built yet; use engine.load_state_dict(torch.load(path))")
 
     def close(self) -> None:
-        """Give model and optimizer back, and free the process groups that this engine made."""
+        """Give model and optimizer back as they came, with the trained weights, and free what this engine made.
+
+        A model that was fp32 is fp32 again, with the masters' values; the optimizer holds its parameters again.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._load_hook.remove()
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
@@ -308,7 +321,12 @@ class Engine:
         if not reducer.covers(self._update.holdings.trained):
             reducer.cover(self._update.holdings.trained)
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InputError("this engine is closed; make a new one with initialize")
+
     def _clear(self) -> None:
         self._update.zero_grad()
+        self._accumulation.reset()
         self._has_gradients = False
         self._used_up = False

@@ -114,9 +114,11 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """The random generators that decide the order of `loader`."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    """The random generators that decide the order of `loader` and the seeds of its workers."""
+    owners = [loader]
+    for owner in owners:  # grows: a loader has samplers, a sharded sampler has one inside
+        inner = (getattr(owner, name, None) for name in ("loader", "sampler", "batch_sampler", "inner"))
+        owners += [each for each in inner if each is not None]
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
     return list(found.values())
 

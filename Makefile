@@ -1,0 +1,56 @@
+# Needs make and a Python of at least 3.11; everything else goes into .venv here.
+#
+#   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
+#   make test     all tests
+#   make lint     ruff and mypy        make format   put the code into shape
+#   make clean    remove what these made, but not .venv
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
+RANKS ?= 2
+DEVICE ?= cpu
+
+# One thread per process: there are several processes, and they share the cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
+	  --config configs/naive_fp16.py --data digits --device $(DEVICE) --min-accuracy 95
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find halfmesh examples configs tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is newer than pyproject.toml as long as nothing has to be installed.
+$(INSTALLED): pyproject.toml | $(BIN)/python
+	@echo "Installing halfmesh with its examples and developer tools into .venv (torch is large: a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,dev]'
+	@touch $@
+
+$(BIN)/python:
+	@for python in $(PYTHONS); do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
+	    echo "Creating .venv with $$($$python --version) ($$(command -v $$python))"; \
+	    $$python -m venv .venv && exit 0; \
+	    rm -rf .venv; \
+	    echo "$$python cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; \
+	  fi; \
+	done; \
+	echo "No usable Python: halfmesh needs 3.11 or later. Looked for: $(PYTHONS)." >&2; \
+	echo "Install one, or name one: make $(or $(MAKECMDGOALS),demo) PYTHON=/path/to/python3.11" >&2; \
+	exit 1

@@ -1,0 +1,65 @@
+"""Each file in configs/ loads, can run, says what its name says, and explains itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfmesh.amp.plugin import AMP_PLUGINS
+from halfmesh.compat import check
+from halfmesh.config.load import load_config
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs"
+EXPECTED = {
+    "base": (None, None),
+    "fp32": (None, None),
+    "torch_fp16": ("torch", "float16"),
+    "torch_bf16": ("torch", "bfloat16"),
+    "naive_fp16": ("naive", "float16"),
+    "naive_bf16": ("naive", "bfloat16"),
+    "accumulation_clipping": ("naive", "float16"),
+    "vit_base_caltech101": ("naive", "float16"),
+}
+CONSTANTS = {"NUM_EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "WARMUP_EPOCHS", "WEIGHT_DECAY"}  # what train_vit.py reads
+
+
+def load(name):
+    return load_config(FOLDER / f"{name}.py")
+
+
+def test_every_file_is_tested():
+    assert {path.stem for path in FOLDER.iterdir() if path.suffix} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_config(name):
+    config = load(name)
+    mode = config.precision.mode if config.precision else None
+    assert (mode, config.precision_dtype) == EXPECTED[name]
+    assert set(config.user) == CONSTANTS
+    assert config.WARMUP_EPOCHS < config.NUM_EPOCHS
+    for device in ("cpu", "cuda"):
+        assert check(config, 8, device) == []
+    assert (FOLDER / f"{name}.py").read_text().startswith('"""')
+
+
+@pytest.mark.parametrize("name", ["fp32", "torch_fp16", "torch_bf16", "naive_fp16", "naive_bf16"])
+def test_only_the_precision_differs(name):
+    changed = load(name).to_dict()
+    assert {key for key in changed if key.islower()} <= {"fp16", "bf16"}
+    assert {key: changed[key] for key in CONSTANTS} == load("base").to_dict()
+
+
+def test_accumulation_keeps_the_batch_of_an_update():
+    config, base = load("accumulation_clipping"), load("base")
+    assert config.BATCH_SIZE * config.gradient_accumulation == base.BATCH_SIZE
+    assert (config.gradient_accumulation, config.clip_grad_norm.max_norm) == (4, 1.0)
+    assert config.fp16 == load("naive_fp16").fp16
+
+
+@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
+def test_the_scale_can_grow_within_the_demo(name):
+    """The demo makes 22 updates an epoch on 2 ranks; its picture is to show a scale that falls and grows."""
+    config = load(name)
+    plugin = AMP_PLUGINS.get(config.fp16.mode)
+    assert plugin.recipe(config.fp16.options, torch.float16).loss_scale.growth_interval < config.NUM_EPOCHS * 22 / 2
