@@ -24,12 +24,14 @@ from .engine.dataloader import EngineDataLoader
 from .engine.engine import Engine
 from .engine.samplers import generators, shard_loader
 from .engine.scheduling import LRAdvance
-from .errors import IncompatibleConfigError, InputError
+from .errors import IncompatibleConfigError, InputError, bullet_list
+from .failures import told_to_torchrun
 from .launching import Launch
 from .log import get_logger
 from .parallel.context import ParallelContext
 from .parallel.random import separate_dp_ranks
 from .parallel.reducer import ReduceOptions, Reducer, running_statistics
+from .parallel.registries import DATA_STRATEGIES
 from .shard import ParamShard
 
 if TYPE_CHECKING:
@@ -85,17 +87,23 @@ def initialize(
         InputError: arguments of the wrong kind.
         NotImplementedError: a combination that is declared possible but not built yet.
     """
+    with told_to_torchrun():
+        return _initialize(
+            _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler), config, device
+        )
+
+
+def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
     settings = launch.config if launch is not None else _load(config)
     place = launch.device if launch is not None and device is None else launching.choose_device(device)
     world_size = launching.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
     recipe = _recipe(settings)
-    given = _build(_Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler))
+    given = _build(given)
     _refuse_problems(given, recipe, settings, place)
     group = launching.ensure_process_group(place, settings.timeout)
-    with _no_longer_usable():
-        return _assemble(given, recipe, settings, place, group)
+    return _assemble(given, recipe, settings, place, group)
 
 
 def _assemble(
@@ -103,8 +111,20 @@ def _assemble(
 ) -> Engine:
     parallel = config.parallel
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group)
-    given.model.to(device)
-    _move_state(given.optimizer, device)
+    if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
+        raise InputError("the ranks were given different configs; start all of them with the same one")
+    loaders = [
+        _shard(given.dataloader, context, config.seed, training=True),
+        _shard(given.eval_dataloader, context, config.seed, training=False),
+    ]
+    with _no_longer_usable():
+        return _convert(given, recipe, config, context, loaders)
+
+
+def _convert(given: _Given, recipe: Recipe, config: Config, context: ParallelContext, loaders: list[Any]) -> Engine:
+    """From here on the caller's objects change."""
+    given.model.to(context.device)
+    _move_state(given.optimizer, context.device)
     context.start_equal(given.model, given.optimizer)
     separate_dp_ranks(config.seed, context)
     shards = [ParamShard(name, p, weight=1 / context.size) for name, p in given.model.named_parameters()]
@@ -114,23 +134,30 @@ def _assemble(
         model=given.model,
         criterion=given.criterion,
         update=update,
-        precision=Precision(recipe, device),
+        precision=Precision(recipe, context.device),
         context=context,
         reducer=_reducer(given.model, update, context, config),
         accumulation=Accumulation(config.gradient_accumulation, config.loss_reduction, context),
         lr=lr,
         config=config,
-        dataloader=_loader(given.dataloader, context, config.seed, lr.end_epoch),
-        eval_dataloader=_loader(given.eval_dataloader, context, config.seed, None),
+        dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], context.device, lr.end_epoch),
+        eval_dataloader=(
+            None if loaders[1] is None else EngineDataLoader(loaders[1], context.device, may_be_empty=True)
+        ),
     )
-    _log.info("%s", describe(engine, update, recipe))
+    _log.info("%s", describe(engine, update, recipe, given.dataloader))
     return engine
 
 
 def _load(config: Any) -> Config:
     from .config.load import load_config  # pydantic: only when there is a config to read
 
-    return load_config({} if config is None else config)
+    if config is None:
+        raise InputError(
+            "no config was given to initialize; pass a path, a dict, or what launch_from_torch(config) returned "
+            "(config={} trains in fp32)"
+        )
+    return load_config(config)
 
 
 def _recipe(config: Config) -> Recipe:
@@ -145,7 +172,7 @@ def _build(given: _Given) -> _Given:
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = given.model()
     if not isinstance(given.optimizer, optim.Optimizer) and callable(given.optimizer) and _has_params(given.model):
-        given.optimizer = given.optimizer(given.model.parameters())
+        given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
     if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
         given.lr_scheduler = given.lr_scheduler(given.optimizer)
@@ -169,7 +196,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
         ),
     ]
     if problems:
-        raise InputError("\n  - ".join([f"{len(problems)} problem(s) in what was passed to initialize:", *problems]))
+        raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
 
 
 def _rules(config: Config) -> UpdateRules:
@@ -196,19 +223,20 @@ def _reducer(
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
     )
-    return Reducer(update.holdings.trained, running_statistics(model), context.dp_group, options)
+    strategy = DATA_STRATEGIES.get(data.strategy)
+    return strategy(update.holdings.trained, running_statistics(model), context.dp_group, options)
 
 
-def _loader(loader: Any, context: ParallelContext, seed: int, on_epoch_end: Any) -> EngineDataLoader | None:
+def _shard(loader: Any, context: ParallelContext, seed: int, training: bool) -> Any:
+    """This data rank's part of a loader; `training` pads it, so that no rank runs out before the others."""
     if loader is None:
         return None
     for generator in generators(loader) if context.dp_size > 1 else ():
         state = generator.get_state()
         context.broadcast(state)  # the ranks must draw the same order to take disjoint parts of it
         generator.set_state(state)
-    training = on_epoch_end is not None
-    sharded = shard_loader(loader, context.dp_rank, context.dp_size, seed, pad=training)
-    return EngineDataLoader(sharded, context.device, on_epoch_end, may_be_empty=not training)
+    agree = context.agree if training else None
+    return shard_loader(loader, context.dp_rank, context.dp_size, seed, pad=training, agree=agree)
 
 
 def _move_state(optimizer: optim.Optimizer, device: torch.device) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
 from .memory import readable, state_bytes
@@ -12,13 +14,13 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
 
 
-def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe) -> str:
+def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any) -> str:
     """A few lines: precision, loss scale, layout, batch, optimizer, bytes per rank."""
     rows = {
         "precision": _precision(engine, recipe),
         "loss scale": _loss_scale(recipe),
         "layout": _layout(engine),
-        "batch": _batch(engine),
+        "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),
     }
@@ -54,15 +56,14 @@ def _layout(engine: Engine) -> str:
     return f"{mesh}; every rank holds all of the model, gradients averaged in {data.reduce_dtype}"
 
 
-def _batch(engine: Engine) -> str:
+def _batch(engine: Engine, loader: Any) -> str:
     cycle, dp = engine.config.gradient_accumulation, engine.context.dp_size
-    size = _batch_size(engine.dataloader)
+    size = _batch_size(loader)
     factors = f"{size or '?'} per rank x {dp} data rank(s) x {cycle} accumulated"
     return f"{factors} = {size * dp * cycle} samples per update" if size else f"{factors}"
 
 
-def _batch_size(dataloader: Any) -> int | None:
-    loader = getattr(dataloader, "loader", None)
+def _batch_size(loader: Any) -> int | None:
     loader = getattr(loader, "loader", loader)  # of an IterableDataset that is read in strides
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
@@ -71,13 +72,18 @@ def _batch_size(dataloader: Any) -> int | None:
 def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     config = engine.config
     fused = "fused, no host read" if update.holdings.folds else "not fused"
+    left = sum(p.requires_grad for p in engine.model.parameters()) - sum(
+        shard.param.requires_grad for shard in update.holdings.trained
+    )
+    held = f", {left} trainable parameter(s) left out" if left else ""
     clip = f", clip norm {config.clip_grad_norm.max_norm:g}" if config.clip_grad_norm.max_norm else ""
     streamed = ", masters' gradients streamed" if update.holdings.masters and update.holdings.streams else ""
-    return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}"
+    return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}{held}"
 
 
 def _memory(engine: Engine, update: MixedPrecisionOptimizer) -> str:
-    held = state_bytes(engine.model, update)
+    data = engine.config.parallel.data
+    held = state_bytes(engine.model, update, getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None)
     known = held.parameters + held.masters + held.gradients + (held.optimizer or 0)
     optimizer = "?" if held.optimizer is None else readable(held.optimizer)
     return (

@@ -47,10 +47,10 @@ def bullet_list(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *(f"  - {line}" for line in lines)])
 
 
-def find_near(name: object, known: Iterable[str]) -> str | None:
-    """The known name nearest to `name`, or None if nothing is near (difflib ratio below 0.6)."""
+def find_near(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name nearest to `name`, or None if nothing is near (difflib ratio below `cutoff`)."""
     by_lower = {known_name.lower(): known_name for known_name in known}
-    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -169,6 +170,16 @@ def _record_for_torchrun(error: Exception, trace: TracebackType | None) -> None:
     except Exception:
         error.__traceback__ = trace  # without the frame of this function
         get_error_handler().record_exception(error)
+
+
+@contextlib.contextmanager
+def told_to_torchrun() -> Iterator[None]:
+    """Errors in this block are shown in torchrun's closing summary, also before there is a guard."""
+    try:
+        yield
+    except Exception as error:
+        _record_for_torchrun(error, error.__traceback__)
+        raise
 
 
 def _close_connections() -> None:

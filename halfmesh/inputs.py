@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, Dataset
 
+from . import torch_private
 from .amp.holdings import refuse_foreign_params
 from .amp.recipe import Recipe
 from .engine.dataloader import EMPTY
@@ -32,6 +35,22 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
         return
     params = dict(model.named_parameters())
+    lazy = [name for name, p in params.items() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        yield f"model: {shorten(lazy)} have no shape yet (lazy modules); run one forward before initialize"
+        return
+    strange = [name for name, p in params.items() if p.is_complex()]
+    if strange:
+        yield (
+            f"model: {shorten(strange)} are complex, for which no precision mode is defined; keep real and imaginary "
+            "part as one real parameter (torch.view_as_real)"
+        )
+    split = [name for name, p in params.items() if type(p.data) is not torch.Tensor]
+    if split:
+        yield (
+            f"model: {shorten(split)} are {type(params[split[0]].data).__name__}s: the model was sharded already; "
+            "pass it as it was before fully_shard or parallelize_module, the config says how to cut it"
+        )
     if not params:
         yield f"model: {type(model).__name__} has no parameters, so there is nothing to train"
         return
@@ -42,6 +61,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
     elif len(devices) > 1:
         yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
     allowed = {torch.float32, torch.float64} if recipe.param_dtype is None else {torch.float32, recipe.param_dtype}
+    yield from _find_overflows(model, recipe)
     odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
     if odd:
         yield _dtype_problem(odd, params[odd[0]].dtype, recipe, mode)
@@ -54,6 +74,15 @@ def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
             "optimizer: a torch.optim.Optimizer over model.parameters() (or a callable `params -> Optimizer`) is "
             f"needed, but {_kind(optimizer)} was given"
         )
+        return
+    if not torch_private.takes_step_hooks(optimizer):
+        yield (
+            f"optimizer: {type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ (super().__init__("
+            "params, defaults)), without which its steps cannot be watched"
+        )
+        return
+    if "zero_grad" in vars(optimizer):
+        yield "optimizer: it belongs to another engine; close that one first (engine.close()), or build a new optimizer"
         return
     if needs_closure(optimizer):
         yield (
@@ -72,6 +101,8 @@ def find_other_problems(
     criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
 ) -> Iterator[str]:
     """What is wrong with the rest."""
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
     if criterion is not None and not callable(criterion):
         yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
@@ -88,6 +119,22 @@ def find_other_problems(
         else:
             yield f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given"
     yield from _find_scheduler_problems(lr_scheduler, optimizer, dataloader, config)
+
+
+def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
+    """Values that the parameters' new dtype cannot hold."""
+    if recipe.param_dtype is None:
+        return
+    largest = torch.finfo(recipe.param_dtype).max
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+            finite = tensor.detach()[tensor.detach().isfinite()]
+            most = finite.abs().max().item() if finite.numel() else 0.0
+            if most > largest:
+                yield (
+                    f"model: {name!r} holds values up to {most:g}, but {_short(recipe.param_dtype)} ends at "
+                    f"{largest:g}; use bf16, or mode='torch', which keeps parameters and buffers in float32"
+                )
 
 
 def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:

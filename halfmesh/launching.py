@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import LaunchError
-from .failures import FailureGuard
+from .failures import FailureGuard, told_to_torchrun
 from .launchers import OPENMPI, SLURM, Place, check_place, read_int, read_place, torchrun_place
 from .log import get_logger
 
@@ -201,14 +201,15 @@ def _launch(
 ) -> Launch:
     from .config.load import load_config
 
-    loaded = load_config(config)
-    chosen = choose_device(device, place.local_rank)
-    group = _make_group(place, address, chosen, loaded.timeout, backend)
-    seed = loaded.seed if seed is None else seed
-    _set_seeds(seed)
+    with told_to_torchrun():
+        loaded = load_config(config)
+        loaded = loaded if seed is None else loaded.replace(seed=seed)
+        chosen = choose_device(device, place.local_rank)
+        group = _make_group(place, address, chosen, loaded.timeout, backend)
+    _set_seeds(loaded.seed)
     if verbose:
         how = dist.get_backend() if dist.is_initialized() else "no process group"
-        get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, seed)
+        get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, loaded.seed)
     return Launch(loaded, chosen, place.rank, place.world_size, place.local_rank, group)
 
 

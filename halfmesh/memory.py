@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn, optim
 
 from .amp.optimizer import STREAM_BYTES, MixedPrecisionOptimizer
@@ -35,13 +36,17 @@ class StateBytes:
     """At their peak, masters' temporary fp32 gradients included."""
 
 
-def state_bytes(model: nn.Module, update: MixedPrecisionOptimizer) -> StateBytes:
-    """Count the bytes of `model` and `update` on this rank."""
+def state_bytes(
+    model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
+) -> StateBytes:
+    """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
     params = [*model.parameters(), *model.buffers()]
     trained = sum(s.param.numel() for s in update.holdings.trained if s.param.requires_grad)
     grads = sum(s.param.numel() * s.param.element_size() for s in update.holdings.trained if s.param.requires_grad)
     temporary = 0
-    if update.holdings.masters:
+    if reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
+        grads = max(grads, trained * reduce_dtype.itemsize)
+    elif update.holdings.masters:
         temporary = min(trained * 4, STREAM_BYTES) if update.holdings.streams else trained * 4
     tensors = _state_tensors(update.optimizer)
     return StateBytes(

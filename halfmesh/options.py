@@ -27,6 +27,8 @@ class Options(BaseModel):
 
 
 PositiveFloat = Annotated[float, Field(gt=0)]
+Scale = Annotated[float, Field(gt=0, le=2.0**127)]
+"""A loss scale: a positive number that fp32 can hold."""
 PositiveInt = Annotated[int, Field(ge=1)]
 GrowthFactor = Annotated[float, Field(gt=1)]
 BackoffFactor = Annotated[float, Field(gt=0, lt=1)]

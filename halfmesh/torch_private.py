@@ -31,6 +31,11 @@ def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, tensor.data_ptr()
 
 
+def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `Optimizer.__init__` has run, without which no hook can be registered."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks registered on `optimizer` that run around its `step`."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,9 +28,14 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
         mapped = {name: map_tensors(fn, value) for name, value in fields.items()}
-        return tree if _same(mapped.values(), fields.values()) else dataclasses.replace(tree, **mapped)
+        if _same(mapped.values(), fields.values()):
+            return tree
+        rebuilt = copy.copy(tree)  # keeps what was set beside the fields
+        for name, value in mapped.items():
+            object.__setattr__(rebuilt, name, value)  # also where the dataclass is frozen
+        return rebuilt
     return tree
 
 

@@ -76,7 +76,7 @@ def make_engine(
 ) -> halfmesh.Engine:
     model = MLP() if model is None else model
     loader = make_loader() if loader is None else loader
-    return halfmesh.initialize(model, optimizer, criterion, loader, config, device="cpu", **options)
+    return halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device="cpu", **options)
 
 
 def train(engine: halfmesh.Engine, epochs: int = 1, max_batches: int | None = None) -> list[Any]:

@@ -19,7 +19,7 @@ from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 def refuse(message: str | None, model=None, optimizer=sgd, criterion=None, loader=None, config=None, **options) -> str:
     model = MLP() if model is None else model
     with pytest.raises(InputError, match=message) as caught:
-        halfmesh.initialize(model, optimizer, criterion, loader, config, device="cpu", **options)
+        halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device="cpu", **options)
     return str(caught.value)
 
 
@@ -31,6 +31,32 @@ def test_models():
     two_devices = MLP()
     two_devices.last.to("meta")
     refuse("model: last.weight, last.bias are on the meta device, without values", model=two_devices)
+
+
+def test_models_that_are_not_ready():
+    refuse("model: weight, bias have no shape yet .lazy modules.; run one forward", model=nn.LazyLinear(3))
+    complex_model = MLP()
+    complex_model.register_parameter("c", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    refuse("model: c are complex, for which no precision mode is defined; .*view_as_real", model=complex_model)
+
+    class Sharded(torch.Tensor):
+        pass
+
+    sharded = MLP()
+    sharded.last.bias = nn.Parameter(torch.zeros(4).as_subclass(Sharded))
+    refuse("model: last.bias are Shardeds: the model was sharded already", model=sharded)
+
+
+def test_values_that_half_precision_cannot_hold():
+    model = MLP()
+    model.register_buffer("far", torch.tensor([1.0, -7e4, float("inf")]))
+    refuse("model: 'far' holds values up to 70000, but float16 ends at 65504; use bf16", model=model, config=FP16_NAIVE)
+    halfmesh.initialize(model, sgd, config={"bf16": {"mode": "naive"}})
+
+
+def test_no_config():
+    with pytest.raises(InputError, match=r"no config was given to initialize; .*config=\{\} trains in fp32"):
+        halfmesh.initialize(MLP(), sgd)
 
 
 def test_parameters_on_two_devices(monkeypatch):
@@ -72,6 +98,12 @@ def test_optimizers():
     for config in (FP16_TORCH, FP16_NAIVE, {}):
         refuse("optimizer: LBFGS.step needs a closure", optimizer=optim.LBFGS, config=config)
 
+    class Unready(optim.Optimizer):
+        def __init__(self, params):
+            self.param_groups = [{"params": list(params), "lr": 0.1}]
+
+    refuse("optimizer: Unready has not called torch.optim.Optimizer.__init__", optimizer=Unready)
+
     class OwnClosure(optim.SGD):
         def step(self, closure):
             return closure()
@@ -81,6 +113,7 @@ def test_optimizers():
 
 def test_criterion_and_dataloaders():
     refuse("criterion: a callable .* is needed, but a str was given", criterion="cross_entropy")
+    refuse(r"criterion: the class MSELoss was given, not a criterion; write MSELoss\(\)", criterion=nn.MSELoss)
     refuse("dataloader: a torch.utils.data.DataLoader is needed, but a list was given", loader=[(1, 2)])
     refuse(
         "dataloader: a Dataset .* has no batch size; pass halfmesh.get_dataloader", loader=TensorDataset(*make_data())
@@ -163,8 +196,18 @@ def test_a_refusal_leaves_everything_untouched(config, error):
 def test_an_error_after_the_first_change_says_so(monkeypatch):
     monkeypatch.setattr("halfmesh.assembly.convert", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
-        halfmesh.initialize(MLP(), sgd)
+        halfmesh.initialize(MLP(), sgd, config={})
     assert "initialize had begun to change the model and optimizer" in caught.value.__notes__[0]
+
+
+def test_a_callable_optimizer_may_go_through_the_parameters_twice():
+    def groups(params):
+        return optim.SGD(
+            [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() < 2]}], 0.1
+        )
+
+    engine = halfmesh.initialize(MLP(), groups, config={})
+    assert [len(g["params"]) for g in engine.optimizer.param_groups] == [3, 6]
 
 
 def test_callables_are_called_after_the_config_is_checked():

@@ -32,7 +32,7 @@ def halfway():
 
         @classmethod
         def recipe(cls, options, dtype):
-            return Recipe(compute_dtype=dtype, loss_scale=LossScale(initial=options.start_scale))
+            return Recipe(compute_dtype=dtype, autocast=True, loss_scale=LossScale(initial=options.start_scale))
 
     yield Halfway
     AMP_PLUGINS.unregister("halfway")

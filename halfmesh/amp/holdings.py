@@ -13,7 +13,7 @@ from .. import torch_private
 from ..errors import InputError, shorten
 from ..shard import ParamShard
 from . import fused
-from .master_weights import make_master, publish, repoint, take_edit
+from .master_weights import current_value, make_master, publish, repoint
 from .recipe import Recipe
 from .rules import UpdateRules
 from .wide_gradients import accumulate_in_fp32
@@ -65,6 +65,8 @@ class Holdings:
         self._recipe = recipe
         self._rules = rules
         self._widened: dict[int, RemovableHandle | None] = {}
+        self._sparse = False
+        self._switched: list[dict[str, Any]] = []
         self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
         self.refresh()
@@ -74,7 +76,7 @@ class Holdings:
         refuse_foreign_params(self.optimizer, self.shards, self.masters.values())
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if self._recipe.master_weights:
-            raw = [shard.param for shard in self.shards if id(shard.param) in held]
+            raw = [s.param for s in self.shards if id(s.param) in held and s.param.is_floating_point()]
             new = {p: self.masters[p] if p in self.masters else make_master(p) for p in raw}
             repoint(self.optimizer, new)
             self.masters.update(new)
@@ -84,8 +86,8 @@ class Holdings:
             for shard in self.trained:
                 if self._widened.get(id(shard)) is None:
                     self._widened[id(shard)] = accumulate_in_fp32(shard)
-        if self._rules.fused == "auto":
-            fused.switch_to_fused(self.optimizer)
+        if self._rules.fused == "auto" and not self._sparse:
+            self._switched += fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         self._seen = self._signature()
@@ -119,8 +121,23 @@ class Holdings:
         """
         for param, stamp in self._stamps.items():
             if torch_private.edit_stamp(param) != stamp:
-                take_edit(param, self.masters[param])
+                self.masters[param].data.copy_(current_value(param, self.masters[param]))
                 self._stamps[param] = torch_private.edit_stamp(param)
+
+    def masters_by_name(self) -> dict[str, torch.Tensor]:
+        """The fp32 value of each parameter that has a master, by the parameter's name.
+
+        It is the master itself, or a copy with what others have written into the model since.
+        """
+        return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
+
+    def refuse_fused_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
+        """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
+        if self._sparse or self._rules.fused != "auto" or all(grad.layout == torch.strided for _, grad in grads):
+            return
+        self._sparse = True
+        fused.switch_back(self.optimizer, self._switched)
+        self.refresh()
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
@@ -140,7 +157,8 @@ class Holdings:
                 hook.remove()
 
     def _signature(self) -> list[tuple[Any, ...]]:
-        return [
+        trainable = sum(shard.param.requires_grad for shard in self.shards)
+        return [(trainable,)] + [
             (*(bool(group.get(key)) for key in fused.DECISIVE), *[p.stride() for p in group["params"]])
             for group in self.optimizer.param_groups
         ]

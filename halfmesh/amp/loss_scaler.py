@@ -81,7 +81,8 @@ class LossScaler:
         """Continue exactly where `state_dict` was taken. A static scale stays what the config says."""
         if not self.options.dynamic:
             return
-        self.max_scale = float(state["max_scale"])
-        self.scale = torch.full_like(self.scale, state["scale"])
+        self.max_scale = min(self.max_scale, float(state["max_scale"]))
+        scale = min(max(state["scale"], self.options.min_scale), self.max_scale)
+        self.scale = torch.full_like(self.scale, scale)
         self._growth_tracker = torch.full_like(self._growth_tracker, state["growth_tracker"])
         self._hysteresis_left = torch.full_like(self._hysteresis_left, state["hysteresis_left"])

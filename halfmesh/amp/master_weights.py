@@ -33,10 +33,10 @@ def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 @torch.no_grad()
-def take_edit(param: nn.Parameter, master: nn.Parameter) -> None:
-    """Take elements of `param` that differ from its rounded master into `master`; the others keep their precision."""
+def current_value(param: nn.Parameter, master: nn.Parameter) -> torch.Tensor:
+    """The master, or a copy of it with those elements of `param` that are not its rounded ones: others wrote them."""
     changed = param != master.to(param.dtype)
-    master.copy_(torch.where(changed, param.float(), master))
+    return torch.where(changed, param.float(), master) if bool(changed.any()) else master.detach()
 
 
 def by_bytes(shards: Sequence[ParamShard], limit: int) -> list[list[ParamShard]]:

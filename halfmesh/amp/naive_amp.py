@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 
-from ..options import BackoffFactor, GrowthFactor, Options, PositiveFloat, PositiveInt
+from ..options import BackoffFactor, GrowthFactor, Options, PositiveInt, Scale
 from .plugin import AMPPlugin, Composes
 from .recipe import LossScale, Recipe
 
@@ -15,17 +15,17 @@ from .recipe import LossScale, Recipe
 class NaiveOptions(Options):
     """Colossal-AI's keys and defaults, but `initial_scale` is 2**16: at its 2**32 the first ~20 steps are lost."""
 
-    loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
+    loss_scale: Literal["dynamic"] | Scale = "dynamic"
     """A number is a static scale: it never moves, and no step is skipped."""
     log_num_zeros_in_grad: bool = False
     """Return the number of zeros in the gradient with each step, as `StepResult.num_zeros`."""
-    initial_scale: PositiveFloat = 2.0**16
+    initial_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
     backoff_factor: BackoffFactor = 0.5
     growth_interval: PositiveInt = 1000
     hysteresis: PositiveInt = 2
-    max_scale: PositiveFloat = 2.0**32
-    min_scale: PositiveFloat = 1.0
+    max_scale: Scale = 2.0**32
+    min_scale: Scale = 1.0
     verbose: bool = False
 
     @model_validator(mode="after")
@@ -35,7 +35,7 @@ class NaiveOptions(Options):
             if moot:
                 raise ValueError(
                     f"loss_scale={self.loss_scale} is static, so {', '.join(moot)} would have no effect; "
-                    'remove them, or set loss_scale="dynamic"'
+                    f"remove {'it' if len(moot) == 1 else 'them'}, or set loss_scale='dynamic'"
                 )
         elif not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,19 +70,27 @@ class MixedPrecisionOptimizer:
         self.skips = recipe.skips if self.rules.on_nonfinite == "auto" else self.rules.on_nonfinite == "skip"
         """Whether an update with inf or nan is skipped."""
         self._ranks = ranks or OneRank()
-        self._clip_once: tuple[float, Verdict] | None = None
+        self._clip_once: tuple[float, Verdict | None] | None = None
         self._stepping = False
+        self._first_grad: torch.Tensor | None = None
+        self._grad_stamp = (0, 0)
+        self._warned = False
+        self.on_close: Callable[[], None] | None = None
+        """Undoes what was done to make this, in `close`."""
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
 
-    def backward(self, loss: torch.Tensor, divisor: float = 1.0) -> None:
+    def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False) -> None:
         """Run backward from a scalar `loss`, with the loss scale / `divisor` as its seed."""
+        if self._clip_once is not None:
+            self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()  # a scaled seed does not fit into half precision
         if self.scaler is None:
             seed = torch.full_like(loss, 1 / divisor)
         else:
             seed = (self.scaler.scale / divisor).to(loss.dtype).expand_as(loss)
-        loss.backward(gradient=seed)
+        loss.backward(gradient=seed, retain_graph=retain_graph)
+        self._note_gradients()
 
     def cap_scale(self) -> None:
         """Keep the loss scale at or below 2**15, because backward starts in fp16 with the loss scale itself."""
@@ -93,7 +101,7 @@ class MixedPrecisionOptimizer:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the rules' own. Returns the norm before clipping (0-dim)."""
-        if not max_norm > 0:
+        if not isinstance(max_norm, (int, float)) or not max_norm > 0:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
         verdict = self._measure(self._gradients())
         self._clip_once = (float(max_norm), verdict)
@@ -110,13 +118,16 @@ class MixedPrecisionOptimizer:
         Raises:
             NonFiniteError: inf or nan, as `rules` say.
         """
+        self._warn_of_edited_gradients()
         if self.holdings.changed():
             self.holdings.refresh()
         self.holdings.take_edits()
         grads = self._gradients()
+        self.holdings.refuse_fused_for_sparse(grads)
         max_norm, verdict = self._clip_once or (self.rules.max_norm, None)
         self._clip_once = None
-        if verdict is None and (max_norm > 0 or self._wants_verdict):
+        asked_for = max_norm > 0 or self._wants_verdict
+        if verdict is None and (asked_for or self.watch.wants_a_look()):
             verdict = self._measure(grads)
         if verdict is not None:
             self.watch.judge(verdict, grads, self.skips, self.rules.on_nonfinite == "raise", self.scaler)
@@ -126,7 +137,7 @@ class MixedPrecisionOptimizer:
         result = StepResult(
             lr=_first_lr(self.optimizer),
             skipped=found_inf,
-            norm=norm,
+            norm=norm if asked_for else None,
             scale=None if self.scaler is None else self.scaler.scale,
             num_zeros=None if verdict is None else verdict.num_zeros,
         )
@@ -146,11 +157,9 @@ class MixedPrecisionOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer state, masters by parameter name, loss scaler and counters."""
-        holdings = self.holdings
-        holdings.take_edits()
         return {
             "optimizer": self.optimizer.state_dict(),
-            "masters": {s.name: holdings.target(s).detach() for s in holdings.trained if s.param in holdings.masters},
+            "masters": self.holdings.masters_by_name(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "skips": self.watch.state_dict(),
         }
@@ -164,7 +173,9 @@ class MixedPrecisionOptimizer:
         self.watch.load_state_dict(state["skips"])
 
     def close(self) -> None:
-        """Give the optimizer back: it may step by itself again."""
+        """Give model and optimizer back: the optimizer may step by itself again."""
+        if self.on_close is not None:
+            self.on_close()
         self._guard.remove()
         self.holdings.close()
 
@@ -222,7 +233,7 @@ class MixedPrecisionOptimizer:
             target = self.holdings.target(shard)
             if target is not shard.param:
                 shard.clear_grad()
-            if grad.stride() != target.stride():  # fused kernels need both alike
+            if grad.layout == torch.strided and grad.stride() != target.stride():  # fused kernels need both alike
                 grad = torch.empty_like(target).copy_(grad)
             target.grad = grad.to(target.dtype)
 
@@ -245,6 +256,23 @@ class MixedPrecisionOptimizer:
             for name in attributes:
                 delattr(self.optimizer, name)
 
+    def _note_gradients(self) -> None:
+        """Remember one gradient as backward left it; reduced ones come later and are not looked at."""
+        self._first_grad = next((s.param.grad for s in self.holdings.trained if s.param.grad is not None), None)
+        if self._first_grad is not None:
+            self._grad_stamp = torch_private.edit_stamp(self._first_grad)
+
+    def _warn_of_edited_gradients(self) -> None:
+        grad, self._first_grad = self._first_grad, None
+        if self.scaler is None or grad is None or self._warned or torch_private.edit_stamp(grad) == self._grad_stamp:
+            return
+        if any(shard.param.grad is grad for shard in self.holdings.trained):
+            self._warned = True
+            _log.warning(
+                "gradients were changed between engine.backward and engine.step, where they are still multiplied by "
+                "the loss scale; to clip them use clip_grad_norm in the config, or engine.clip_grad_norm_(max_norm)"
+            )
+
     def _refuse_other_steps(self, *_: Any) -> None:
         if not self._stepping:
             raise InputError(
@@ -261,5 +289,5 @@ def _update_scale(scaler: LossScaler, found_inf: torch.Tensor) -> None:
 
 
 def _first_lr(optimizer: optim.Optimizer) -> float | torch.Tensor:
-    lr = optimizer.param_groups[0]["lr"]
+    lr = optimizer.param_groups[0].get("lr", float("nan"))  # a third party's optimizer may have none
     return lr.clone() if isinstance(lr, torch.Tensor) else lr

@@ -27,6 +27,21 @@ class LossScale:
     verbose: bool = False
     """Log each change of the scale (reads the scale on the host once per update)."""
 
+    def __post_init__(self) -> None:
+        fine = (
+            0 < self.initial <= 2.0**127
+            and self.growth_factor > 1
+            and 0 < self.backoff_factor < 1
+            and self.growth_interval >= 1
+            and self.hysteresis >= 1
+            and (not self.dynamic or self.min_scale <= self.initial <= self.max_scale)
+        )
+        if not fine:
+            raise ValueError(
+                f"{self} cannot work: it needs 0 < initial <= 2**127 between min_scale and max_scale, growth_factor > "
+                "1, 0 < backoff_factor < 1, growth_interval >= 1 and hysteresis >= 1"
+            )
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -49,6 +64,14 @@ class Recipe:
     """Floating-point outputs of the model are cast to it; None leaves them as they are."""
     count_zeros: bool = False
     """Count the zeros in the gradients of each step."""
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype != torch.float32 and not self.autocast and self.param_dtype is None:
+            raise ValueError(f"{self} would compute in fp32: set autocast=True or param_dtype={self.compute_dtype}")
+        if self.autocast and self.param_dtype is not None:
+            raise ValueError(f"{self} has two ways to compute in {self.compute_dtype}: autocast and param_dtype")
+        if self.master_weights and self.param_dtype is None:
+            raise ValueError(f"{self} keeps fp32 masters of fp32 parameters: set param_dtype, or master_weights=False")
 
     @property
     def skips(self) -> bool:

@@ -21,6 +21,16 @@ class SkipWatch:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._most = 0  # no more than this many in a row, as far as the host knows
+        self._unmeasured = 0
+        self._alarmed = False  # the last look found inf or nan
+
+    def wants_a_look(self) -> bool:
+        """Whether an update that nothing else measures should be measured: one in `limit`, all once inf or nan is met.
+
+        What steps in spite of inf or nan leaves nan in the weights, so that it is found a little later as well.
+        """
+        self._unmeasured += 1
+        return self._alarmed or self._unmeasured >= self.limit
 
     @property
     def skipped(self) -> int:
@@ -41,6 +51,10 @@ class SkipWatch:
         if skips:
             self._skipped = self._skipped + found
         self._most += 1
+        if self._unmeasured:
+            self._unmeasured = 0
+            self._alarmed = bool(found)
+            self._most = int(self._in_a_row.item())
         if raise_now and bool(found):
             raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scaler) + _ADVICE)
         if self._most >= self.limit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..options import BackoffFactor, GrowthFactor, Options, PositiveFloat, PositiveInt
+from ..options import BackoffFactor, GrowthFactor, Options, PositiveInt, Scale
 from .plugin import AMPPlugin, Composes
 from .recipe import LossScale, Recipe
 
@@ -12,7 +12,7 @@ from .recipe import LossScale, Recipe
 class TorchOptions(Options):
     """Keys and defaults of `torch.amp.GradScaler`."""
 
-    init_scale: PositiveFloat = 2.0**16
+    init_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
     backoff_factor: BackoffFactor = 0.5
     growth_interval: PositiveInt = 2000

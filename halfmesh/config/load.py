@@ -53,6 +53,8 @@ def _read(source: object) -> tuple[Mapping[Any, Any], str]:
             [f"a {type(source).__name__} was given, but a config is a path ({', '.join(SUFFIXES)}), a dict or a Config"]
         )
     path = Path(source).expanduser()
+    if path.is_dir():
+        raise ConfigError([_explain_missing(path)], str(path))
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         near = did_you_mean(suffix, SUFFIXES)

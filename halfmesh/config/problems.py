@@ -34,11 +34,25 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "scale_window": "set growth_interval instead",
         "delayed_shift": "set hysteresis instead",
         "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
+        "pipeline_parallelism": "set parallel.pipeline.size instead",
+        "offload_activations": "set activation_offload instead",
+        # Lightning, accelerate, transformers, DeepSpeed
+        "precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
+        "mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
+        "max_grad_norm": "set clip_grad_norm instead",
+        "gradient_clipping": "set clip_grad_norm instead",
+        "gradient_clip_val": "set clip_grad_norm instead",
+        "accumulate_grad_batches": "set gradient_accumulation instead",
+        "gradient_accumulation_steps": "set gradient_accumulation instead",
+        "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
+        "gradient_handler": "remove it: halfmesh reduces gradients by itself; see parallel.data",
         "ddp": "remove it: data parallelism takes the ranks that tensor and pipeline leave; parallel.data.strategy "
         "is 'replicate' by default",
     }
 )
 """Keys of other libraries, lower case, and what to write here."""
+
+FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
 
 _DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
     {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -235,8 +249,14 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 def _bounds(metadata: Sequence[Any]) -> str:
     flat = [item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])]
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{sign} {getattr(item, name)}" for item in flat for name, sign in signs.items() if hasattr(item, name)]
+    found = [
+        f"{sign} {_number(getattr(item, name))}" for item in flat for name, sign in signs.items() if hasattr(item, name)
+    ]
     return " " + " and ".join(found) if found else ""
+
+
+def _number(bound: float) -> str:
+    return f"{bound:g}" if bound > 1e15 else str(bound)
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
@@ -254,7 +274,7 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
     if near := did_you_mean(key, here):
         return near
     by_leaf = {path.split(".")[-1]: path for path in _all_paths()}
-    if leaf := find_near(key, by_leaf):
+    if leaf := find_near(key, by_leaf, FAR_CUTOFF):
         return f"; did you mean {by_leaf[leaf]!r}?"
     return otherwise or f"; allowed: {', '.join(here)}"
 

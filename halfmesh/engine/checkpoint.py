@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,17 +35,43 @@ class LoadHook:
         return LoadHook, (None,)
 
 
-def full_precision_state(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
-    """`model.state_dict()` with each half-precision parameter replaced by its fp32 master."""
+class AssignCheck:
+    """After `model.load_state_dict(..., assign=True)` the optimizer would step parameters that nobody uses."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = list(params)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        theirs = {id(param) for param in module.parameters()}
+        if not all(id(param) in theirs for param in self._params):
+            raise InputError(
+                "load_state_dict(..., assign=True) has replaced the model's parameters, which the optimizer does not "
+                "know; load without assign, or load before initialize"
+            )
+
+    def __deepcopy__(self, memo: Any) -> AssignCheck:
+        return AssignCheck([])
+
+    def __reduce__(self) -> tuple[type[AssignCheck], tuple[list[nn.Parameter]]]:
+        return AssignCheck, ([],)
+
+
+def full_precision_state(model: nn.Module, masters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """`model.state_dict()` with each half-precision parameter replaced by its fp32 value in `masters`."""
     state = model.state_dict()
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in masters and name in state:
-            state[name] = masters[param].detach()
+    first_name = {param: name for name, param in reversed(list(model.named_parameters()))}
+    for name, param in model.named_parameters(remove_duplicate=False):  # tied ones under each of their names
+        if name in state and first_name[param] in masters:
+            state[name] = masters[first_name[param]]
     return state
 
 
 def refuse_unfit(state: Mapping[str, Any], has_scaler: bool) -> None:
     """Raise InputError if `state` is not one of an engine like this."""
+    if not isinstance(state, Mapping):
+        raise InputError(
+            f"engine.load_state_dict takes what engine.state_dict() gave, but a {type(state).__name__} came"
+        )
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise InputError(

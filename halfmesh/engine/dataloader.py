@@ -79,7 +79,7 @@ class EngineDataLoader:
             yield batch
         finally:
             self.at_end = at_end_outside
-        if self._on_epoch_end is not None:
+        if self._on_epoch_end is not None and torch.is_grad_enabled():  # else it was a pass to evaluate
             self._on_epoch_end()
 
     def _to_device(self, batch: Any) -> Any:

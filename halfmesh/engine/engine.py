@@ -62,8 +62,8 @@ class Engine:
         self.model = model
         self.context = context
         self.config = config
-        self.dataloader = dataloader
-        self.eval_dataloader = eval_dataloader
+        self._dataloader = dataloader
+        self._eval_dataloader = eval_dataloader
         self.global_step = 0
         self._criterion = criterion
         self._update = update
@@ -76,7 +76,12 @@ class Engine:
         self._has_gradients = False  # a backward ran since the last update or zero_grad
         self._complete = False  # ... and its gradients are reduced
         self._used_up = True  # the gradients that are there were used by an update, or are older than the engine
-        self._load_hook = model.register_load_state_dict_pre_hook(checkpoint.LoadHook(update.holdings.adopt))
+        self._load_hooks = [
+            model.register_load_state_dict_pre_hook(checkpoint.LoadHook(update.holdings.adopt)),
+            model.register_load_state_dict_post_hook(
+                checkpoint.AssignCheck([s.param for s in update.holdings.trained])
+            ),
+        ]
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ class Engine:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
         return self._precision.criterion(self._criterion, *args, **kwargs)
 
-    def backward(self, loss: Any, loss_id: int = 0) -> None:
+    def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
 
         Gradients that an update has already used are cleared first, so a forgotten `zero_grad` does no harm. On the
@@ -109,15 +114,18 @@ class Engine:
         last = self._is_last()
         if self._reducer is not None:
             self._keep_covered(self._reducer)
-            if last:
-                self._reducer.arm()
+            self._reducer.open(last)
         if self._precision.starts_in_fp16(loss):
             self._update.cap_scale()
-        self._update.backward(loss, self._accumulation.seed_divisor)
-        self._has_gradients = True
         self._complete = False
-        if last:
-            self._complete_gradients()
+        try:
+            self._update.backward(loss, self._accumulation.seed_divisor, retain_graph)
+            self._has_gradients = True
+            if last:
+                self._complete_gradients()
+        except BaseException:
+            self._clear()  # half a gradient is worse than none: the next backward begins a new cycle
+            raise
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -148,8 +156,8 @@ class Engine:
         finally:  # after an error too the next backward begins a new cycle
             self._accumulation.reset()
             self._used_up = True
-            if self.dataloader is not None:
-                self.dataloader.at_end = False
+            if self._dataloader is not None:
+                self._dataloader.at_end = False
         self._last = result
         self.global_step += 1
         if self._precision.recipe.autocast:
@@ -200,11 +208,26 @@ class Engine:
     # -- what can be read --------------------------------------------------------------------------------------
 
     @property
+    def dataloader(self) -> EngineDataLoader:
+        """The training loader. Raises InputError if none was given to initialize."""
+        if self._dataloader is None:
+            raise InputError("no dataloader was given to initialize; pass one, or iterate a loader of your own")
+        return self._dataloader
+
+    @property
+    def eval_dataloader(self) -> EngineDataLoader:
+        """The evaluation loader. Raises InputError if none was given to initialize."""
+        if self._eval_dataloader is None:
+            raise InputError("no eval_dataloader was given to initialize; pass one, or iterate a loader of your own")
+        return self._eval_dataloader
+
+    @property
     def optimizer(self) -> optim.Optimizer:
         return self._update.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
+        self._lr.settle()
         return self._lr.scheduler
 
     @property
@@ -239,21 +262,20 @@ class Engine:
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost.
         """
-        if self._accumulation.index:
+        if self._accumulation.index or self._has_gradients:
             raise InputError(
-                f"engine.state_dict() was called after microbatch {self._accumulation.index} of "
-                f"{self._accumulation.length}, whose gradients it does not hold; call it after a step that returned "
-                "a StepResult, or end the cycle first with engine.step(last=True)"
+                f"engine.state_dict() was called after microbatch {self._accumulation.index + self._has_gradients} of "
+                f"{self._accumulation.length} and before the update, whose gradients it does not hold; call it after a "
+                "step that returned a StepResult, or end the cycle first with engine.step(last=True)"
             )
         self._lr.settle()
-        self._update.holdings.take_edits()
         return {
-            "model": checkpoint.full_precision_state(self.model, self._update.holdings.masters),
+            "model": checkpoint.full_precision_state(self.model, self._update.holdings.masters_by_name()),
             "update": self._update.state_dict(),
             "lr_scheduler": self._lr.state_dict(),
             "global_step": self.global_step,
-            "dataloader": None if self.dataloader is None else self.dataloader.state_dict(),
-            "random": checkpoint.random_state(self.context.device),
+            "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
+            "random": checkpoint.random_state(self.context.device) | {"rank": self.context.rank},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -265,9 +287,10 @@ class Engine:
         self._update.load_state_dict(state["update"])
         self._lr.load_state_dict(state["lr_scheduler"])
         self.global_step = state["global_step"]
-        if self.dataloader is not None and state["dataloader"] is not None:
-            self.dataloader.load_state_dict(state["dataloader"])
-        checkpoint.set_random_state(state["random"], self.context.device)
+        if self._dataloader is not None and state["dataloader"] is not None:
+            self._dataloader.load_state_dict(state["dataloader"])
+        if state["random"]["rank"] == self.context.rank:  # another rank's would repeat its dropout here
+            checkpoint.set_random_state(state["random"], self.context.device)
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
         """Not built yet."""
@@ -285,7 +308,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._load_hook.remove()
+        for hook in self._load_hooks:
+            hook.remove()
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
         if self._reducer is not None:
@@ -307,10 +331,10 @@ class Engine:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _is_last(self) -> bool:
-        return self._accumulation.is_last(self.dataloader is not None and self.dataloader.at_end)
+        return self._accumulation.is_last(self._dataloader is not None and self._dataloader.at_end)
 
     def _complete_gradients(self) -> None:
-        if self._reducer is not None and not self._complete:
+        if self._reducer is not None and (self._reducer.stale or not self._complete):
             self._reducer.finish()
         self._complete = True
 
@@ -328,5 +352,7 @@ class Engine:
     def _clear(self) -> None:
         self._update.zero_grad()
         self._accumulation.reset()
+        if self._reducer is not None:
+            self._reducer.forget()
         self._has_gradients = False
         self._used_up = False

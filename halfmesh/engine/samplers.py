@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ..errors import InputError
+from ..tree import map_tensors
+from .checkpoint import random_state, set_random_state
 
 
 class ShardedSampler(Sampler[Any]):
@@ -20,7 +25,7 @@ class ShardedSampler(Sampler[Any]):
     seed on every rank, and anew for each epoch.
 
     Args:
-        inner: a sampler of samples or of batches.
+        inner: a sampler of samples or of batches; one without a length may be endless.
         pad: repeat items from the beginning so that every rank gets the same number (training: a rank that runs out
             would hang the others). False leaves a ragged end (evaluation: nothing is counted twice).
     """
@@ -36,8 +41,10 @@ class ShardedSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(self.epoch)
-        with torch.random.fork_rng(devices=[]):  # the ranks' own generators differ, for dropout
-            torch.manual_seed(self.seed + self.epoch)
+        randomness = OwnRandomness(self.seed + self.epoch)
+        if not isinstance(self.inner, Sized):
+            return _every(self.inner, self.rank, self.size, self.pad, randomness)
+        with randomness:
             items = list(self.inner)
         if self.pad and items:
             items = list(itertools.islice(itertools.cycle(items), -(-len(items) // self.size) * self.size))
@@ -46,47 +53,101 @@ class ShardedSampler(Sampler[Any]):
     def __len__(self) -> int:
         if not isinstance(self.inner, Sized):
             raise TypeError(f"{type(self.inner).__name__} has no length")
-        total = len(self.inner)
-        return -(-total // self.size) if self.pad else len(range(self.rank, total, self.size))
+        return _share(len(self.inner), self.rank, self.size, self.pad)
 
 
 class StridedBatches:
     """Every `size`-th batch of a loader over an IterableDataset, which each rank reads whole.
 
-    The last, incomplete round of batches is filled by repeating its first ones if `pad`, so that all ranks get the
-    same number.
+    Args:
+        agree: whether all ranks were given the same text; asked once an epoch, about the first batch, to find data
+            that is not the same on every rank. None does not ask.
+
+    Raises:
+        InputError: the ranks read different data.
     """
 
-    def __init__(self, loader: DataLoader[Any], rank: int, size: int, pad: bool) -> None:
-        self.loader, self.rank, self.size, self.pad = loader, rank, size, pad
+    def __init__(
+        self, loader: DataLoader[Any], rank: int, size: int, seed: int, pad: bool, agree: Callable[[str], bool] | None
+    ) -> None:
+        self.loader, self.rank, self.size, self.seed, self.pad = loader, rank, size, seed, pad
+        self.epoch = 0
+        self._agree = agree
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch from now on."""
+        self.epoch = epoch
+        if hasattr(self.loader.dataset, "set_epoch"):
+            self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        while round_ := list(itertools.islice(batches, self.size)):
-            if self.rank < len(round_):
-                yield round_[self.rank]
-            elif self.pad:
-                yield round_[self.rank % len(round_)]
+        return _every(self._checked(), self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch))
+
+    def _checked(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.loader):
+            if index == 0 and self._agree is not None and not self._agree(_digest(batch)):
+                raise InputError(
+                    f"the {type(self.loader.dataset).__name__} gives different data on each rank, so some samples "
+                    "would be seen twice and others never: it shards itself, or shuffles with a generator of its own. "
+                    "Seed it alike on all ranks (initialize shards the data); or, if it shards itself, do not pass "
+                    "it to initialize but iterate its loader in the loop"
+                )
+            yield batch
 
     def __len__(self) -> int:
-        total = len(self.loader)
-        return -(-total // self.size) if self.pad else len(range(self.rank, total, self.size))
+        return _share(len(self.loader), self.rank, self.size, self.pad)
 
 
-def shard_loader(loader: DataLoader[Any], rank: int, size: int, seed: int, pad: bool) -> Iterable[Any]:
+class OwnRandomness:
+    """A scope in which python's, numpy's and torch's generators draw from a sequence of their own.
+
+    Leaving it puts back what was there; entering it again goes on. So the order of the data does not depend on what
+    else a rank draws (the ranks' generators differ, for dropout).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state: dict[str, Any] | None = None
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._outside = random_state(torch.device("cpu"))
+        if self._state is not None:
+            set_random_state(self._state, torch.device("cpu"))
+        else:
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            torch.random.default_generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = random_state(torch.device("cpu"))
+        set_random_state(self._outside, torch.device("cpu"))
+
+
+def shard_loader(
+    loader: DataLoader[Any],
+    rank: int,
+    size: int,
+    seed: int,
+    pad: bool,
+    agree: Callable[[str], bool] | None = None,
+) -> Iterable[Any]:
     """A loader like `loader` that yields the part of data rank `rank` of `size`; the batch size stays.
 
     `loader` itself is left alone. Its workers are seeded by rank, so that random augmentation differs.
 
+    Args:
+        agree: see `StridedBatches`.
+
     Raises:
         InputError: the loader already has a distributed sampler for another rank or number of ranks.
     """
-    if size == 1 or _is_sharded(loader, rank, size):
+    if _is_sharded(loader, rank, size) or size == 1:
         return loader
     sharded = copy.copy(loader)  # keeps what a subclass of DataLoader adds
-    sharded.generator = torch.Generator().manual_seed(seed + rank)
     if isinstance(loader.dataset, IterableDataset):
-        return StridedBatches(sharded, rank, size, pad)
+        sharded.generator = torch.Generator().manual_seed(seed)  # workers that shuffle must do it alike
+        return StridedBatches(sharded, rank, size, seed, pad, agree)
+    sharded.generator = torch.Generator().manual_seed(seed + rank)
 
     def put(attribute: str, sampler: Any) -> None:
         object.__setattr__(sharded, attribute, sampler)  # DataLoader forbids it on a finished loader; this is a copy
@@ -102,10 +163,41 @@ def shard_loader(loader: DataLoader[Any], rank: int, size: int, seed: int, pad: 
     return sharded
 
 
+def _share(total: int, rank: int, size: int, pad: bool) -> int:
+    """How many of `total` items a rank gets."""
+    return -(-total // size) if pad else len(range(rank, total, size))
+
+
+def _every(items: Iterable[Any], rank: int, size: int, pad: bool, randomness: OwnRandomness) -> Iterator[Any]:
+    """The `rank`-th of each `size` items. If `pad`, the last round is filled by repeating its first ones."""
+    iterator = iter(items)
+    while True:
+        with randomness:
+            turn = list(itertools.islice(iterator, size))
+        if rank < len(turn):
+            yield turn[rank]
+        elif pad and turn:
+            yield turn[rank % len(turn)]
+        if len(turn) < size:
+            return
+
+
+def _digest(batch: Any) -> str:
+    """A short text that is the same for the same values."""
+    hashed = hashlib.sha256()
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    map_tensors(add, batch)
+    return hashed.hexdigest()
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell every sampler of `loader` that wants to know which epoch begins."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    candidates = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    candidates = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     told: list[int] = []
     for sampler in candidates:
         if sampler is not None and hasattr(sampler, "set_epoch") and id(sampler) not in told:

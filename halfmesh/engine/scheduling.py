@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..amp.result import StepResult
+from ..errors import InputError
 
 LRInterval = Literal["step", "epoch", "manual"]
 
@@ -25,6 +26,7 @@ class LRAdvance:
         self.interval = interval
         self._may_skip = may_skip
         self._pending: StepResult | None = None
+        self._position: int | None = getattr(scheduler, "last_epoch", None)
 
     def after(self, result: StepResult) -> None:
         """An update was made."""
@@ -38,13 +40,23 @@ class LRAdvance:
         """Advance for the last update, if it was taken and has not been counted."""
         result, self._pending = self._pending, None
         if result is not None and not result.skipped:
-            self.scheduler.step()
+            self._advance()
+
+    def _advance(self) -> None:
+        position = getattr(self.scheduler, "last_epoch", None)
+        if position is not None and self._position is not None and position == self._position + 1:
+            raise InputError(
+                f"lr_scheduler.step() was called outside the engine, which advances it itself with lr_interval="
+                f"{self.interval!r}; remove the call, or set lr_interval='manual'"
+            )
+        self.scheduler.step()
+        self._position = getattr(self.scheduler, "last_epoch", None)
 
     def end_epoch(self) -> None:
         """An epoch of the engine's dataloader is over."""
         self.settle()
         if self.scheduler is not None and self.interval == "epoch":
-            self.scheduler.step()
+            self._advance()
 
     def state_dict(self) -> Any:
         """The scheduler's state; call `settle` before."""
@@ -55,3 +67,4 @@ class LRAdvance:
         self._pending = None
         if self.scheduler is not None and state is not None:
             self.scheduler.load_state_dict(state)
+            self._position = getattr(self.scheduler, "last_epoch", None)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import InputError
+from ..errors import InputError, shorten
+from ..strides import is_dense
 
 AXES = ("pp", "dp", "tp")
 
@@ -86,6 +87,11 @@ class ParallelContext:
         """
         if self.size == 1:
             return
+        sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+        if sparse:
+            raise InputError(
+                f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense"
+            )
         state = list(_state_tensors(optimizer))
         # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
         tensors = [*model.parameters(), *model.buffers(), *state]
@@ -97,10 +103,15 @@ class ParallelContext:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` (any device, dtype and strides) with rank 0's."""
         if self.size > 1:
+            # As bytes: not every backend has every dtype. Flat: a 0-dim tensor has no bytes to view.
             source = tensor.detach().to(self.device).contiguous()
-            dist.broadcast(source.view(torch.uint8) if source.dtype == torch.bool else source, src=0)
+            if source.numel():
+                dist.broadcast(source.reshape(-1).view(torch.uint8), src=0)
             if source.data_ptr() != tensor.data_ptr():
-                tensor.copy_(source)
+                if is_dense(tensor):
+                    tensor.copy_(source)
+                else:  # several elements may share memory (expand), which cannot be written
+                    tensor.data = source.to(tensor.device)
 
     def _refuse_differences(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
@@ -121,6 +132,14 @@ class ParallelContext:
                     f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
                     "same model and optimizer, and load the same checkpoint, on every rank before initialize"
                 )
+
+    def agree(self, value: str) -> bool:
+        """Whether all ranks call this with the same `value`."""
+        if self.size == 1:
+            return True
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value)
+        return all(other == value for other in everyone)
 
     def close(self) -> None:
         """Free the groups that this context made."""

@@ -29,7 +29,7 @@ class ReduceOptions:
 class Reducer:
     """All-reduces the gradients of `shards` over `group`, once per optimizer step.
 
-    Before the last backward of an accumulation cycle call `arm`: each bucket is then sent as soon as all of its
+    Call `open` before each backward; on the last of an accumulation cycle each bucket is sent as soon as all of its
     gradients are there. `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A
     parameter without a gradient on any rank keeps none, as in one process; one that is unused on this rank alone
     gets the others' gradient.
@@ -37,7 +37,7 @@ class Reducer:
     Running statistics (BatchNorm's mean and variance) are averaged along, so that evaluation needs no collective.
 
     Args:
-        shards: in the order of the model. Only those that require gradients take part.
+        shards: in the order of the model. Only those that require (or hold) gradients take part.
         statistics: buffers to average.
     """
 
@@ -55,6 +55,9 @@ class Reducer:
         """All-reduces started so far."""
         self.bytes_reduced = 0
         """Bytes handed to them."""
+        self.stale = False
+        """Whether a gradient arrived since `finish`, from a backward that was not announced with `open`."""
+        self._finished = False
         self._armed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
@@ -62,28 +65,45 @@ class Reducer:
     def cover(self, shards: Sequence[ParamShard]) -> None:
         """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
-        self._shards = [shard for shard in shards if shard.param.requires_grad]
+        self._shards = [shard for shard in shards if _takes_part(shard)]
         self._buckets = _make_buckets(self._shards, self.options)
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
             # The shard is bound now: a closure over the loop variable would see the last one.
             shard.param.register_post_accumulate_grad_hook(lambda _, shard=shard: self._arrived(shard))
             for shard in self._shards
+            if shard.param.requires_grad
         ]
         self._reset()
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        """Whether exactly those of `shards` that require gradients take part now."""
-        wanted = [shard for shard in shards if shard.param.requires_grad]
+        """Whether exactly those of `shards` that require or hold gradients take part now."""
+        wanted = [shard for shard in shards if _takes_part(shard)]
         return len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
 
-    def arm(self) -> None:
-        """The next backward is the last before the update: send buckets as they fill."""
+    def open(self, last: bool) -> None:
+        """A backward begins; `last`: it is the last before the update, so send buckets as they fill."""
+        if self._finished and not self.options.mean:
+            # What is already summed will be summed again: a mean of equal values changes nothing, a sum does.
+            grads = [grad for shard in self._shards if (grad := shard.take_grad()) is not None]
+            if grads:
+                torch_private.foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
+        self._finished = self.stale = False
         self._reset()
-        self._armed = True
+        self._armed = last
 
     def finish(self) -> None:
-        """Send what was not sent yet, wait for all of it, and hand each shard its reduced gradient."""
+        """Send what was not sent yet, wait for all of it, and hand each shard its reduced gradient.
+
+        Raises:
+            InputError: gradients that another backward left after the last `finish` cannot be told from those that
+                are summed already.
+        """
+        if self.stale and not self.options.mean:
+            raise InputError(
+                "gradients were added by a backward outside this engine after they had been summed over the data "
+                "ranks; call engine.backward(loss) for every loss, or use loss_reduction='mean'"
+            )
         self._armed = False
         self._launch_ready(everything=True)
         statistics = self._launch_statistics()
@@ -98,6 +118,11 @@ class Reducer:
             averaged = [part.view_as(b) for part, b in zip(flat.split(sizes), self.statistics, strict=True)]
             torch_private.foreach_copy_(self.statistics, averaged)
         self._reset()
+        self._finished, self.stale = True, False
+
+    def forget(self) -> None:
+        """The gradients were used or cleared: the next ones begin anew."""
+        self._finished = self.stale = False
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -113,6 +138,7 @@ class Reducer:
             bucket.reset()
 
     def _arrived(self, shard: ParamShard) -> None:
+        self.stale = self._finished
         if not self._armed:
             return
         bucket = self._bucket_of[id(shard)]
@@ -163,7 +189,7 @@ class _Bucket:
         self._absent: list[int] = []
 
     def reset(self) -> None:
-        self.missing = {id(shard) for shard in self.shards}
+        self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
         self.flat = None
         self._absent = []
 
@@ -214,14 +240,20 @@ class _Bucket:
         return views
 
 
+def _takes_part(shard: ParamShard) -> bool:
+    """A parameter that was frozen within a cycle still holds a gradient of this rank's own."""
+    return shard.param.requires_grad or shard.has_grad
+
+
 def _make_buckets(shards: Sequence[ParamShard], options: ReduceOptions) -> list[_Bucket]:
     """Buckets in reverse order of the model, which is about the order in which gradients arrive."""
     buckets: list[_Bucket] = []
     room = 0
     for shard in reversed(shards):
-        size = shard.param.numel() * options.dtype.itemsize
-        if size > room or not buckets:
-            buckets.append(_Bucket([], options.dtype))
+        dtype = torch.float64 if shard.param.dtype == torch.float64 else options.dtype
+        size = shard.param.numel() * dtype.itemsize
+        if size > room or not buckets or buckets[-1].dtype != dtype:
+            buckets.append(_Bucket([], dtype))
             room = options.bucket_bytes
         buckets[-1].shards.append(shard)
         room -= size

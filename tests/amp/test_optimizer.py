@@ -467,7 +467,7 @@ def test_divisor():
 def test_several_groups_and_one_added_later(master):
     params = make_params()
     half = torch.float16 if master else None
-    recipe = Recipe(torch.float16, half, False, master, DYNAMIC)
+    recipe = Recipe(torch.float16, half, False, True, DYNAMIC) if master else Recipe(loss_scale=DYNAMIC)
     groups = lambda p: optim.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:2], "lr": 0.01}])  # noqa: E731
     update = make_update(params, groups, recipe)
     reference = make_params()
@@ -609,6 +609,179 @@ def test_verbose_logs_each_change_of_the_scale(caplog):
             give(params, gradients(step))
             update.step()
     assert "loss scale 8 -> 16" in caplog.text
+
+
+def test_momentum_that_begins_later_is_seeded():
+    """A scheduler that cycles momentum: the first step with it may be one that is skipped."""
+    params = make_params()
+    update = make_update(params, lambda p: optim.SGD(p, lr=0.1), Recipe(loss_scale=DYNAMIC))
+    update.optimizer.param_groups[0]["momentum"] = 0.9
+    give(params, [torch.full_like(p, math.inf) for p in params])
+    assert update.step().skipped
+    for step in range(4):
+        give(params, gradients(step), update.scaler.scale.item())
+        update.step()
+    assert_close(params, by_hand(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), 4)[0])
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adagrad"])
+def test_parameters_with_gaps_or_a_changed_layout(name):
+    """The CPU's fused kernels ignore strides: they must not be chosen where strides differ."""
+
+    def run(with_update):
+        torch.manual_seed(0)
+        gaps = nn.Parameter(torch.randn(4, 8)[:, :5])
+        image = nn.Parameter(torch.randn(4, 3, 3, 3))
+        params = [gaps, image]
+        make = OPTIMIZERS[name]
+        update = make_update(params, make, Recipe(loss_scale=DYNAMIC)) if with_update else None
+        optimizer = None if with_update else make(params)
+        for step in range(4):
+            if step == 2:
+                image.data = image.data.to(memory_format=torch.channels_last)
+            generator = torch.Generator().manual_seed(step)
+            give(params, [torch.randn(p.shape, generator=generator) for p in params])
+            if update is None:
+                optimizer.step()
+            else:
+                for p in params:
+                    p.grad = p.grad * update.scaler.scale
+                update.step()
+        return params
+
+    assert_close(run(True), run(False))
+
+
+def test_sparse_gradients_without_scaling_work_as_in_torch():
+    for make in (lambda p: optim.SGD(p, lr=0.1), lambda p: optim.Adagrad(p, lr=0.1), optim.SparseAdam):
+        results = []
+        for with_update in (True, False):
+            torch.manual_seed(0)
+            embedding = nn.Embedding(5, 3, sparse=True)
+            optimizer = make(list(embedding.parameters()))
+            if with_update:
+                shards = [ParamShard(n, p) for n, p in embedding.named_parameters()]
+                update = convert(embedding, optimizer, shards, FP32)
+            for index in (1, 3, 1):
+                embedding.weight.grad = None
+                embedding(torch.tensor([index])).square().sum().backward()
+                update.step() if with_update else optimizer.step()
+            results.append(embedding.weight.detach())
+        torch.testing.assert_close(*results)
+
+
+def test_a_backward_after_the_clip_is_measured_again():
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"], Recipe(loss_scale=DYNAMIC))
+    update.backward(sum((p * g).sum() for p, g in zip(params, gradients(0), strict=True)))
+    update.clip_grad_norm_(0.5)
+    update.backward(params[0].sum() * math.inf)
+    assert update.step().skipped
+
+
+def test_zero_grad_forgets_the_clip():
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"])
+    give(params, gradients(0))
+    update.clip_grad_norm_(0.01)
+    update.zero_grad()
+    give(params, gradients(0))
+    update.step()
+    assert_close(params, by_hand(OPTIMIZERS["sgd"], 1)[0])
+
+
+@pytest.mark.parametrize("clip", ["1", 0, -1.0, math.nan, None])
+def test_norms_that_are_none(clip):
+    params = make_params()
+    give(params, gradients(0))
+    with pytest.raises(InputError, match="max_norm must be greater than 0"):
+        make_update(params, OPTIMIZERS["sgd"]).clip_grad_norm_(clip)
+
+
+def test_loading_into_other_scaler_settings():
+    saved = make_update(make_params(), OPTIMIZERS["sgd"], Recipe(loss_scale=LossScale(initial=2.0**20))).state_dict()
+    static = make_update(make_params(), OPTIMIZERS["sgd"], Recipe(loss_scale=LossScale(128.0, dynamic=False)))
+    static.load_state_dict(saved)
+    assert static.scaler.scale.item() == 128.0
+    capped = make_update(make_params(), OPTIMIZERS["sgd"], Recipe(loss_scale=LossScale(64.0, max_scale=1024.0)))
+    capped.load_state_dict(saved)
+    assert (capped.scaler.scale.item(), capped.scaler.max_scale) == (1024.0, 1024.0)
+
+
+@pytest.mark.parametrize("recipe", [FP32, Recipe(loss_scale=LossScale(8.0, dynamic=False))])
+def test_nan_is_noticed_even_if_nothing_asks_for_a_verdict(recipe):
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["adamw"], recipe, max_consecutive_skips=5)
+    reads = []
+    for _step in range(8):
+        give(params, [g * math.nan for g in gradients(0)])
+        with CountReads() as counter:
+            assert update.step().grad_norm is None
+        reads.append(counter.reads)
+    assert reads[:4] == [0, 0, 0, 0]
+    give(params, [g * math.nan for g in gradients(0)])
+    with pytest.raises(NonFiniteError, match="5 updates in a row"):
+        update.step()
+
+
+def test_a_look_now_and_then_costs_one_read():
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["adamw"], max_consecutive_skips=4)
+    measured = []
+    for step in range(12):
+        give(params, gradients(step))
+        with CountReads() as counter:
+            update.step()
+        measured.append(any("norm" in op for op in counter.ops))
+    assert [i for i, look in enumerate(measured) if look] == [3, 7, 11]
+
+
+def test_gradients_edited_while_they_are_scaled(caplog):
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"], Recipe(loss_scale=DYNAMIC))
+    with caplog.at_level("WARNING", "halfmesh"):
+        for _ in range(2):
+            update.zero_grad()
+            update.backward(sum(p.sum() for p in params))
+            update.step()
+        assert caplog.text == ""
+        for _ in range(2):
+            update.zero_grad()
+            update.backward(sum(p.sum() for p in params))
+            nn.utils.clip_grad_norm_(params, 1.0)
+            update.step()
+    assert caplog.text.count("gradients were changed between engine.backward and engine.step") == 1
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
+def test_close_gives_model_and_optimizer_back(name):
+    """After close a plain torch loop goes on from the masters' values and the optimizer's state."""
+    params = make_params()
+    update = make_update(params, OPTIMIZERS[name], Recipe(torch.float16, torch.float16, False, True))
+    give(params, gradients(0))
+    update.step()
+    masters = [update.holdings.masters[p].detach().clone() for p in params]
+    update.close()
+    assert all(p.dtype == torch.float32 for p in params)
+    assert_close(params, masters, 0, 0)
+    give(params, gradients(1))
+    update.optimizer.step()
+    assert not torch.equal(params[0], masters[0])
+    assert {id(p) for p in update.optimizer.param_groups[0]["params"]} == {id(p) for p in params}
+    assert set(update.optimizer.state) == set(params)
+
+
+def test_recipes_and_scales_that_cannot_work():
+    for wrong in (
+        {"compute_dtype": torch.float16},
+        {"compute_dtype": torch.float16, "autocast": True, "param_dtype": torch.float16},
+        {"master_weights": True},
+    ):
+        with pytest.raises(ValueError, match=r"would compute in fp32|two ways to compute|fp32 masters of fp32"):
+            Recipe(**wrong)
+    for wrong in ({"initial": -1.0}, {"initial": 1e60}, {"growth_factor": 0.1}, {"hysteresis": 0}):
+        with pytest.raises(ValueError, match="cannot work: it needs 0 < initial"):
+            LossScale(**wrong)
 
 
 def test_group_order_and_scheduler_survive_masters():

@@ -204,7 +204,7 @@ MISTAKES = [
     ),
     (
         {"fp16": {"mode": "naive", "loss_scale": "dynamc"}},
-        "fp16.loss_scale: 'dynamc' is not 'dynamic' or a number > 0; did you mean 'dynamic'?",
+        "fp16.loss_scale: 'dynamc' is not 'dynamic' or a number > 0 and <= 1.70141e+38; did you mean 'dynamic'?",
     ),
     ({"fp16": {"mode": "torch", "growth_factor": 1}}, "fp16.growth_factor: 1 is not a number > 1"),
     ({"fp16": {"mode": "torch", "backoff_factor": 1}}, "fp16.backoff_factor: 1 is not a number > 0 and < 1"),

@@ -6,9 +6,11 @@ import copy
 import math
 import multiprocessing
 import os
+import random
 import socket
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,6 +199,138 @@ def test_sum_over_ranks():
         assert difference(weights, expected) < 1e-5
 
 
+def two_backwards(rank: int, world_size: int) -> list:
+    """Two losses, one step: as one loss that is their sum, in every reduction."""
+    found = []
+    for reduction in ("mean", "sum", "weighted"):
+        weights = []
+        for parts in (1, 2):
+            engine = make_engine(
+                FP16_TORCH | {"loss_reduction": reduction},
+                criterion=lambda o, t: nn.functional.cross_entropy(o, t, reduction="sum") / 4,
+                optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            )
+            x, y = make_data(16)
+            x, y = x[rank::2], y[rank::2]
+            for _ in range(2):
+                for half in (slice(0, 8),) if parts == 1 else (slice(0, 4), slice(4, 8)):
+                    loss = engine.criterion(engine(x[half]), y[half])
+                    engine.backward((loss, 2.0 / parts) if reduction == "weighted" else loss)
+                engine.step()
+            weights.append(full_weights(engine))
+            engine.close()
+        found.append(max((weights[0][n] - weights[1][n]).abs().max().item() for n in weights[0]))
+    return found
+
+
+def test_two_backwards_before_a_step_in_every_reduction():
+    for differences in run_ranks(two_backwards, 2):
+        assert max(differences) < 2e-4
+
+
+def outside_backward(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], str]:
+    """A backward that does not go through the engine, after the engine has reduced."""
+    x, y = make_data(16)
+    x, y = x[rank::2], y[rank::2]
+    engine = make_engine(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    engine.backward(engine.criterion(engine(x), y))
+    nn.functional.cross_entropy(engine.model(x), y).backward()
+    engine.step()
+    weights = full_weights(engine)
+    engine.close()
+    engine = make_engine({"loss_reduction": "sum"})
+    engine.backward(engine.criterion(engine(x), y))
+    nn.functional.cross_entropy(engine.model(x), y).backward()
+    try:
+        engine.step()
+    except InputError as error:
+        return weights, str(error)
+    return weights, ""
+
+
+def test_a_backward_outside_the_engine_is_reduced_or_refused():
+    (first, message), (second, _) = run_ranks(outside_backward, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    x, y = make_data(16)
+    expected = reference([(x, y)], lambda p: torch.optim.SGD(p, lr=0.2))
+    assert difference(first, expected) < 1e-5
+    assert "gradients were added by a backward outside this engine" in message
+
+
+def frozen_within_a_cycle(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(32, 4))
+    for i, (x, y) in enumerate(engine.dataloader):
+        engine.model.last.requires_grad_(i != 1)
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    return full_weights(engine)
+
+
+def test_a_parameter_frozen_within_a_cycle():
+    first, second = run_ranks(frozen_within_a_cycle, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def different_configs(rank: int, world_size: int) -> str:
+    try:
+        make_engine({"gradient_accumulation": 1 + rank})
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_different_configs_are_refused_on_every_rank():
+    for message in run_ranks(different_configs, 2):
+        assert "the ranks were given different configs" in message
+
+
+def foreign_random_state(rank: int, world_size: int) -> tuple[float, float]:
+    """A state that rank 0 saved, loaded by all: the ranks' dropout must stay different."""
+    engine = make_engine(optimizer=adamw)
+    states: list = [engine.state_dict()]
+    dist.broadcast_object_list(states, src=0)
+    engine.load_state_dict(states[0])
+    return torch.rand(1).item(), torch.rand(1).item()
+
+
+def test_a_state_of_another_rank_does_not_bring_its_dropout():
+    first, second = run_ranks(foreign_random_state, 2)
+    assert first[0] != second[0]
+
+
+class OddBuffers(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("expanded", torch.rand(1).expand(3, 4))
+        self.register_buffer("short", torch.randint(0, 100, (3,), dtype=torch.int16))
+        self.register_buffer("unsigned", torch.randint(0, 100, ()).to(torch.uint16))
+        self.register_buffer("eighth", torch.rand(3).to(torch.float8_e4m3fn))
+        self.register_buffer("rotation", torch.rand(2, dtype=torch.complex64))
+        self.register_buffer("empty", torch.zeros(0))
+
+
+def odd_buffers(rank: int, world_size: int) -> tuple[list, str]:
+    torch.manual_seed(rank)
+    model = OddBuffers()
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and buffer.dtype == torch.float32 and buffer.numel():
+            buffer.data = buffer.data + rank
+    make_engine(model=model).close()
+    sparse = MLP()
+    sparse.register_buffer("s", torch.eye(2).to_sparse())
+    try:
+        make_engine(model=sparse)
+    except InputError as error:
+        return [b.to(torch.float32).tolist() for b in model.buffers() if not b.is_complex()], str(error)
+    return [], ""
+
+
+def test_buffers_of_any_dtype_and_layout_start_equal():
+    (first, message), (second, _) = run_ranks(odd_buffers, 2)
+    assert first == second
+    assert "the buffers s are sparse" in message
+
+
 # -- options of the reduction ----------------------------------------------------------------------------------------
 
 
@@ -248,9 +382,43 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor(index)
 
 
+def shuffled(kind: str, items: list[int]) -> list[int]:
+    if kind == "python":
+        random.shuffle(items)
+    elif kind == "numpy":
+        np.random.shuffle(items)
+    elif kind == "torch":
+        items = [items[i] for i in torch.randperm(len(items)).tolist()]
+    elif kind == "by rank":
+        items = items[dist.get_rank() :: dist.get_world_size()]
+    return items
+
+
 class Stream(IterableDataset):
+    def __init__(self, kind: str = "in order") -> None:
+        self.kind = kind
+
     def __iter__(self):
-        return iter(torch.arange(20))
+        return iter(torch.tensor(shuffled(self.kind, list(range(20)))))
+
+
+class Shuffled:
+    """A batch sampler of the user's own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self):
+        return iter(torch.tensor(shuffled(self.kind, list(range(16)))).view(4, 4).tolist())
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        while True:
+            yield from range(8)
 
 
 class Noise(Numbers):
@@ -262,14 +430,16 @@ def shards(rank: int, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def epochs(loader, count=1, **options):
-        engine = halfmesh.initialize(MLP(), sgd, None, loader, device="cpu", **options)
+        engine = halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu", **options)
         result = [[b.tolist() for b in engine.dataloader] for _ in range(count)]
         length = len(engine.dataloader) if not isinstance(loader.dataset, IterableDataset) else None
-        evaluated = [b.tolist() for b in engine.eval_dataloader] if engine.eval_dataloader else None
+        evaluated = [b.tolist() for b in engine.eval_dataloader] if options else None
         engine.close()
         return result, length, evaluated
 
     torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
     seen["in order"] = epochs(DataLoader(Numbers(16), 4))
     seen["shuffled"] = epochs(DataLoader(Numbers(16), 4, shuffle=True), 2)
     generator = torch.Generator().manual_seed(rank)
@@ -288,6 +458,16 @@ def shards(rank: int, world_size: int) -> dict[str, Any]:
     seen["iterable"] = epochs(DataLoader(Stream(), 4), eval_dataloader=DataLoader(Stream(), 4))
     multiprocessing.current_process().daemon = False  # so that it may have workers
     seen["workers"] = epochs(DataLoader(Noise(4), 2, num_workers=1), 2)
+    for name, kind in {"python": "python", "numpy": "numpy", "torch": "torch"}.items():
+        seen[f"shuffled by {name}"] = epochs(DataLoader(Numbers(16), batch_sampler=Shuffled(kind)), 2)
+        seen[f"stream by {name}"] = epochs(DataLoader(Stream(kind), 2), 2)
+    endless = halfmesh.initialize(MLP(), sgd, None, DataLoader(Numbers(8), 2, sampler=Endless()), {}, device="cpu")
+    seen["endless"] = [batch.tolist() for batch, _ in zip(endless.dataloader, range(3), strict=False)]
+    endless.close()
+    try:
+        epochs(DataLoader(Stream("by rank"), 2))
+    except InputError as error:
+        seen["shards itself"] = str(error)
     try:
         wrong = torch.utils.data.DistributedSampler(Numbers(16), 4, 1)
         epochs(DataLoader(Numbers(16), 4, sampler=wrong))
@@ -311,6 +491,15 @@ def test_every_kind_of_loader_is_sharded_once():
             assert sorted(flat(mine) + flat(theirs)) == list(range(16)), kind
             assert [len(b) for b in mine] == [len(b) for b in theirs] == [4, 4]
         assert first[kind][1] == 2
+    for kind in ("python", "numpy", "torch"):
+        for mine, theirs in zip(first[f"shuffled by {kind}"][0], second[f"shuffled by {kind}"][0], strict=True):
+            assert sorted(flat(mine) + flat(theirs)) == list(range(16)), kind
+        for mine, theirs in zip(first[f"stream by {kind}"][0], second[f"stream by {kind}"][0], strict=True):
+            assert sorted(flat(mine) + flat(theirs)) == list(range(20)), kind
+        epoch, following = first[f"stream by {kind}"][0]
+        assert epoch != following
+    assert first["endless"] == [[0, 2], [4, 6], [0, 2]]
+    assert "the Stream gives different data on each rank" in first["shards itself"]
     assert first["in order"][0] == [[[0, 2, 4, 6], [8, 10, 12, 14]]]
     for kind in ("shuffled", "own distributed sampler"):
         assert first[kind][0][0] != first[kind][0][1], "a new order in each epoch"

@@ -100,7 +100,7 @@ def test_one_process_keeps_the_users_loader():
 
 
 def test_an_empty_stream():
-    engine = halfmesh.initialize(MLP(), sgd, None, DataLoader(Empty(), 4), eval_dataloader=DataLoader(Empty(), 4))
+    engine = halfmesh.initialize(MLP(), sgd, None, DataLoader(Empty(), 4), {}, eval_dataloader=DataLoader(Empty(), 4))
     with pytest.raises(InputError, match="epoch 0: the dataloader gave no batch on this rank; give it more samples"):
         list(engine.dataloader)
     assert list(engine.eval_dataloader) == []

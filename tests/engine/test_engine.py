@@ -489,6 +489,215 @@ def test_misuse_of_the_engine():
         engine.load("here")
 
 
+def test_a_cycle_that_was_left_early_can_be_closed():
+    engine = make_engine({"gradient_accumulation": 4}, loader=make_loader(16, 4))
+    for _i, (x, y) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(x), y))
+        assert engine.step() is None
+        if _i == 1:
+            break
+    assert engine.step(last=True) is not None
+    x, y = make_data(16)
+    assert difference(full_weights(engine), reference([(x[:8], y[:8])])) < 1e-5
+    assert [r is not None for r in train(engine)] == [False, False, False, True]
+
+
+def test_evaluation_over_the_training_loader_inside_an_epoch():
+    engine = make_engine(
+        {"gradient_accumulation": 3, "lr_interval": "epoch"},
+        loader=make_loader(32, 4),
+        lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1),
+    )
+    closed = []
+    for i, (x, y) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(x), y))
+        if i in (2, 7):
+            with torch.no_grad():
+                for a, _ in engine.dataloader:
+                    engine(a)
+        closed.append(engine.step() is not None)
+    assert [i for i, done in enumerate(closed) if done] == [2, 5, 7]
+    assert engine.lr_scheduler.last_epoch == 1
+
+
+def test_an_error_in_step_does_not_spoil_the_next():
+    engine = make_engine({"on_nonfinite": "raise", "gradient_accumulation": 2})
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    engine.backward(engine.criterion(engine(x), y) * math.nan)
+    with pytest.raises(NonFiniteError):
+        engine.step()
+    before = full_weights(engine)
+    torch.testing.assert_close(before, dict(MLP().state_dict()), rtol=0, atol=0)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        result = engine.step()
+    assert result is not None
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_an_error_in_backward_leaves_no_half_gradient():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise MemoryError("out of memory")
+
+    engine = make_engine({"gradient_accumulation": 2})
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    broken = engine.model.last(Fails.apply(engine.model.norm(engine.model.first(x)))).sum()
+    with pytest.raises(MemoryError):
+        engine.backward(broken)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_a_discarded_weighted_loss_does_not_count():
+    def criterion(output, target):
+        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+    engine = make_engine({"loss_reduction": "weighted"}, criterion=criterion)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.zero_grad()
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_clip_in_a_short_last_cycle():
+    engine = make_engine(
+        {"gradient_accumulation": 3}, loader=make_loader(16, 4), optimizer=lambda p: optim.SGD(p, lr=1.0)
+    )
+    x, y = make_data(16)
+    for i, (a, b) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(a), b))
+        if i == 3:
+            before = MLP()
+            before.load_state_dict(engine.model.state_dict())
+            nn.functional.cross_entropy(before(x[12:]), y[12:]).backward()
+            expected = nn.utils.clip_grad_norm_(before.parameters(), 0.1)
+            assert engine.clip_grad_norm_(0.1).item() == pytest.approx(expected.item(), rel=1e-4)
+            optim.SGD(before.parameters(), lr=1.0).step()
+        engine.step()
+    assert difference(full_weights(engine), before) < 1e-5
+
+
+def test_loading_inside_a_cycle_begins_a_new_one():
+    engine = make_engine({"gradient_accumulation": 2})
+    state = copy.deepcopy(engine.state_dict())
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y) * 100)
+    engine.step()
+    engine.load_state_dict(state)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+    with pytest.raises(InputError, match=r"engine.load_state_dict takes what engine.state_dict\(\) gave"):
+        engine.load_state_dict(None)
+
+
+def test_resume_repeats_no_epoch_with_a_generator_of_the_loader():
+    def orders(engine, epochs):
+        return [[y.tolist() for _, y in engine.dataloader] for _ in range(epochs)]
+
+    def make():
+        data = make_loader(24).dataset
+        return make_engine(loader=halfmesh.get_dataloader(data, batch_size=8, shuffle=True))
+
+    whole = orders(make(), 3)
+    first = make()
+    orders(first, 1)
+    state = copy.deepcopy(first.state_dict())
+    second = make()
+    second.load_state_dict(state)
+    assert orders(second, 2) == whole[1:]
+
+
+def test_a_scheduler_stepped_by_hand_as_well():
+    engine = make_engine(lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1, gamma=0.5))
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    engine.lr_scheduler.step()
+    engine.backward(engine.criterion(engine(x), y))
+    with pytest.raises(
+        InputError, match=r"lr_scheduler.step\(\) was called outside the engine, .* lr_interval='manual'"
+    ):
+        engine.step()
+
+
+def test_two_engines_on_one_model_do_not_clear_each_others_gradients():
+    def run(with_engines):
+        model = MLP()
+        parts = [list(model.first.parameters()), list(model.last.parameters())]
+        optimizers = [optim.SGD(part, lr=0.1) for part in parts]
+        engines = [make_engine(model=model, optimizer=o) for o in optimizers] if with_engines else []
+        x, y = make_data(8)
+        for _ in range(2):
+            for i, optimizer in enumerate(optimizers):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                engines[i].backward(loss) if with_engines else loss.backward()
+            for i, optimizer in enumerate(optimizers):
+                engines[i].step() if with_engines else optimizer.step()
+        return model.state_dict()
+
+    torch.testing.assert_close(run(True), run(False))
+
+
+def test_retain_graph():
+    engine = make_engine()
+    x, y = make_data(8)
+    loss = engine.criterion(engine(x), y)
+    engine.backward(loss * 0.5, retain_graph=True)
+    engine.backward(loss * 0.5)
+    engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_assigning_parameters_is_refused():
+    engine = make_engine()
+    with pytest.raises(InputError, match=r"load_state_dict\(..., assign=True\) has replaced the model's parameters"):
+        engine.model.load_state_dict(MLP(seed=3).state_dict(), assign=True)
+
+
+def test_loaders_that_were_not_given():
+    engine = halfmesh.initialize(MLP(), sgd, config={})
+    with pytest.raises(InputError, match="no dataloader was given to initialize"):
+        iter(engine.dataloader)
+    with pytest.raises(InputError, match="no eval_dataloader was given to initialize"):
+        iter(engine.eval_dataloader)
+
+
+def test_a_closed_engine_and_a_second_one_over_the_same_objects():
+    model = MLP()
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        engine = halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), FP16_NAIVE)
+        with pytest.raises(InputError, match="optimizer: it belongs to another engine; close that one first"):
+            halfmesh.initialize(model, optimizer, config=FP16_NAIVE)
+        train(engine)
+        weights = full_weights(engine)
+        engine.close()
+        engine.close()
+        torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=0)
+    x, y = make_data(8)
+    for call in (lambda: engine.backward(engine.criterion(model(x), y)), engine.step):
+        with pytest.raises(InputError, match="this engine is closed; make a new one with initialize"):
+            call()
+
+
 def test_close_gives_model_and_optimizer_back():
     engine = make_engine()
     optimizer = engine.optimizer

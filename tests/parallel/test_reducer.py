@@ -47,7 +47,7 @@ def equals_ddp(rank: int, world_size: int) -> dict[str, float]:
         for shard in shards:
             shard.clear_grad()
         ddp.zero_grad()
-        reducer.arm()
+        reducer.open(last=True)
         backward(model, batch(rank))
         reducer.finish()
         backward(ddp, batch(rank))
@@ -71,7 +71,7 @@ def counts(rank: int, world_size: int) -> dict:
     for _ in range(2):  # microbatches before the last send nothing
         backward(model, batch(rank))
     before = reducer.collectives
-    reducer.arm()
+    reducer.open(last=True)
     backward(model, batch(rank))
     in_backward = reducer.collectives
     reducer.finish()
@@ -131,7 +131,7 @@ class Branches(nn.Module):
 def unused(rank: int, world_size: int) -> dict[str, torch.Tensor | None]:
     model = Branches()
     reducer, shards = make_reducer(model)
-    reducer.arm()
+    reducer.open(last=True)
     model(batch(rank), use=rank == 0).sum().backward()
     local = model.sometimes.weight.grad.clone() if rank == 0 else None
     del local
@@ -157,7 +157,7 @@ def half_precision(rank: int, world_size: int) -> dict[str, tuple]:
         param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
         shard = ParamShard("p", param)
         reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions(dtype=dtype))
-        reducer.arm()
+        reducer.open(last=True)
         (param * 40000).sum().backward()
         reducer.finish()
         grad = shard.take_grad()
@@ -195,7 +195,7 @@ def twice(rank: int, world_size: int) -> list[float]:
         shard = ParamShard("p", param)
         reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions())
         for factor in (1.0, 10.0):
-            reducer.arm()
+            reducer.open(last=True)
             (param * factor * (rank + 1)).sum().backward()
             reducer.finish()
         results.append(shard.take_grad().tolist())
@@ -210,7 +210,7 @@ def test_two_backwards_before_an_update():
 def channels_last(rank: int, world_size: int) -> bool:
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     reducer, _ = make_reducer(conv)
-    reducer.arm()
+    reducer.open(last=True)
     conv(torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
     reducer.finish()
     return conv.weight.grad.stride() == conv.weight.stride()
@@ -223,7 +223,7 @@ def test_gradients_keep_the_parameters_strides():
 def statistics(rank: int, world_size: int) -> tuple[list[float], int]:
     norm = nn.BatchNorm1d(2)
     reducer, _ = make_reducer(norm)
-    reducer.arm()
+    reducer.open(last=True)
     norm(torch.full((4, 2), 10.0 * rank)).sum().backward()
     reducer.finish()
     return norm.running_mean.tolist(), int(norm.num_batches_tracked)
@@ -243,7 +243,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     messages.append(str(caught.value))
     linear = nn.Linear(2, 2)
     reducer, _ = make_reducer(linear, bucket_bytes=TINY)
-    reducer.arm()
+    reducer.open(last=True)
     x = torch.ones(1, 2, requires_grad=True)
     with pytest.raises(InputError) as caught:
         checkpoint(linear, checkpoint(linear, x, use_reentrant=True), use_reentrant=True).sum().backward()
@@ -268,7 +268,7 @@ def recover(rank: int, world_size: int) -> list[bool]:
     covered.append(reducer.covers(shards))
     reducer.cover(shards)
     covered.append(reducer.covers(shards))
-    reducer.arm()
+    reducer.open(last=True)
     model(batch(rank), True).sum().backward()
     reducer.finish()
     gathered: list = [None] * world_size
