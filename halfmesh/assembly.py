@@ -20,6 +20,7 @@ from .amp.recipe import FP32, Recipe
 from .amp.rules import UpdateRules
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
+from .engine.cycle import GradientCycle
 from .engine.dataloader import EngineDataLoader
 from .engine.engine import Engine
 from .engine.samplers import generators, shard_loader
@@ -30,7 +31,7 @@ from .launching import Launch
 from .log import get_logger
 from .parallel.context import ParallelContext
 from .parallel.random import separate_dp_ranks
-from .parallel.reducer import ReduceOptions, Reducer, running_statistics
+from .parallel.reducer import ReduceOptions, Reducer
 from .parallel.registries import DATA_STRATEGIES
 from .shard import ParamShard
 
@@ -130,14 +131,16 @@ def _convert(given: _Given, recipe: Recipe, config: Config, context: ParallelCon
     shards = [ParamShard(name, p, weight=1 / context.size) for name, p in given.model.named_parameters()]
     update = convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
+    precision = Precision(recipe, context.device)
+    accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, context)
+    reducer = _reducer(given.model, update, context, config)
     engine = Engine(
         model=given.model,
         criterion=given.criterion,
         update=update,
-        precision=Precision(recipe, context.device),
+        precision=precision,
         context=context,
-        reducer=_reducer(given.model, update, context, config),
-        accumulation=Accumulation(config.gradient_accumulation, config.loss_reduction, context),
+        cycle=GradientCycle(update, precision, accumulation, reducer),
         lr=lr,
         config=config,
         dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], context.device, lr.end_epoch),
@@ -224,7 +227,7 @@ def _reducer(
         mean=config.loss_reduction == "mean",
     )
     strategy = DATA_STRATEGIES.get(data.strategy)
-    return strategy(update.holdings.trained, running_statistics(model), context.dp_group, options)
+    return strategy(update.holdings.trained, dict(model.named_buffers()), context.dp_group, options)
 
 
 def _shard(loader: Any, context: ParallelContext, seed: int, training: bool) -> Any:

@@ -184,6 +184,7 @@ def _check_cell(row: Row, column: str) -> Iterator[Finding]:
         if not allowed:
             default = f"mode {row.mode!r} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding("refused", where, composes.why_not.get(column, default))
+            return
     if column in UNBUILT_AXES:
         yield Finding("unbuilt", where, f"parallel.{column}.size > 1 is not built yet; use 1")
     elif isinstance(entry := DATA_STRATEGIES.peek(column), NotBuilt):

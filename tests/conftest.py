@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell ignores it for what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch

@@ -129,9 +129,9 @@ def test_a_killed_rank_is_reported_before_the_echo() -> None:
 def test_the_time_limit_names_the_hung_rank_and_shows_its_stack() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"ranks \[1\] are still running[\s\S]*in hang_on") as caught:
-        run_ranks(hang_on, 2, 1, timeout=5)
+        run_ranks(hang_on, 2, 1, timeout=12)
     assert caught.value.rank == 1
-    assert time.monotonic() - start < 9
+    assert time.monotonic() - start < 20
     assert not multiprocessing.active_children()
 
 

@@ -168,3 +168,17 @@ def test_what_is_an_echo() -> None:
     assert is_echo(ConnectionResetError("[Errno 104] Connection reset by peer"))
     assert not is_echo(RuntimeError("Timed out waiting 60000ms for recv operation to complete"))
     assert not is_echo(ValueError("connection closed by peer is my label"))
+
+
+BAD_CONFIG = """
+import torch, halfmesh
+model = torch.nn.Linear(2, 2)
+halfmesh.initialize(model, torch.optim.SGD, config=dict(fp16=dict(mode="navie")))
+"""
+
+
+def test_a_refusal_before_there_is_a_group_is_shown_last_too(tmp_path: Path) -> None:
+    with started(*torchrun(write(tmp_path, BAD_CONFIG))) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "did you mean 'naive'" in output.rpartition("Root Cause")[2]

@@ -7,6 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from dist_harness import run_ranks
+from models import (
+    TOLERANCES,
+    MatmulDtypes,
+    difference,
+    full_weights,
+    make_engine,
+    make_loader,
+    reference,
+    train,
+)
 
 import halfmesh
 from halfmesh.amp.plugin import AMP_PLUGINS, AMPPlugin, Composes
@@ -15,6 +26,8 @@ from halfmesh.compat import check, composition_table
 from halfmesh.config.load import load_config
 from halfmesh.errors import ConfigError
 from halfmesh.options import Options, PositiveFloat
+from halfmesh.parallel.reducer import Reducer
+from halfmesh.parallel.registries import DATA_STRATEGIES
 
 
 class HalfwayOptions(Options):
@@ -50,6 +63,36 @@ def test_it_is_validated(halfway):
         load_config({"start_scale": 2})
     with pytest.raises(ConfigError, match=r"mode='halfwya' is not a registered mode; .* did you mean 'halfway'"):
         load_config({"fp16": {"mode": "halfwya"}})
+
+
+def test_it_trains(halfway):
+    engine = make_engine({"fp16": {"mode": "halfway", "start_scale": 64}}, loader=make_loader(80))
+    x, _ = next(iter(engine.dataloader))
+    with MatmulDtypes() as seen:
+        engine(x)
+    assert seen.dtypes == {torch.float16}
+    results = train(engine)
+    assert {r.loss_scale for r in results} == {64.0}
+    assert difference(full_weights(engine), reference(make_loader(80))) < TOLERANCES["torch_fp16"]
+
+
+def strategy_of_a_third_party(rank: int, world_size: int) -> tuple[bool, float]:
+    class Logged(Reducer):
+        opened = 0
+
+        def open(self, last):
+            Logged.opened += 1
+            super().open(last)
+
+    DATA_STRATEGIES.register("logged", Logged)
+    engine = make_engine({"parallel": {"data": "logged"}})
+    train(engine)
+    return type(engine._cycle.reducer) is Logged, Logged.opened
+
+
+@pytest.mark.distributed
+def test_a_third_partys_data_strategy_is_the_one_that_runs():
+    assert run_ranks(strategy_of_a_third_party, 2) == [(True, 3)] * 2
 
 
 def test_it_is_checked(halfway):

@@ -155,7 +155,7 @@ class TensorConfig(Options):
     size: PositiveInt = 1
     plan: Annotated[str | dict[str, str], AfterValidator(_freeze), _registered(TENSOR_PLANS, "auto")] = "auto"
     sequence_parallel: bool = False
-    mode: Literal["1d"] = "1d"
+    mode: Annotated[Literal["1d"], BeforeValidator(lambda mode: "1d" if mode is None else mode)] = "1d"
 
 
 class PipelineConfig(Options):

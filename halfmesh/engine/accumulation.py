@@ -51,10 +51,10 @@ class Accumulation:
         self._weight = weight if self._weight is None else self._weight + weight
         return total
 
-    def divisor(self) -> float | torch.Tensor:
-        """What the gradients of the finished cycle still have to be divided by. Weighted: one all-reduce."""
+    def divisor(self, microbatches: int) -> float | torch.Tensor:
+        """What the gradients of a cycle of `microbatches` still have to be divided by. Weighted: one all-reduce."""
         if self.reduction == "mean":
-            return self.index / self.length
+            return microbatches / self.length
         if self.reduction == "sum" or self._weight is None:
             return 1.0
         total = self._weight.clone()

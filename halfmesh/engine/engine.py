@@ -14,9 +14,8 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError
 from ..parallel.context import ParallelContext
-from ..parallel.reducer import Reducer
 from . import checkpoint
-from .accumulation import Accumulation
+from .cycle import GradientCycle, refuse_inside
 from .dataloader import EngineDataLoader
 from .scheduling import LRAdvance
 
@@ -52,8 +51,7 @@ class Engine:
         update: MixedPrecisionOptimizer,
         precision: Precision,
         context: ParallelContext,
-        reducer: Reducer | None,
-        accumulation: Accumulation,
+        cycle: GradientCycle,
         lr: LRAdvance,
         config: Config,
         dataloader: EngineDataLoader | None = None,
@@ -68,14 +66,10 @@ class Engine:
         self._criterion = criterion
         self._update = update
         self._precision = precision
-        self._reducer = reducer
-        self._accumulation = accumulation
+        self._cycle = cycle
         self._lr = lr
         self._last: StepResult | None = None
         self._closed = False
-        self._has_gradients = False  # a backward ran since the last update or zero_grad
-        self._complete = False  # ... and its gradients are reduced
-        self._used_up = True  # the gradients that are there were used by an update, or are older than the engine
         self._load_hooks = [
             model.register_load_state_dict_pre_hook(checkpoint.LoadHook(update.holdings.adopt)),
             model.register_load_state_dict_post_hook(
@@ -108,24 +102,7 @@ class Engine:
         self._refuse_if_closed()
         if loss_id != 0:
             raise InputError(f"loss_id={loss_id} was given, but only mode='apex' has several losses; leave it out")
-        if self._used_up:
-            self._clear()
-        loss = self._accumulation.take_loss(loss)
-        last = self._is_last()
-        if self._reducer is not None:
-            self._keep_covered(self._reducer)
-            self._reducer.open(last)
-        if self._precision.starts_in_fp16(loss):
-            self._update.cap_scale()
-        self._complete = False
-        try:
-            self._update.backward(loss, self._accumulation.seed_divisor, retain_graph)
-            self._has_gradients = True
-            if last:
-                self._complete_gradients()
-        except BaseException:
-            self._clear()  # half a gradient is worse than none: the next backward begins a new cycle
-            raise
+        self._cycle.add(loss, self._at_end, retain_graph)
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -142,20 +119,19 @@ class Engine:
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
         """
         self._refuse_if_closed()
-        if not self._has_gradients and not (last and self._accumulation.index):
+        cycle = self._cycle
+        if not cycle.fresh and not (last and cycle.begun):
             raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
-        closes = last or self._is_last()
-        self._accumulation.index += self._has_gradients
-        self._has_gradients = False
+        closes = last or cycle.is_last(self._at_end)
+        cycle.count()
         if not closes:
             return None
         try:
             self._lr.settle()
-            self._complete_gradients()
-            result = self._update.step(self._accumulation.divisor())
+            cycle.complete()
+            result = self._update.step(cycle.divisor())
         finally:  # after an error too the next backward begins a new cycle
-            self._accumulation.reset()
-            self._used_up = True
+            cycle.end()
             if self._dataloader is not None:
                 self._dataloader.at_end = False
         self._last = result
@@ -166,9 +142,12 @@ class Engine:
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; does nothing inside an accumulation cycle (`step(last=True)` ends one early)."""
-        if self._accumulation.index == 0:
-            self._clear()
+        """Forget the gradients; does nothing inside an accumulation cycle (`step(last=True)` ends one early).
+
+        `set_to_none` is accepted because this stands in for `optimizer.zero_grad`; gradients are always freed.
+        """
+        if not self._cycle.begun:
+            self._cycle.clear()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
@@ -179,18 +158,15 @@ class Engine:
         Raises:
             InputError: inside an accumulation cycle, or before backward.
         """
-        if not self._has_gradients:
+        if not self._cycle.fresh:
             raise InputError("engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients")
-        if not self._is_last():
+        if not self._cycle.is_last(self._at_end):
             raise InputError(
-                f"engine.clip_grad_norm_ was called on microbatch {self._accumulation.index + 1} of "
-                f"{self._accumulation.length}, where gradients are incomplete; call it on the last one only, or set "
-                "clip_grad_norm in the config"
+                f"engine.clip_grad_norm_ was called on microbatch {self._cycle.position}, where gradients are "
+                "incomplete; call it on the last one only, or set clip_grad_norm in the config"
             )
-        self._complete_gradients()
-        short_cycle = (self._accumulation.index + 1) / self._accumulation.length
-        divisor = short_cycle if self._accumulation.reduction == "mean" else self._accumulation.divisor()
-        return self._update.clip_grad_norm_(max_norm, divisor)
+        self._cycle.complete()
+        return self._update.clip_grad_norm_(max_norm, self._cycle.divisor())
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
@@ -262,12 +238,7 @@ class Engine:
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost.
         """
-        if self._accumulation.index or self._has_gradients:
-            raise InputError(
-                f"engine.state_dict() was called after microbatch {self._accumulation.index + self._has_gradients} of "
-                f"{self._accumulation.length} and before the update, whose gradients it does not hold; call it after a "
-                "step that returned a StepResult, or end the cycle first with engine.step(last=True)"
-            )
+        refuse_inside(self._cycle, "engine.state_dict()")
         self._lr.settle()
         return {
             "model": checkpoint.full_precision_state(self.model, self._update.holdings.masters_by_name()),
@@ -281,8 +252,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken (with the epoch after the one it was taken in)."""
         checkpoint.refuse_unfit(state, has_scaler=self._update.scaler is not None)
-        self._clear()
-        self._accumulation.reset()
+        self._cycle.clear()
         self.model.load_state_dict(state["model"])
         self._update.load_state_dict(state["update"])
         self._lr.load_state_dict(state["lr_scheduler"])
@@ -312,8 +282,8 @@ class Engine:
             hook.remove()
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
-        if self._reducer is not None:
-            self._reducer.close()
+        if self._cycle.reducer is not None:
+            self._cycle.reducer.close()
         self.context.close()
 
     def __enter__(self) -> Engine:
@@ -330,29 +300,10 @@ class Engine:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _is_last(self) -> bool:
-        return self._accumulation.is_last(self._dataloader is not None and self._dataloader.at_end)
-
-    def _complete_gradients(self) -> None:
-        if self._reducer is not None and (self._reducer.stale or not self._complete):
-            self._reducer.finish()
-        self._complete = True
-
-    def _keep_covered(self, reducer: Reducer) -> None:
-        """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
-        if self._update.holdings.changed():
-            self._update.holdings.refresh()
-        if not reducer.covers(self._update.holdings.trained):
-            reducer.cover(self._update.holdings.trained)
+    @property
+    def _at_end(self) -> bool:
+        return self._dataloader is not None and self._dataloader.at_end
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise InputError("this engine is closed; make a new one with initialize")
-
-    def _clear(self) -> None:
-        self._update.zero_grad()
-        self._accumulation.reset()
-        if self._reducer is not None:
-            self._reducer.forget()
-        self._has_gradients = False
-        self._used_up = False

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .. import torch_private
-from ..errors import InputError
+from ..errors import InputError, shorten
+from ..log import get_logger
 from ..shard import ParamShard
 from ..strides import is_dense
+
+_log = get_logger(__name__)
+
+STATISTICS = ("running_mean", "running_var")
+"""Names of buffers that are averaged: those of BatchNorm and InstanceNorm, and of layers that use their names."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,24 @@ class Reducer:
 
     Args:
         shards: in the order of the model. Only those that require (or hold) gradients take part.
-        statistics: buffers to average.
+        buffers: the model's, by name. Running statistics are averaged, the others stay each rank's own.
     """
 
     def __init__(
         self,
         shards: Sequence[ParamShard],
-        statistics: Sequence[torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         options: ReduceOptions | None = None,
     ) -> None:
         self.options = options or ReduceOptions()
         self.group = group
-        self.statistics = list(statistics)
+        self.statistics = [b for name, b in buffers.items() if _last_part(name) in STATISTICS and b.is_floating_point()]
+        self._own_buffers = {
+            name: (b, torch_private.edit_stamp(b))
+            for name, b in buffers.items()
+            if _last_part(name) not in (*STATISTICS, "num_batches_tracked")
+        }
         self.collectives = 0
         """All-reduces started so far."""
         self.bytes_reduced = 0
@@ -119,6 +130,7 @@ class Reducer:
             torch_private.foreach_copy_(self.statistics, averaged)
         self._reset()
         self._finished, self.stale = True, False
+        self._warn_of_own_buffers()
 
     def forget(self) -> None:
         """The gradients were used or cleared: the next ones begin anew."""
@@ -129,6 +141,17 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _warn_of_own_buffers(self) -> None:
+        """Say once which buffers training has changed on each rank for itself."""
+        changed = [n for n, (b, stamp) in self._own_buffers.items() if torch_private.edit_stamp(b) != stamp]
+        if changed:
+            self._own_buffers = {}
+            _log.warning(
+                "the buffers %s change during training, on each data rank from its own batches: the ranks' models "
+                "differ in them. halfmesh averages running_mean and running_var only; all-reduce others in the model",
+                shorten(changed),
+            )
 
     def _reset(self) -> None:
         self._armed = False
@@ -260,10 +283,5 @@ def _make_buckets(shards: Sequence[ParamShard], options: ReduceOptions) -> list[
     return buckets
 
 
-def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The running means and variances in `model` (BatchNorm, InstanceNorm, and layers that use their names)."""
-    return [
-        buffer
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2] in ("running_mean", "running_var") and buffer.is_floating_point()
-    ]
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

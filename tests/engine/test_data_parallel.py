@@ -106,8 +106,8 @@ def reductions(rank: int, world_size: int) -> dict[str, int]:
     for accumulation in (1, 4):
         engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(world_size * 4 * 8, 4))
         train(engine)
-        counts[f"x{accumulation}"] = engine._reducer.collectives
-        counts[f"bytes x{accumulation}"] = engine._reducer.bytes_reduced
+        counts[f"x{accumulation}"] = engine._cycle.reducer.collectives
+        counts[f"bytes x{accumulation}"] = engine._cycle.reducer.bytes_reduced
         engine.close()
     return counts
 
@@ -345,16 +345,16 @@ def data_options(rank: int, world_size: int) -> dict[str, Any]:
     }.items():
         engine = make_engine({"parallel": {"data": data}})
         most = 0
-        inner = engine._reducer._all_reduce
+        inner = engine._cycle.reducer._all_reduce
 
-        def watched(flat, divide=True, reducer=engine._reducer, inner=inner):
+        def watched(flat, divide=True, reducer=engine._cycle.reducer, inner=inner):
             nonlocal most
             most = max(most, len(reducer._inflight) + 1)
             return inner(flat, divide)
 
-        engine._reducer._all_reduce = watched
+        engine._cycle.reducer._all_reduce = watched
         train(engine, max_batches=1)
-        reducer = engine._reducer
+        reducer = engine._cycle.reducer
         found[name] = (reducer.collectives, round(reducer.bytes_reduced / parameters), most)
         engine.close()
     return found

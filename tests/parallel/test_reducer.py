@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from halfmesh.errors import InputError
-from halfmesh.parallel.reducer import ReduceOptions, Reducer, running_statistics
+from halfmesh.parallel.reducer import ReduceOptions, Reducer
 from halfmesh.shard import ParamShard
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +30,7 @@ def make_reducer(model: nn.Module, **options) -> tuple[Reducer, list[ParamShard]
     shards = [ParamShard(name, p) for name, p in model.named_parameters()]
     group = dist.group.WORLD
     assert group is not None
-    return Reducer(shards, running_statistics(model), group, ReduceOptions(**options)), shards
+    return Reducer(shards, dict(model.named_buffers()), group, ReduceOptions(**options)), shards
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -156,7 +159,7 @@ def half_precision(rank: int, world_size: int) -> dict[str, tuple]:
     for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
         param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
         shard = ParamShard("p", param)
-        reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions(dtype=dtype))
+        reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions(dtype=dtype))
         reducer.open(last=True)
         (param * 40000).sum().backward()
         reducer.finish()
@@ -177,7 +180,7 @@ def test_half_precision_gradients_do_not_overflow():
 def sums(rank: int, world_size: int) -> list[float]:
     param = nn.Parameter(torch.zeros(2))
     shard = ParamShard("p", param)
-    reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions(mean=False))
+    reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions(mean=False))
     (param * (rank + 1)).sum().backward()
     reducer.finish()
     return param.grad.tolist()
@@ -193,7 +196,7 @@ def twice(rank: int, world_size: int) -> list[float]:
     for dtype in (torch.float32, torch.float16):
         param = nn.Parameter(torch.zeros(2, dtype=dtype))
         shard = ParamShard("p", param)
-        reducer = Reducer([shard], [], dist.group.WORLD, ReduceOptions())
+        reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions())
         for factor in (1.0, 10.0):
             reducer.open(last=True)
             (param * factor * (rank + 1)).sum().backward()
@@ -278,3 +281,45 @@ def recover(rank: int, world_size: int) -> list[bool]:
 
 def test_unfrozen_parameters_are_taken_in():
     assert run_ranks(recover, 2) == [[True, False, True, True]] * 2
+
+
+def own_buffers(rank: int, world_size: int) -> str:
+    class Codebook(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("constant", torch.ones(2))
+            self.register_buffer("codes", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.codes.add_(x.mean(0))
+            return super().forward(x) * self.constant
+
+    model = nn.Sequential(Codebook(), nn.BatchNorm1d(2))
+    reducer, _ = make_reducer(model)
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("halfmesh").addHandler(handler)
+    for _ in range(3):
+        reducer.open(last=True)
+        model(torch.randn(4, 2)).sum().backward()
+        reducer.finish()
+    return "\n".join(record.getMessage() for record in handler.buffer)
+
+
+def test_buffers_that_each_rank_changes_for_itself_are_named_once():
+    first, second = run_ranks(own_buffers, 2)
+    assert first.count("the buffers 0.codes change during training, on each data rank from its own batches") == 1
+    assert "constant" not in first
+    assert second == ""
+
+
+def doubles(rank: int, world_size: int) -> tuple[list[float], int]:
+    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
+    shards = [ParamShard(f"p{i}", p) for i, p in enumerate(params)]
+    reducer = Reducer(shards, {}, dist.group.WORLD, ReduceOptions())
+    (params[0] * (1 + rank * 1e-12) + params[1]).sum().backward()
+    reducer.finish()
+    return params[0].grad.tolist(), reducer.collectives
+
+
+def test_double_gradients_are_reduced_in_double():
+    assert run_ranks(doubles, 2) == [([1 + 5e-13] * 2, 2)] * 2

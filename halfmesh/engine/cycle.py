@@ -1,0 +1,125 @@
+"""From losses to complete gradients: one accumulation cycle after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..amp.cast import Precision
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..errors import InputError
+from ..parallel.reducer import Reducer
+from .accumulation import Accumulation
+
+
+class GradientCycle:
+    """Collects the gradients of an update: backward by backward, then reduced over the data ranks.
+
+    Attributes:
+        fresh: whether a backward ran since the last `count`.
+    """
+
+    def __init__(
+        self,
+        update: MixedPrecisionOptimizer,
+        precision: Precision,
+        accumulation: Accumulation,
+        reducer: Reducer | None,
+    ) -> None:
+        self.fresh = False
+        self.reducer = reducer
+        self._update = update
+        self._precision = precision
+        self._accumulation = accumulation
+        self._complete = False  # the gradients that are there are reduced
+        self._used_up = True  # they were used by an update, or are older than the engine
+
+    @property
+    def begun(self) -> bool:
+        """Whether microbatches of this cycle are already counted."""
+        return self._accumulation.index > 0
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there is something that an update has not used yet."""
+        return self.begun or self.fresh
+
+    @property
+    def position(self) -> str:
+        """The current microbatch, for messages: "2 of 4"."""
+        return f"{self._accumulation.index + self.fresh} of {self._accumulation.length}"
+
+    def is_last(self, at_end: bool) -> bool:
+        """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
+        return self._accumulation.is_last(at_end)
+
+    def add(self, loss: Any, at_end: bool, retain_graph: bool = False) -> None:
+        """Run one backward. On the last microbatch its gradients are reduced while it runs.
+
+        Raises:
+            InputError: `loss` is not a scalar with a graph.
+        """
+        if self._used_up:
+            self.clear()
+        loss = self._accumulation.take_loss(loss)
+        last = self.is_last(at_end)
+        if self.reducer is not None:
+            self._keep_covered(self.reducer)
+            self.reducer.open(last)
+        if self._precision.starts_in_fp16(loss):
+            self._update.cap_scale()
+        self._complete = False
+        try:
+            self._update.backward(loss, self._accumulation.seed_divisor, retain_graph)
+            self.fresh = True
+            if last:
+                self.complete()
+        except BaseException:
+            self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
+            raise
+
+    def count(self) -> None:
+        """The current microbatch is over."""
+        self._accumulation.index += self.fresh
+        self.fresh = False
+
+    def complete(self) -> None:
+        """Reduce what has not been reduced yet."""
+        if self.reducer is not None and (self.reducer.stale or not self._complete):
+            self.reducer.finish()
+        self._complete = True
+
+    def divisor(self) -> float | torch.Tensor:
+        """What the complete gradients still have to be divided by."""
+        return self._accumulation.divisor(self._accumulation.index + self.fresh)
+
+    def end(self) -> None:
+        """The gradients were used (or an error made them useless): the next backward begins a new cycle."""
+        self._accumulation.reset()
+        self._used_up = True
+
+    def clear(self) -> None:
+        """Forget the gradients and begin a new cycle."""
+        self._update.zero_grad()
+        self._accumulation.reset()
+        if self.reducer is not None:
+            self.reducer.forget()
+        self.fresh = self._used_up = False
+
+    def _keep_covered(self, reducer: Reducer) -> None:
+        """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
+        holdings = self._update.holdings
+        if holdings.changed():
+            holdings.refresh()
+        if not reducer.covers(holdings.trained):
+            reducer.cover(holdings.trained)
+
+
+def refuse_inside(cycle: GradientCycle, call: str) -> None:
+    """Raise InputError if `call` would lose the gradients that `cycle` holds."""
+    if cycle.holds_gradients:
+        raise InputError(
+            f"{call} was called after microbatch {cycle.position} and before the update, whose gradients it does not "
+            "hold; call it after a step that returned a StepResult, or end the cycle first with engine.step(last=True)"
+        )
