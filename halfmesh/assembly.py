@@ -167,7 +167,10 @@ def _recipe(config: Config) -> Recipe:
     if config.precision is None:
         return FP32
     plugin = AMP_PLUGINS.get(config.precision.mode)
-    return plugin.recipe(config.precision.options, getattr(torch, str(config.precision_dtype)))
+    recipe = plugin.recipe(config.precision.options, getattr(torch, str(config.precision_dtype)))
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it has to return a halfmesh.Recipe")
+    return recipe
 
 
 def _build(given: _Given) -> _Given:

@@ -76,6 +76,27 @@ def test_it_trains(halfway):
     assert difference(full_weights(engine), reference(make_loader(80))) < TOLERANCES["torch_fp16"]
 
 
+def test_plugins_that_are_not_whole(halfway, monkeypatch):
+    with pytest.raises(TypeError, match=r"NoKeys.options is None, but it has to be a subclass of halfmesh.Options"):
+
+        class NoKeys(AMPPlugin):
+            @classmethod
+            def recipe(cls, options, dtype):
+                return Recipe()
+
+    with pytest.raises(TypeError, match=r"NotAClassmethod.recipe\(cls, options, dtype\) has to be a classmethod"):
+
+        class NotAClassmethod(AMPPlugin):
+            options = HalfwayOptions
+
+            def recipe(self, options, dtype):
+                return Recipe()
+
+    monkeypatch.setattr(halfway, "recipe", lambda *_: None)
+    with pytest.raises(TypeError, match=r"Halfway.recipe returned None, but it has to return a halfmesh.Recipe"):
+        make_engine({"fp16": {"mode": "halfway"}})
+
+
 def strategy_of_a_third_party(rank: int, world_size: int) -> tuple[bool, float]:
     class Logged(Reducer):
         opened = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,17 @@ class AMPPlugin(ABC):
     """Those of `options` that only concern loss scaling; they are refused where nothing is scaled (bf16)."""
     built: ClassVar[bool] = True
     """False for a mode that is declared but does not exist yet."""
+
+    def __init_subclass__(cls) -> None:
+        from ..options import Options  # pydantic: whoever defines a mode has imported it
+
+        options = getattr(cls, "options", None)
+        if not (isinstance(options, type) and issubclass(options, Options)):
+            raise TypeError(
+                f"{cls.__name__}.options is {options!r}, but it has to be a subclass of halfmesh.Options (its keys)"
+            )
+        if not inspect.ismethod(cls.recipe):
+            raise TypeError(f"{cls.__name__}.recipe(cls, options, dtype) has to be a classmethod that returns a Recipe")
 
     @classmethod
     @abstractmethod
