@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from ..errors import InputError
 from ..strides import is_dense
 
 # These read `grad_scale` and `found_inf` from the optimizer when fused. Every other optimizer of torch would ignore
@@ -74,20 +75,49 @@ def _laid_out_alike(param: torch.Tensor, state: dict[str, Any]) -> bool:
     return is_dense(param) and all(value.stride() == param.stride() for value in values)
 
 
+def refuse_broken(optimizer: optim.Optimizer) -> None:
+    """Raise InputError if the user chose a fused kernel that gives wrong results here."""
+    chosen = type(optimizer) in _TAKES_SCALE and any(group.get("fused") for group in optimizer.param_groups)
+    if chosen and not _kernel_works(optimizer):
+        kinds = ", ".join(sorted({f"{p.dtype} on {p.device}" for g in optimizer.param_groups for p in g["params"]}))
+        raise InputError(
+            f"{type(optimizer).__name__}(fused=True) does not work for parameters of {kinds} in torch "
+            f"{torch.__version__}; leave fused out"
+        )
+
+
 def _kernel_works(optimizer: optim.Optimizer) -> bool:
-    """Try the fused kernel on one element of each device: support differs between torch versions and devices."""
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    for device in devices:
-        param = torch.nn.Parameter(torch.ones(1, device=device))
-        param.grad = torch.ones(1, device=device)
-        try:
-            probe = type(optimizer)([param], lr=1.0, fused=True)  # type: ignore[call-arg]
-            probe.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
-            probe.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
-            probe.step()
-        except (RuntimeError, TypeError, AssertionError, NotImplementedError):
+    """Try the fused kernel on each device and dtype against the plain one.
+
+    Support differs between torch versions and devices, and not every lack of it is an error: up to torch 2.13 the
+    CPU's fused SGD without momentum leaves half-precision parameters of 16 elements and more as they are.
+    """
+    kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"]}
+    settings: list[dict[str, Any]] = [{}, {"momentum": 0.9}] if type(optimizer) is optim.SGD else [{}]
+    try:
+        return all(_equals_plain(type(optimizer), *kind, **setting) for kind in kinds for setting in settings)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError):
+        return False
+
+
+def _equals_plain(kind: type[optim.Optimizer], device: torch.device, dtype: torch.dtype, **settings: Any) -> bool:
+    """A fused step of gradient 2 with scale 2 is a plain one of gradient 1; one with inf found does nothing."""
+    size = 67  # some vectors of any width, and a rest
+    fused, plain = (torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype)) for _ in range(2))
+    fused_optimizer = kind([fused], lr=1.0, fused=True, **settings)  # type: ignore[call-arg]
+    plain_optimizer = kind([plain], lr=1.0, fused=False, **settings)  # type: ignore[call-arg]
+    seed_momentum(fused_optimizer)
+    for found_inf in (1.0, 0.0):
+        fused.grad = torch.full_like(fused, 2.0)
+        fused_optimizer.grad_scale = torch.full((), 2.0, device=device)  # type: ignore[attr-defined]
+        fused_optimizer.found_inf = torch.full((), found_inf, device=device)  # type: ignore[attr-defined]
+        fused_optimizer.step()
+        if found_inf and not bool(torch.all(fused == 1)):
             return False
-    return True
+    plain.grad = torch.ones_like(plain)
+    plain_optimizer.step()
+    unscaled = torch.equal(fused.grad, plain.grad)
+    return unscaled and torch.allclose(fused, plain, atol=1e-2)
 
 
 def _move_step_counters(optimizer: optim.Optimizer) -> None:

@@ -86,6 +86,7 @@ class Holdings:
             for shard in self.trained:
                 if self._widened.get(id(shard)) is None:
                     self._widened[id(shard)] = accumulate_in_fp32(shard)
+        fused.refuse_broken(self.optimizer)
         if self._rules.fused == "auto" and not self._sparse:
             self._switched += fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from halfmesh.amp import fused
 from halfmesh.amp import optimizer as optimizer_module
 from halfmesh.amp.convert import convert
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
@@ -314,20 +315,53 @@ def test_track_grad_norm():
 # -- rules -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", ["auto", False])
-def test_fused_leaves_the_users_choice(fused):
+@pytest.mark.parametrize("choice", ["auto", False])
+def test_fused_leaves_the_users_choice(choice):
     chosen = {}
     for name in ("adamw", "adam_foreach", "sgd_dampening", "rmsprop"):
-        update = make_update(make_params(), OPTIMIZERS[name], fused=fused)
+        update = make_update(make_params(), OPTIMIZERS[name], fused=choice)
         group = update.optimizer.param_groups[0]
         chosen[name] = (group.get("fused"), group.get("foreach"), update.holdings.folds)
-    expected_adamw = (True, False, True) if fused == "auto" else (None, None, False)
+    expected_adamw = (True, False, True) if choice == "auto" else (None, None, False)
     assert chosen == {
         "adamw": expected_adamw,
         "adam_foreach": (None, True, False),
         "sgd_dampening": (None, None, False),
         "rmsprop": (None, None, False),
     }
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "adam", "adamw", "adagrad"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_parameters_without_masters_move(name, dtype):
+    """torch 2.13's fused SGD does not move them; whichever implementation is chosen has to."""
+
+    def run(scaled):
+        params = [nn.Parameter(torch.ones(40, dtype=dtype))]
+        scale = LossScale(64.0, dynamic=False) if scaled else None
+        recipe = Recipe(dtype, dtype, loss_scale=scale)
+        update = make_update(params, OPTIMIZERS[name], recipe)
+        for _ in range(3):
+            params[0].grad = torch.full_like(params[0], 0.5 * (64 if scaled else 1))
+            update.step()
+        return params[0].detach().float()
+
+    expected = nn.Parameter(torch.ones(40))
+    optimizer = OPTIMIZERS[name]([expected])
+    for _ in range(3):
+        expected.grad = torch.full_like(expected, 0.5)
+        optimizer.step()
+    for scaled in (False, True):
+        torch.testing.assert_close(run(scaled), expected.detach(), rtol=0, atol=2e-2)
+
+
+def test_a_fused_kernel_that_does_not_work_is_not_chosen_and_refused_if_asked_for(monkeypatch):
+    monkeypatch.setattr(fused, "_equals_plain", lambda *_, **__: False)
+    update = make_update(make_params(), OPTIMIZERS["adamw"])
+    assert not update.holdings.folds
+    assert update.optimizer.param_groups[0]["fused"] is None
+    with pytest.raises(InputError, match=r"AdamW\(fused=True\) does not work for parameters of torch.float32 on cpu"):
+        make_update(make_params(), lambda p: optim.AdamW(p, fused=True))
 
 
 def test_a_subclass_with_its_own_step_is_not_trusted_with_the_scale():
