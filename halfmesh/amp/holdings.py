@@ -46,6 +46,7 @@ class Holdings:
         masters: the fp32 master of each of the model's parameters that has one.
         trained: the shards whose parameters the optimizer holds.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
+        sparse: whether a gradient was sparse.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -65,7 +66,7 @@ class Holdings:
         self._recipe = recipe
         self._rules = rules
         self._widened: dict[int, RemovableHandle | None] = {}
-        self._sparse = False
+        self.sparse = False
         self._switched: list[dict[str, Any]] = []
         self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
@@ -87,7 +88,7 @@ class Holdings:
                 if self._widened.get(id(shard)) is None:
                     self._widened[id(shard)] = accumulate_in_fp32(shard)
         fused.refuse_broken(self.optimizer)
-        if self._rules.fused == "auto" and not self._sparse:
+        if self._rules.fused == "auto" and not self.sparse:
             self._switched += fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
@@ -132,13 +133,12 @@ class Holdings:
         """
         return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
 
-    def refuse_fused_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
+    def unfuse_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
-        if self._sparse or self._rules.fused != "auto" or all(grad.layout == torch.strided for _, grad in grads):
-            return
-        self._sparse = True
-        fused.switch_back(self.optimizer, self._switched)
-        self.refresh()
+        if not self.sparse and any(grad.layout != torch.strided for _, grad in grads):
+            self.sparse = True
+            fused.switch_back(self.optimizer, self._switched)
+            self.refresh()
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
@@ -158,8 +158,8 @@ class Holdings:
                 hook.remove()
 
     def _signature(self) -> list[tuple[Any, ...]]:
-        trainable = sum(shard.param.requires_grad for shard in self.shards)
-        return [(trainable,)] + [
+        widened = sum(shard.param.requires_grad for shard in self.shards) if self._rules.wide_gradients else 0
+        return [(widened,)] + [
             (*(bool(group.get(key)) for key in fused.DECISIVE), *[p.stride() for p in group["params"]])
             for group in self.optimizer.param_groups
         ]

@@ -123,11 +123,11 @@ class MixedPrecisionOptimizer:
             self.holdings.refresh()
         self.holdings.take_edits()
         grads = self._gradients()
-        self.holdings.refuse_fused_for_sparse(grads)
+        self.holdings.unfuse_for_sparse(grads)
         max_norm, verdict = self._clip_once or (self.rules.max_norm, None)
         self._clip_once = None
         asked_for = max_norm > 0 or self._wants_verdict
-        if verdict is None and (asked_for or self.watch.wants_a_look()):
+        if verdict is None and (asked_for or (not self.holdings.sparse and self.watch.wants_a_look())):
             verdict = self._measure(grads)
         if verdict is not None:
             self.watch.judge(verdict, grads, self.skips, self.rules.on_nonfinite == "raise", self.scaler)

@@ -12,45 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from ..amp.plugin import AMP_PLUGINS
 from ..errors import did_you_mean, find_near
 from ..options import Options
+from .foreign import FOREIGN_KEYS
 from .schema import PrecisionConfig, Settings, get_plugin
 
 PRECISION_KEYS = ("fp16", "bf16")
-
-FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
-    {
-        # Colossal-AI
-        "num_micro_batches": "set parallel.pipeline.microbatches instead",
-        "zero": "set parallel.data = 'zero1' or 'fsdp' instead",
-        # SageMaker's model parallel library
-        "pipeline_parallel_degree": "set parallel.pipeline.size instead",
-        "partitions": "set parallel.pipeline.size instead",
-        "tensor_parallel_degree": "set parallel.tensor.size instead",
-        "sharded_data_parallel_degree": "set parallel.data = dict(strategy='fsdp') instead",
-        "shard_optimizer_state": "set parallel.data = 'zero1' instead",
-        "static_loss_scale": "set fp16.loss_scale to that number instead (mode 'naive')",
-        "dynamic_loss_scale": "set fp16.loss_scale = 'dynamic' instead (mode 'naive')",
-        "dynamic_loss_args": "set growth_interval (scale_window), min_scale and hysteresis (delayed_shift) "
-        "in fp16 instead (mode 'naive')",
-        "scale_window": "set growth_interval instead",
-        "delayed_shift": "set hysteresis instead",
-        "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
-        "pipeline_parallelism": "set parallel.pipeline.size instead",
-        "offload_activations": "set activation_offload instead",
-        # Lightning, accelerate, transformers, DeepSpeed
-        "precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-        "mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
-        "max_grad_norm": "set clip_grad_norm instead",
-        "gradient_clipping": "set clip_grad_norm instead",
-        "gradient_clip_val": "set clip_grad_norm instead",
-        "accumulate_grad_batches": "set gradient_accumulation instead",
-        "gradient_accumulation_steps": "set gradient_accumulation instead",
-        "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
-        "gradient_handler": "remove it: halfmesh reduces gradients by itself; see parallel.data",
-        "ddp": "remove it: data parallelism takes the ranks that tensor and pipeline leave; parallel.data.strategy "
-        "is 'replicate' by default",
-    }
-)
-"""Keys of other libraries, lower case, and what to write here."""
 
 FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from ..amp.holdings import Holdings
 from ..errors import InputError
 
 KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random")
@@ -54,6 +56,15 @@ class AssignCheck:
 
     def __reduce__(self) -> tuple[type[AssignCheck], tuple[list[nn.Parameter]]]:
         return AssignCheck, ([],)
+
+
+def watch_loads(model: nn.Module, holdings: Holdings) -> list[RemovableHandle]:
+    """Keep `holdings` true when somebody loads weights into `model`."""
+    trained = [shard.param for shard in holdings.trained]
+    return [
+        model.register_load_state_dict_pre_hook(LoadHook(holdings.adopt)),
+        model.register_load_state_dict_post_hook(AssignCheck(trained)),
+    ]
 
 
 def full_precision_state(model: nn.Module, masters: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -70,12 +70,7 @@ class Engine:
         self._lr = lr
         self._last: StepResult | None = None
         self._closed = False
-        self._load_hooks = [
-            model.register_load_state_dict_pre_hook(checkpoint.LoadHook(update.holdings.adopt)),
-            model.register_load_state_dict_post_hook(
-                checkpoint.AssignCheck([s.param for s in update.holdings.trained])
-            ),
-        ]
+        self._load_hooks = checkpoint.watch_loads(model, update.holdings)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
