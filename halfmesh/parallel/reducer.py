@@ -93,7 +93,12 @@ class Reducer:
         return len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
 
     def open(self, last: bool) -> None:
-        """A backward begins; `last`: it is the last before the update, so send buckets as they fill."""
+        """A backward begins; `last`: it is the last before the update, so send buckets as they fill.
+
+        Raises:
+            InputError: as `finish`.
+        """
+        self._refuse_mixed_sums()
         if self._finished and not self.options.mean:
             # What is already summed will be summed again: a mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.take_grad()) is not None]
@@ -110,11 +115,7 @@ class Reducer:
             InputError: gradients that another backward left after the last `finish` cannot be told from those that
                 are summed already.
         """
-        if self.stale and not self.options.mean:
-            raise InputError(
-                "gradients were added by a backward outside this engine after they had been summed over the data "
-                "ranks; call engine.backward(loss) for every loss, or use loss_reduction='mean'"
-            )
+        self._refuse_mixed_sums()
         self._armed = False
         self._launch_ready(everything=True)
         statistics = self._launch_statistics()
@@ -141,6 +142,13 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _refuse_mixed_sums(self) -> None:
+        if self.stale and not self.options.mean:
+            raise InputError(
+                "gradients were added by a backward outside this engine after they had been summed over the data "
+                "ranks; call engine.backward(loss) for every loss, or use loss_reduction='mean'"
+            )
 
     def _warn_of_own_buffers(self) -> None:
         """Say once which buffers training has changed on each rank for itself."""
