@@ -355,6 +355,29 @@ def test_half_precision_parameters_without_masters_move(name, dtype):
         torch.testing.assert_close(run(scaled), expected.detach(), rtol=0, atol=2e-2)
 
 
+def test_the_trial_of_a_fused_kernel_sees_what_is_wrong():
+    class DoesNotMove(optim.SGD):
+        def step(self, closure=None):
+            if not self.param_groups[0]["fused"]:
+                super().step()
+
+    class IgnoresTheScale(optim.SGD):
+        def step(self, closure=None):
+            if getattr(self, "found_inf", 0) == 0:
+                self.__dict__.pop("grad_scale", None)
+                super().step()
+
+    class IgnoresTheVerdict(optim.SGD):
+        def step(self, closure=None):
+            self.__dict__.pop("found_inf", None)
+            super().step()
+
+    device = torch.device("cpu")
+    assert fused._equals_plain(optim.SGD, device, torch.float32)
+    for broken in (DoesNotMove, IgnoresTheScale, IgnoresTheVerdict):
+        assert not fused._equals_plain(broken, device, torch.float32), broken
+
+
 def test_a_fused_kernel_that_does_not_work_is_not_chosen_and_refused_if_asked_for(monkeypatch):
     monkeypatch.setattr(fused, "_equals_plain", lambda *_, **__: False)
     update = make_update(make_params(), OPTIMIZERS["adamw"])
