@@ -39,11 +39,6 @@ class ParamShard:
             self.param.grad = None
         return self.main_grad
 
-    @property
-    def has_grad(self) -> bool:
-        """Whether any gradient is there."""
-        return self.param.grad is not None or self.main_grad is not None
-
     def clear_grad(self) -> None:
         """Forget all of the gradient."""
         self.param.grad = None

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -29,6 +31,13 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes whenever `tensor` is written in place or given other memory (`tensor.data = ...`)."""
     return tensor._version, tensor.data_ptr()
+
+
+def without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A shallow copy of `loader` that starts workers of its own, where `loader` keeps some (persistent_workers)."""
+    clone = copy.copy(loader)
+    clone._iterator = None
+    return clone
 
 
 def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -182,3 +182,21 @@ def test_a_refusal_before_there_is_a_group_is_shown_last_too(tmp_path: Path) -> 
         output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "did you mean 'naive'" in output.rpartition("Root Cause")[2]
+
+
+IN_A_WITH = """
+import torch, halfmesh
+run = halfmesh.launch_from_torch({"timeout": 60.0}, device="cpu")
+model = torch.nn.Linear(2, 2)
+with halfmesh.initialize(model, torch.optim.SGD(model.parameters(), 0.1), config=run) as engine:
+    if run.rank == 1:
+        raise ValueError("the true reason")
+    engine.backward(engine(torch.ones(1, 2)).sum())
+"""
+
+
+def test_an_error_within_with_engine_is_shown_last_too(tmp_path: Path) -> None:
+    with started(*torchrun(write(tmp_path, IN_A_WITH))) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "ValueError: the true reason" in output.rpartition("Root Cause")[2]

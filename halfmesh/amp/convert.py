@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn, optim
 
 from ..shard import ParamShard, Ranks
@@ -32,31 +32,25 @@ def convert(
     if recipe.master_weights:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         masters = {shard.param: make_master(shard.param) for shard in shards if id(shard.param) in held}
-    restore = _remember_dtypes(model)
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
     cast_model(model, recipe)
     update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)
-    update.on_close = lambda: _take_back(update, restore)
+    update.on_close = lambda: _take_back(model, update, dtypes)
     return update
 
 
-def _take_back(update: MixedPrecisionOptimizer, restore: Callable[[], None]) -> None:
+def _take_back(model: nn.Module, update: MixedPrecisionOptimizer, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give the model the dtypes it came with and the masters' values; the optimizer its parameters."""
     masters = update.holdings.masters
-    values = {param: current_value(param, master) for param, master in masters.items()}
-    restore()
-    for param, value in values.items():
-        param.data = value.to(param.dtype)
+    for name, tensor in _tensors(model):
+        dtype = dtypes.get(name, tensor.dtype)
+        if isinstance(tensor, nn.Parameter) and tensor in masters:
+            tensor.data, tensor.grad = current_value(tensor, masters[tensor]).to(dtype), None
+        elif tensor.dtype != dtype:
+            tensor.data, tensor.grad = tensor.data.to(dtype), None
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 
 
-def _remember_dtypes(model: nn.Module) -> Callable[[], None]:
-    """A function that casts parameters and buffers back to the dtypes that they have now."""
-    dtypes = {name: t.dtype for name, t in chain(model.named_parameters(), model.named_buffers())}
-
-    def restore() -> None:
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if tensor.dtype != (dtype := dtypes.get(name, tensor.dtype)):
-                tensor.grad = None
-                tensor.data = tensor.data.to(dtype)
-
-    return restore
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -19,23 +19,23 @@ DECISIVE = ("fused", "foreach", "momentum", "dampening", "differentiable")
 """Settings of a parameter group that decide which implementation is right for it."""
 
 
-def switch_to_fused(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Set `fused` in the groups where the user left the choice to torch and fused is exact; returns those groups."""
-    switched: list[dict[str, Any]] = []
+def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
+    """Set `fused` in the groups where the user left the choice to torch and fused is exact; returns their places."""
+    switched: set[int] = set()
     if type(optimizer) not in _TAKES_SCALE or not _kernel_works(optimizer):
         return switched
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         if group.get("fused") is None and group.get("foreach") is None and _exact(group, optimizer):
             group["fused"], group["foreach"] = True, False
-            switched.append(group)
+            switched.add(index)
     _move_step_counters(optimizer)
     return switched
 
 
-def switch_back(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Leave the choice to torch again in `groups`."""
-    for group in groups:
-        group["fused"] = group["foreach"] = None
+def switch_back(optimizer: optim.Optimizer, switched: set[int]) -> None:
+    """Leave the choice to torch again in the groups at these places."""
+    for index in switched:
+        optimizer.param_groups[index]["fused"] = optimizer.param_groups[index]["foreach"] = None
 
 
 def takes_scale(optimizer: optim.Optimizer) -> bool:

@@ -67,7 +67,7 @@ class Holdings:
         self._rules = rules
         self._widened: dict[int, RemovableHandle | None] = {}
         self.sparse = False
-        self._switched: list[dict[str, Any]] = []
+        self._switched: set[int] = set()
         self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
         self.refresh()
@@ -89,7 +89,7 @@ class Holdings:
                     self._widened[id(shard)] = accumulate_in_fp32(shard)
         fused.refuse_broken(self.optimizer)
         if self._rules.fused == "auto" and not self.sparse:
-            self._switched += fused.switch_to_fused(self.optimizer)
+            self._switched |= fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         self._seen = self._signature()
@@ -152,14 +152,15 @@ class Holdings:
         self.publish(taken)
 
     def close(self) -> None:
-        """Remove the hooks from optimizer and model."""
+        """Remove the hooks from optimizer and model, and leave the optimizer's implementation to torch again."""
+        fused.switch_back(self.optimizer, self._switched)
         for hook in [self._load_hook, *self._widened.values()]:
             if hook is not None:
                 hook.remove()
 
     def _signature(self) -> list[tuple[Any, ...]]:
-        widened = sum(shard.param.requires_grad for shard in self.shards) if self._rules.wide_gradients else 0
-        return [(widened,)] + [
+        wide = self._rules.wide_gradients
+        return [tuple(shard.param.requires_grad for shard in self.shards) if wide else ()] + [
             (*(bool(group.get(key)) for key in fused.DECISIVE), *[p.stride() for p in group["params"]])
             for group in self.optimizer.param_groups
         ]

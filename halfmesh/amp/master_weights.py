@@ -22,7 +22,8 @@ def repoint(optimizer: torch.optim.Optimizer, replace: dict[nn.Parameter, nn.Par
         group["params"][:] = [replace.get(param, param) for param in group["params"]]
     for old, new in replace.items():
         if old is not new and old in optimizer.state:
-            optimizer.state[new] = {name: _widen(value) for name, value in optimizer.state.pop(old).items()}
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {name: _to_dtype_of(new, old, value) for name, value in state.items()}
 
 
 def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
@@ -53,8 +54,7 @@ def by_bytes(shards: Sequence[ParamShard], limit: int) -> list[list[ParamShard]]
     return buckets
 
 
-def _widen(value: object) -> object:
-    """Optimizer state of a half-precision parameter belongs to the fp32 master now."""
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value
+def _to_dtype_of(new: torch.Tensor, old: torch.Tensor, value: object) -> object:
+    """State that had the old parameter's dtype gets the new one's."""
+    alike = isinstance(value, torch.Tensor) and value.dtype == old.dtype and value.shape == old.shape
+    return value.to(new.dtype) if isinstance(value, torch.Tensor) and alike else value

@@ -258,13 +258,16 @@ class MixedPrecisionOptimizer:
 
     def _note_gradients(self) -> None:
         """Remember one gradient as backward left it; reduced ones come later and are not looked at."""
-        self._first_grad = next((s.param.grad for s in self.holdings.trained if s.param.grad is not None), None)
+        if self.scaler is None or self._warned:
+            return
+        grads = (shard.param.grad for shard in self.holdings.trained)
+        self._first_grad = next((g for g in grads if g is not None and g.layout == torch.strided), None)
         if self._first_grad is not None:
             self._grad_stamp = torch_private.edit_stamp(self._first_grad)
 
     def _warn_of_edited_gradients(self) -> None:
         grad, self._first_grad = self._first_grad, None
-        if self.scaler is None or grad is None or self._warned or torch_private.edit_stamp(grad) == self._grad_stamp:
+        if grad is None or torch_private.edit_stamp(grad) == self._grad_stamp:
             return
         if any(shard.param.grad is grad for shard in self.holdings.trained):
             self._warned = True

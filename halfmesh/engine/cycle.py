@@ -33,7 +33,7 @@ class GradientCycle:
         self._precision = precision
         self._accumulation = accumulation
         self._complete = False  # the gradients that are there are reduced
-        self._used_up = True  # they were used by an update, or are older than the engine
+        self.clear()  # gradients older than the engine
 
     @property
     def begun(self) -> bool:
@@ -60,8 +60,6 @@ class GradientCycle:
         Raises:
             InputError: `loss` is not a scalar with a graph.
         """
-        if self._used_up:
-            self.clear()
         loss = self._accumulation.take_loss(loss)
         last = self.is_last(at_end)
         if self.reducer is not None:
@@ -94,18 +92,13 @@ class GradientCycle:
         """What the complete gradients still have to be divided by."""
         return self._accumulation.divisor(self._accumulation.index + self.fresh)
 
-    def end(self) -> None:
-        """The gradients were used (or an error made them useless): the next backward begins a new cycle."""
-        self._accumulation.reset()
-        self._used_up = True
-
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
         self._update.zero_grad()
         self._accumulation.reset()
         if self.reducer is not None:
             self.reducer.forget()
-        self.fresh = self._used_up = False
+        self.fresh = False
 
     def _keep_covered(self, reducer: Reducer) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""

@@ -46,11 +46,15 @@ class EngineDataLoader:
         """The epoch's number, and the random generators that decide the order of the next."""
         return {"epoch": self.epoch, "generators": [g.get_state() for g in generators(self.loader)]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the epoch after the one in which `state_dict` was taken."""
+    def load_state_dict(self, state: dict[str, Any], own: bool = True) -> None:
+        """Continue with the epoch after the one in which `state_dict` was taken.
+
+        Not `own`: it is another rank's, whose workers' seeds must not be repeated here; the order is the same on all.
+        """
         self.set_epoch(state["epoch"] + 1)
         for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
-            generator.set_state(saved.cpu())
+            if own or generator is not getattr(self.loader, "generator", None):
+                generator.set_state(saved.cpu())
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""

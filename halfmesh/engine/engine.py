@@ -77,6 +77,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these inputs, in the config's precision."""
+        self._refuse_if_closed()
         return self._precision.forward(self.model, *args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +89,8 @@ class Engine:
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
 
-        Gradients that an update has already used are cleared first, so a forgotten `zero_grad` does no harm. On the
-        last microbatch of a cycle the gradients are reduced over the data ranks while backward runs.
+        `step` frees the gradients that it uses, so a forgotten `zero_grad` does no harm. On the last microbatch of a
+        cycle the gradients are reduced over the data ranks while backward runs.
 
         Raises:
             InputError: not a scalar with a graph.
@@ -125,8 +126,8 @@ class Engine:
             self._lr.settle()
             cycle.complete()
             result = self._update.step(cycle.divisor())
-        finally:  # after an error too the next backward begins a new cycle
-            cycle.end()
+        finally:  # used up, or made useless by an error
+            cycle.clear()
             if self._dataloader is not None:
                 self._dataloader.at_end = False
         self._last = result
@@ -253,7 +254,9 @@ class Engine:
         self._lr.load_state_dict(state["lr_scheduler"])
         self.global_step = state["global_step"]
         if self._dataloader is not None and state["dataloader"] is not None:
-            self._dataloader.load_state_dict(state["dataloader"])
+            self._dataloader.load_state_dict(state["dataloader"], own=state["random"]["rank"] == self.context.rank)
+        if self._cycle.reducer is not None:
+            self._cycle.reducer.note_buffers()
         if state["random"]["rank"] == self.context.rank:  # another rank's would repeat its dropout here
             checkpoint.set_random_state(state["random"], self.context.device)
 
@@ -270,8 +273,13 @@ class Engine:
 
         A model that was fp32 is fp32 again, with the masters' values; the optimizer holds its parameters again.
         """
+        self._give_back()
+        self.context.close()
+
+    def _give_back(self) -> None:
         if self._closed:
             return
+        self._cycle.clear()
         self._closed = True
         for hook in self._load_hooks:
             hook.remove()
@@ -279,13 +287,16 @@ class Engine:
         self._update.close()
         if self._cycle.reducer is not None:
             self._cycle.reducer.close()
-        self.context.close()
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # With an error in flight the process group stays: what reports the error to the other ranks goes with it.
+        if kind is None:
+            self.close()
+        else:
+            self._give_back()
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -301,4 +312,4 @@ class Engine:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise InputError("this engine is closed; make a new one with initialize")
+            raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")

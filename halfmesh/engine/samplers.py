@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from .. import torch_private
 from ..errors import InputError
-from ..tree import map_tensors
 from .checkpoint import random_state, set_random_state
+
+Agree = Callable[[str], bool]
+"""A collective: whether all ranks were given the same text."""
 
 
 class ShardedSampler(Sampler[Any]):
@@ -28,11 +30,19 @@ class ShardedSampler(Sampler[Any]):
         inner: a sampler of samples or of batches; one without a length may be endless.
         pad: repeat items from the beginning so that every rank gets the same number (training: a rank that runs out
             would hang the others). False leaves a ragged end (evaluation: nothing is counted twice).
+        agree: whether all ranks were given the same text; asked once an epoch, to find an order that is not the same
+            on every rank. None does not ask.
+
+    Raises:
+        InputError: the ranks draw different orders.
     """
 
-    def __init__(self, inner: Iterable[Any], rank: int, size: int, seed: int, pad: bool) -> None:
+    def __init__(
+        self, inner: Iterable[Any], rank: int, size: int, seed: int, pad: bool, agree: Agree | None = None
+    ) -> None:
         self.inner, self.rank, self.size, self.seed, self.pad = inner, rank, size, seed, pad
         self.epoch = 0
+        self._agree = agree
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch from now on."""
@@ -46,6 +56,9 @@ class ShardedSampler(Sampler[Any]):
             return _every(self.inner, self.rank, self.size, self.pad, randomness)
         with randomness:
             items = list(self.inner)
+        if self._agree is not None:
+            order = hashlib.sha256(repr((self.epoch, items)).encode()).hexdigest()
+            _refuse_differences(self._agree, order, type(self.inner).__name__)
         if self.pad and items:
             items = list(itertools.islice(itertools.cycle(items), -(-len(items) // self.size) * self.size))
         return iter(items[self.rank :: self.size])
@@ -68,7 +81,7 @@ class StridedBatches:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], rank: int, size: int, seed: int, pad: bool, agree: Callable[[str], bool] | None
+        self, loader: DataLoader[Any], rank: int, size: int, seed: int, pad: bool, agree: Agree | None
     ) -> None:
         self.loader, self.rank, self.size, self.seed, self.pad = loader, rank, size, seed, pad
         self.epoch = 0
@@ -84,15 +97,10 @@ class StridedBatches:
         return _every(self._checked(), self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch))
 
     def _checked(self) -> Iterator[Any]:
-        for index, batch in enumerate(self.loader):
-            if index == 0 and self._agree is not None and not self._agree(_digest(batch)):
-                raise InputError(
-                    f"the {type(self.loader.dataset).__name__} gives different data on each rank, so some samples "
-                    "would be seen twice and others never: it shards itself, or shuffles with a generator of its own. "
-                    "Seed it alike on all ranks (initialize shards the data); or, if it shards itself, do not pass "
-                    "it to initialize but iterate its loader in the loop"
-                )
-            yield batch
+        batches = iter(self.loader)
+        first = list(itertools.islice(batches, 1))
+        _refuse_differences(self._agree, f"epoch {self.epoch}: {_digest(first)}", type(self.loader.dataset).__name__)
+        yield from itertools.chain(first, batches)
 
     def __len__(self) -> int:
         return _share(len(self.loader), self.rank, self.size, self.pad)
@@ -129,7 +137,7 @@ def shard_loader(
     size: int,
     seed: int,
     pad: bool,
-    agree: Callable[[str], bool] | None = None,
+    agree: Agree | None = None,
 ) -> Iterable[Any]:
     """A loader like `loader` that yields the part of data rank `rank` of `size`; the batch size stays.
 
@@ -143,7 +151,7 @@ def shard_loader(
     """
     if _is_sharded(loader, rank, size) or size == 1:
         return loader
-    sharded = copy.copy(loader)  # keeps what a subclass of DataLoader adds
+    sharded = torch_private.without_workers(loader)  # a copy keeps what a subclass of DataLoader adds
     if isinstance(loader.dataset, IterableDataset):
         sharded.generator = torch.Generator().manual_seed(seed)  # workers that shuffle must do it alike
         return StridedBatches(sharded, rank, size, seed, pad, agree)
@@ -154,12 +162,12 @@ def shard_loader(
 
     batches = loader.batch_sampler
     if batches is None or type(batches) is BatchSampler:
-        sampler = ShardedSampler(loader.sampler if batches is None else batches.sampler, rank, size, seed, pad)
+        sampler = ShardedSampler(loader.sampler if batches is None else batches.sampler, rank, size, seed, pad, agree)
         put("sampler", sampler)
         if batches is not None:
             put("batch_sampler", BatchSampler(sampler, batches.batch_size, batches.drop_last))
     else:
-        put("batch_sampler", ShardedSampler(batches, rank, size, seed, pad))
+        put("batch_sampler", ShardedSampler(batches, rank, size, seed, pad, agree))
     return sharded
 
 
@@ -182,15 +190,34 @@ def _every(items: Iterable[Any], rank: int, size: int, pad: bool, randomness: Ow
             return
 
 
-def _digest(batch: Any) -> str:
-    """A short text that is the same for the same values."""
+def _refuse_differences(agree: Agree | None, mine: str, source: str) -> None:
+    if agree is not None and not agree(mine):
+        raise InputError(
+            f"the {source} gives different data on each rank, or was iterated on some ranks only, so some samples "
+            "would be seen twice and others never. Seed what it draws alike on all ranks (initialize shards the data), "
+            "and iterate engine.dataloader on all of them; if it shards itself, do not pass it to initialize but "
+            "iterate its loader in the loop"
+        )
+
+
+def _digest(tree: Any) -> str:
+    """A short text that is the same for the same numbers and words; other objects are not looked at."""
     hashed = hashlib.sha256()
 
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return tensor
+    def add(leaf: Any) -> None:
+        if isinstance(leaf, Mapping):
+            add(list(leaf.items()))
+        elif isinstance(leaf, (list, tuple)):
+            for item in leaf:
+                add(item)
+        elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel():
+            add(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            add(leaf.tobytes())
+        elif isinstance(leaf, (str, bytes, int, float)):
+            hashed.update(repr(leaf).encode())
 
-    map_tensors(add, batch)
+    add(tree)
     return hashed.hexdigest()
 
 
@@ -210,7 +237,7 @@ def generators(loader: Any) -> list[torch.Generator]:
     owners = [loader]
     for owner in owners:  # grows: a loader has samplers, a sharded sampler has one inside
         inner = (getattr(owner, name, None) for name in ("loader", "sampler", "batch_sampler", "inner"))
-        owners += [each for each in inner if each is not None]
+        owners += [each for each in inner if each is not None and not any(each is owner for owner in owners)]
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
     return list(found.values())
 

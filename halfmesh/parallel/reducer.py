@@ -43,7 +43,7 @@ class Reducer:
     Running statistics (BatchNorm's mean and variance) are averaged along, so that evaluation needs no collective.
 
     Args:
-        shards: in the order of the model. Only those that require (or hold) gradients take part.
+        shards: in the order of the model. Only those that require gradients take part.
         buffers: the model's, by name. Running statistics are averaged, the others stay each rank's own.
     """
 
@@ -67,16 +67,19 @@ class Reducer:
         self.bytes_reduced = 0
         """Bytes handed to them."""
         self.stale = False
-        """Whether a gradient arrived since `finish`, from a backward that was not announced with `open`."""
+        """Whether a gradient arrived since `finish`, from a backward that was not announced with `open` (such a
+        backward has to run on all ranks, as what follows from it is a collective)."""
         self._finished = False
+        self._collecting = False
         self._armed = False
+        self._bucket_of: dict[int, _Bucket] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
-        self._shards = [shard for shard in shards if _takes_part(shard)]
+        self._shards = [shard for shard in shards if self._takes_part(shard)]
         self._buckets = _make_buckets(self._shards, self.options)
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
@@ -88,8 +91,8 @@ class Reducer:
         self._reset()
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        """Whether exactly those of `shards` that require or hold gradients take part now."""
-        wanted = [shard for shard in shards if _takes_part(shard)]
+        """Whether exactly those of `shards` take part that `cover` would choose now."""
+        wanted = [shard for shard in shards if self._takes_part(shard)]
         return len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
 
     def open(self, last: bool) -> None:
@@ -105,6 +108,7 @@ class Reducer:
             if grads:
                 torch_private.foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
         self._finished = self.stale = False
+        self._collecting = True
         self._reset()
         self._armed = last
 
@@ -135,13 +139,21 @@ class Reducer:
 
     def forget(self) -> None:
         """The gradients were used or cleared: the next ones begin anew."""
-        self._finished = self.stale = False
+        self._finished = self.stale = self._collecting = False
+
+    def note_buffers(self) -> None:
+        """What the buffers hold now was not put there by training."""
+        self._own_buffers = {n: (b, torch_private.edit_stamp(b)) for n, (b, _) in self._own_buffers.items()}
 
     def close(self) -> None:
         """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _takes_part(self, shard: ParamShard) -> bool:
+        """A parameter frozen within a cycle stays until its end: it may hold a gradient, if on this rank or another."""
+        return shard.param.requires_grad or (self._collecting and id(shard) in self._bucket_of)
 
     def _refuse_mixed_sums(self) -> None:
         if self.stale and not self.options.mean:
@@ -269,11 +281,6 @@ class _Bucket:
             views.append(flat.as_strided(param.shape, stride, offset))
             offset += param.numel()
         return views
-
-
-def _takes_part(shard: ParamShard) -> bool:
-    """A parameter that was frozen within a cycle still holds a gradient of this rank's own."""
-    return shard.param.requires_grad or shard.has_grad
 
 
 def _make_buckets(shards: Sequence[ParamShard], options: ReduceOptions) -> list[_Bucket]:

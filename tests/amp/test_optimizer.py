@@ -727,6 +727,45 @@ def test_sparse_gradients_without_scaling_work_as_in_torch():
         torch.testing.assert_close(*results)
 
 
+def test_sparse_gradients_come_through_backward():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    shards = [ParamShard(n, p) for n, p in embedding.named_parameters()]
+    for recipe in (FP32, Recipe(loss_scale=LossScale(64.0, dynamic=False))):
+        before = embedding.weight.detach().clone()
+        update = convert(embedding, optim.SGD(embedding.parameters(), lr=1.0), shards, recipe)
+        update.backward(embedding(torch.tensor([1, 3])).sum())
+        update.step()
+        update.zero_grad()
+        update.close()
+        moved = (before - embedding.weight.detach())[:, 0].tolist()
+        assert moved == pytest.approx([0, 1, 0, 1, 0])
+
+
+def test_optimizer_state_loaded_before_the_first_sparse_gradient():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    shards = [ParamShard(n, p) for n, p in embedding.named_parameters()]
+    update = convert(embedding, optim.SGD(embedding.parameters(), lr=1.0), shards, FP32)
+    update.optimizer.load_state_dict(copy.deepcopy(update.optimizer.state_dict()))
+    update.backward(embedding(torch.tensor([1])).sum())
+    update.step()
+
+
+def test_wide_gradients_follow_what_is_unfrozen():
+    """As many parameters are unfrozen as are frozen, so that counting them would not show it."""
+    a, b = (nn.Parameter(torch.zeros(1), requires_grad=flag) for flag in (True, False))
+    recipe = Recipe(torch.bfloat16, torch.bfloat16, False, True)
+    update = make_update([a, b], lambda p: optim.SGD(p, lr=1.0), recipe, wide_gradients=True)
+    a.requires_grad_(False)
+    b.requires_grad_(True)
+    if update.holdings.changed():
+        update.holdings.refresh()
+    update.backward((b * 256).sum())
+    for _ in range(100):
+        update.backward(b.sum())
+    update.step()
+    assert -update.holdings.masters[b].item() == 356.0
+
+
 def test_a_backward_after_the_clip_is_measured_again():
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(loss_scale=DYNAMIC))

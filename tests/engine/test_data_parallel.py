@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import logging.handlers
 import math
 import multiprocessing
 import os
@@ -272,6 +274,105 @@ def frozen_within_a_cycle(rank: int, world_size: int) -> dict[str, torch.Tensor]
 def test_a_parameter_frozen_within_a_cycle():
     first, second = run_ranks(frozen_within_a_cycle, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+class OneBranch(MLP):
+    """Its last layer but one is used on rank 0 only, in the first microbatch of each cycle."""
+
+    def forward(self, x: torch.Tensor, use: bool = False) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        return self.last(self.again(x) if use else x)
+
+
+def frozen_after_one_rank_used_it(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    engine = make_engine({"gradient_accumulation": 2}, model=OneBranch(), loader=make_loader(32, 4))
+    for i, (x, y) in enumerate(engine.dataloader):
+        engine.model.again.requires_grad_(i % 2 == 0)
+        engine.backward(engine.criterion(engine(x, use=rank == 0 and i % 2 == 0), y))
+        engine.step()
+    return full_weights(engine)
+
+
+def test_a_parameter_frozen_within_a_cycle_that_one_rank_had_used():
+    first, second = run_ranks(frozen_after_one_rank_used_it, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert not torch.equal(first["again.weight"], MLP().again.weight)
+
+
+def workers_after_a_foreign_state(rank: int, world_size: int) -> list[float]:
+    multiprocessing.current_process().daemon = False
+    engine = halfmesh.initialize(MLP(), sgd, None, DataLoader(Noise(4), 2, num_workers=1), {}, device="cpu")
+    states: list = [engine.state_dict()]
+    dist.broadcast_object_list(states, src=0)
+    engine.load_state_dict(states[0])
+    return [x for batch in engine.dataloader for x in batch.tolist()]
+
+
+def test_workers_differ_after_a_state_of_another_rank():
+    first, second = run_ranks(workers_after_a_foreign_state, 2)
+    assert not set(first) & set(second)
+
+
+def persistent_workers(rank: int, world_size: int) -> list[int]:
+    multiprocessing.current_process().daemon = False
+    loader = DataLoader(Numbers(16), 4, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    engine = halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu")
+    return [i for _ in range(2) for batch in engine.dataloader for i in batch.tolist()]
+
+
+def test_a_loader_that_was_looked_into_before():
+    first, second = run_ranks(persistent_workers, 2)
+    assert first == [*range(0, 16, 2)] * 2
+    assert second == [*range(1, 16, 2)] * 2
+
+
+class OwnGenerator(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(16).tolist())
+
+    def __len__(self) -> int:
+        return 16
+
+
+class Circular(torch.utils.data.SequentialSampler):
+    loader: Any = None
+
+
+def order_differs(rank: int, world_size: int) -> tuple[str, int]:
+    circular = Circular(Numbers(8))
+    loader = DataLoader(Numbers(8), 2, sampler=circular)
+    circular.loader, circular.inner = loader, circular
+    with halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu") as engine:
+        count = len(list(engine.dataloader))
+    loader = DataLoader(Numbers(16), 4, sampler=OwnGenerator())
+    engine = halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu")
+    try:
+        list(engine.dataloader)
+    except InputError as error:
+        return str(error), count
+    return "", count
+
+
+def test_an_order_that_differs_between_ranks_is_refused_on_all():
+    for message, count in run_ranks(order_differs, 2):
+        assert "the OwnGenerator gives different data on each rank, or was iterated on some ranks only" in message
+        assert count == 2
+
+
+def constant_buffer(rank: int, world_size: int) -> str:
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("halfmesh").addHandler(handler)
+    model = MLP()
+    model.register_buffer("positions", torch.arange(4.0))
+    engine = make_engine(model=model)
+    engine.load_state_dict(copy.deepcopy(engine.state_dict()))
+    train(engine)
+    return "\n".join(record.getMessage() for record in handler.buffer)
+
+
+def test_buffers_that_were_loaded_are_not_taken_for_trained():
+    assert all("change during training" not in text for text in run_ranks(constant_buffer, 2))
 
 
 def different_configs(rank: int, world_size: int) -> str:

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from models import (
+    BF16_NAIVE,
     FP16_NAIVE,
     FP16_TORCH,
     MLP,
@@ -192,6 +193,23 @@ def test_gradients_older_than_the_engine_do_not_count():
     engine.backward(engine.criterion(engine(x), y))
     engine.step()
     assert difference(full_weights(engine), reference([(x, y)])) < 2e-4
+
+
+def test_a_backward_of_the_users_own_before_the_engines_counts():
+    def run(with_engine):
+        model = MLP()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        engine = make_engine(model=model, optimizer=optimizer) if with_engine else None
+        x, y = make_data(8)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.first.weight.square().sum().backward()
+            loss = nn.functional.cross_entropy(model(x), y)
+            engine.backward(loss) if engine else loss.backward()
+            engine.step() if engine else optimizer.step()
+        return dict(model.state_dict())
+
+    torch.testing.assert_close(run(True), run(False))
 
 
 def test_two_backwards_before_a_step_add_up():
@@ -693,8 +711,8 @@ def test_a_closed_engine_and_a_second_one_over_the_same_objects():
         engine.close()
         torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=0)
     x, y = make_data(8)
-    for call in (lambda: engine.backward(engine.criterion(model(x), y)), engine.step):
-        with pytest.raises(InputError, match="this engine is closed; make a new one with initialize"):
+    for call in (lambda: engine(x), lambda: engine.backward(engine.criterion(model(x), y)), engine.step):
+        with pytest.raises(InputError, match="this engine is closed; call the model itself, or make a new engine"):
             call()
 
 
@@ -708,6 +726,36 @@ def test_close_gives_model_and_optimizer_back():
     optimizer.zero_grad()
     optimizer.step()
     assert "zero_grad" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_within_a_cycle_leaves_nothing_behind(mode):
+    engine = make_engine(MODES[mode] | {"gradient_accumulation": 2}, optimizer=adamw)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    engine.close()
+    group = engine.optimizer.param_groups[0]
+    assert (group["fused"], group["foreach"]) == (None, None)
+    assert all(p.grad is None for p in engine.model.parameters())
+    before = copy.deepcopy(engine.model.state_dict())
+    engine.optimizer.step()
+    torch.testing.assert_close(engine.model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_model_given_in_half_precision_goes_on_after_close(make):
+    model = MLP().bfloat16()
+    optimizer = make(model.parameters())
+    with halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), BF16_NAIVE) as engine:
+        train(engine)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    before = copy.deepcopy(model.state_dict())
+    x, y = make_data(8)
+    nn.functional.cross_entropy(model(x.bfloat16()), y).backward()
+    optimizer.step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved >= {"first.weight", "again.weight", "last.weight"}  # what is near 1 moves by less than bf16 can show
 
 
 def test_two_engines_in_one_process():
