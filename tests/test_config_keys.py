@@ -32,7 +32,7 @@ from halfmesh.amp.naive_amp import NaiveOptions
 from halfmesh.amp.torch_amp import TorchOptions
 from halfmesh.compat import UNBUILT_KEYS
 from halfmesh.config.schema import Settings
-from halfmesh.errors import NonFiniteError
+from halfmesh.errors import ConfigError, NonFiniteError
 
 
 def scales(config, pattern: str) -> list[float]:
@@ -86,6 +86,12 @@ def fp16(mode: str, **options):
 )
 def test_keys_of_the_loss_scale(config, pattern, expected):
     assert scales(config, pattern) == expected
+
+
+def test_a_first_scale_outside_its_bounds():
+    for options in ({"initial_scale": 2.0, "min_scale": 4.0}, {"initial_scale": 2.0**20, "max_scale": 2.0**10}):
+        with pytest.raises(ConfigError, match=r"initial_scale=.* must lie between min_scale=.* and max_scale="):
+            make_engine(fp16("naive", **options))
 
 
 def test_a_static_scale_does_not_skip():

@@ -1,0 +1,68 @@
+"""The bytes that are announced are those that are there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
+from torch import optim
+
+from halfmesh.memory import readable, state_bytes
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": optim.Adam,
+    "amsgrad": lambda p: optim.AdamW(p, amsgrad=True),
+    "adagrad": optim.Adagrad,
+    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "adadelta": optim.Adadelta,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "adamax": optim.Adamax,
+    "rprop": optim.Rprop,
+    "asgd": optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("config", [{}, FP16_TORCH, BF16_NAIVE], ids=["none", "torch", "naive"])
+def test_bytes_are_counted_right(name, config):
+    model = MLP()
+    model.register_buffer("table", torch.zeros(100))
+    engine = make_engine(config, model=model, optimizer=OPTIMIZERS[name])
+    update = engine._update
+    expected = state_bytes(model, update)
+    train(engine, max_batches=2)
+    state = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    assert expected.parameters == sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    assert expected.masters == sum(m.numel() * 4 for m in update.holdings.masters.values())
+    assert expected.optimizer == sum(t.numel() * t.element_size() for t in state)
+    numel = sum(p.numel() for p in model.parameters())
+    assert expected.gradients == numel * (2 + 4 if config is BF16_NAIVE else 4)  # a small model is one part of a stream
+
+
+def test_reduced_gradients_are_held_in_the_reductions_dtype():
+    engine = make_engine(BF16_NAIVE)
+    numel = sum(p.numel() for p in engine.model.parameters())
+    assert state_bytes(engine.model, engine._update, torch.float32).gradients == 4 * numel
+    assert state_bytes(engine.model, engine._update, torch.bfloat16).gradients == 2 * numel
+
+
+def test_an_optimizer_that_nobody_knows():
+    class Mine(optim.SGD):
+        pass
+
+    engine = make_engine(optimizer=lambda p: Mine(p, lr=0.1))
+    assert state_bytes(engine.model, engine._update).optimizer is None
+
+
+def test_readable():
+    assert [readable(n) for n in (0, 1023, 1536, 3 * 2**20, 5 * 2**30, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+        "2.0 TiB",
+    ]
