@@ -74,7 +74,7 @@ def test_check_agrees_with_the_table(row, column):
     assert verdict_of(check(minimal_config(row, column), 2, "cpu")) == composition_table()[str(row)][column]
 
 
-def test_the_tables_refusals_are_those_of_the_design():
+def test_the_tables_refusals():
     table = composition_table()
     assert list(table) == ["none", "torch fp16", "torch bf16", "naive fp16", "naive bf16", "apex fp16", "apex bf16"]
     assert {column for cells in table.values() for column in cells} == {

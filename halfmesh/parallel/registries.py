@@ -10,7 +10,7 @@ from ..registry import Registry
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """An entry that the design declares and a later version fills."""
+    """An entry that is declared, and filled by a later version."""
 
     what: str
 

@@ -62,7 +62,7 @@ def test_moves_as_the_rule_says(overflows, growth_interval, hysteresis, floor, c
     assert run(LossScaler(options, CPU), overflows) == model_of_the_rule(options, overflows)
 
 
-def test_hysteresis_example_of_the_design():
+def test_hysteresis_example():
     scaler = LossScaler(LossScale(initial=1024.0, hysteresis=2), CPU)
     assert run(scaler, [True, False, False, True, True, True]) == [1024, 1024, 1024, 512, 256, 128]
 

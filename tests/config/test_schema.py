@@ -66,7 +66,7 @@ def problems_of(**raw):
     return list(caught.value.problems)
 
 
-def test_defaults_are_those_of_the_design():
+def test_defaults_are_those_of_the_readme():
     config = load_config({})
     assert (config.fp16, config.bf16, config.precision, config.precision_dtype) == (None, None, None, None)
     tensor, pipeline, data = config.parallel.tensor, config.parallel.pipeline, config.parallel.data
