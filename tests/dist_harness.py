@@ -102,10 +102,15 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody uses now.
+
+    Below those that the kernel gives to clients: a client that waits for a server there can connect to itself.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _start(call: bytes, world_size: int, folder: Path, timeout: float, init: bool) -> list[tuple[Any, Any]]:

@@ -1,7 +1,7 @@
 """Every key of the config has an effect: each test here fails when its key is ignored.
 
-Keys of the layout that need several ranks are in tests/engine/test_data_parallel.py, those of schedulers and
-accumulation in tests/engine/test_engine.py; the list at the end keeps this complete.
+Keys of the layout that need several ranks are in tests/engine/test_data_parallel.py, those of schedulers in
+tests/engine/test_scheduling.py, those of accumulation in test_cycle.py; the list at the end keeps this complete.
 """
 
 from __future__ import annotations

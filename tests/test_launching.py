@@ -291,13 +291,14 @@ def test_launch_joins_seeds_alike_and_cleans_up() -> None:
     assert (first["local_rank"], second["local_rank"]) == (0, 1)
 
 
-def use_torchrun_variables(rank: int, world_size: int, port: int) -> list[Any]:
+def use_torchrun_variables(rank: int, world_size: int, port: int, second_port: int) -> list[Any]:
     values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in {**values, "MASTER_PORT": port}.items()})
     with launch_from_torch({"timeout": 30.0}, device="cpu") as run:
         facts: list[Any] = [run.rank, run.world_size, dist.get_world_size()]
         facts.append(ensure_process_group(CPU, 30.0))  # there is one already: not the engine's to destroy
     facts.append(dist.is_initialized())
+    os.environ["MASTER_PORT"] = str(second_port)  # the first may still be closing on rank 0
     group = ensure_process_group(CPU, 30.0)
     facts.append(dist.get_rank())
     assert group is not None
@@ -309,7 +310,7 @@ def use_torchrun_variables(rank: int, world_size: int, port: int) -> list[Any]:
 @pytest.mark.distributed
 def test_torchruns_variables_make_a_group_that_the_owner_destroys() -> None:
     expected = [[rank, 2, 2, None, False, rank, False] for rank in range(2)]
-    assert run_ranks(use_torchrun_variables, 2, free_port(), init=False) == expected
+    assert run_ranks(use_torchrun_variables, 2, free_port(), free_port(), init=False) == expected
 
 
 def use_existing(rank: int, world_size: int) -> list[Any]:

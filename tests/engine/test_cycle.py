@@ -1,0 +1,308 @@
+"""Accumulation cycles: equal to the big batch, left early, broken by errors."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from models import (
+    FP16_NAIVE,
+    FP16_TORCH,
+    MLP,
+    MODES,
+    TOLERANCES,
+    adamw,
+    difference,
+    full_weights,
+    make_data,
+    make_engine,
+    make_loader,
+    reference,
+    train,
+)
+from torch import nn, optim
+
+from halfmesh.errors import InputError, NonFiniteError
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
+def test_accumulation_equals_the_big_batch(mode, max_norm):
+    """7 batches of 4 in cycles of 3: the last cycle has a single one, and counts as a batch of its own."""
+    config = MODES[mode] | {"gradient_accumulation": 3, "clip_grad_norm": max_norm}
+    engine = make_engine(config, loader=make_loader(28, 4))
+    results = train(engine, epochs=2)
+    assert [r is not None for r in results] == [False, False, True, False, False, True, True] * 2
+    x, y = make_data(28)
+    big = list(zip(x.split(12), y.split(12), strict=True))
+    assert [len(b) for b, _ in big] == [12, 12, 4]
+    expected = reference(big * 2, max_norm=max_norm)
+    assert difference(full_weights(engine), expected) < TOLERANCES[mode]
+
+
+def test_own_loader_closes_a_cycle_early():
+    engine = make_engine({"gradient_accumulation": 3})
+    x, y = make_data(16)
+    for i in range(4):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x[i * 4 : i * 4 + 4]), y[i * 4 : i * 4 + 4]))
+        result = engine.step(last=i == 3)
+        assert (result is None) == (i in (0, 1))
+    expected = reference([(x[:12], y[:12]), (x[12:], y[12:])])
+    assert difference(full_weights(engine), expected) < 1e-5
+    assert engine.global_step == 2
+
+
+def test_own_loader_carries_a_cycle_over_an_epoch():
+    engine = make_engine({"gradient_accumulation": 2})
+    loader = list(make_loader(12, 4))  # 3 batches
+    closed = []
+    for _ in range(2):
+        for x, y in loader:
+            engine.backward(engine.criterion(engine(x), y))
+            closed.append(engine.step() is not None)
+            engine.zero_grad()
+    assert closed == [False, True, False, True, False, True]
+
+
+def test_zero_grad_inside_a_cycle_does_nothing_also_the_optimizers_own():
+    engine = make_engine({"gradient_accumulation": 2})
+    x, y = make_data(8)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
+def test_the_optimizers_zero_grad_reaches_working_and_master_gradients(mode):
+    engine = make_engine(MODES[mode])
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.optimizer.zero_grad()
+    assert all(p.grad is None for p in engine.model.parameters())
+    assert all(p.grad is None for group in engine.optimizer.param_groups for p in group["params"])
+    with pytest.raises(InputError, match=r"engine.step\(\) was called before engine.backward"):
+        engine.step()
+
+
+def test_a_forgotten_zero_grad_does_no_harm():
+    x, y = make_data(8)
+    for config in (FP16_TORCH, FP16_NAIVE):
+        engine = make_engine(config)
+        for _ in range(3):
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+        assert difference(full_weights(engine), reference([(x, y)] * 3)) < 4e-4
+
+
+def test_gradients_older_than_the_engine_do_not_count():
+    x, y = make_data(8)
+    model = MLP()
+    nn.functional.cross_entropy(model(x), y).backward()
+    engine = make_engine(FP16_TORCH, model=model)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 2e-4
+
+
+def test_a_backward_of_the_users_own_before_the_engines_counts():
+    def run(with_engine):
+        model = MLP()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        engine = make_engine(model=model, optimizer=optimizer) if with_engine else None
+        x, y = make_data(8)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.first.weight.square().sum().backward()
+            loss = nn.functional.cross_entropy(model(x), y)
+            engine.backward(loss) if engine else loss.backward()
+            engine.step() if engine else optimizer.step()
+        return dict(model.state_dict())
+
+    torch.testing.assert_close(run(True), run(False))
+
+
+def test_two_backwards_before_a_step_add_up():
+    engine = make_engine()
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y) * 0.25)
+    engine.backward(engine.criterion(engine(x), y) * 0.75)
+    engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_loss_reduction_sum():
+    engine = make_engine(
+        {"loss_reduction": "sum", "gradient_accumulation": 2},
+        criterion=nn.CrossEntropyLoss(reduction="sum"),
+        loader=make_loader(24, 4),
+    )
+    train(engine)
+    x, y = make_data(24)
+    big = zip(x.split(8), y.split(8), strict=True)
+    assert difference(full_weights(engine), reference(big, reduction="sum")) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["none", "naive_fp16"])
+def test_loss_reduction_weighted(mode):
+    """Batches of 5 and 3 samples: equal to one batch of 8, which the mean of two means is not."""
+
+    def criterion(output, target):
+        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+    config = MODES[mode] | {"loss_reduction": "weighted", "gradient_accumulation": 2, "clip_grad_norm": 0.8}
+    engine = make_engine(config, criterion=criterion)
+    x, y = make_data(24)
+    for begin in range(0, 24, 8):
+        for part in (slice(begin, begin + 5), slice(begin + 5, begin + 8)):
+            engine.backward(engine.criterion(engine(x[part]), y[part]))
+            engine.step()
+    big = zip(x.split(8), y.split(8), strict=True)
+    assert difference(full_weights(engine), reference(big, max_norm=0.8)) < TOLERANCES[mode]
+
+
+def test_weighted_with_nothing_to_count():
+    engine = make_engine({"loss_reduction": "weighted"}, criterion=lambda o, t: (o.sum() * 0, 0))
+    before = full_weights(engine)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    torch.testing.assert_close(full_weights(engine), before, rtol=0, atol=0)
+
+
+def test_a_cycle_that_was_left_early_can_be_closed():
+    engine = make_engine({"gradient_accumulation": 4}, loader=make_loader(16, 4))
+    for _i, (x, y) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(x), y))
+        assert engine.step() is None
+        if _i == 1:
+            break
+    assert engine.step(last=True) is not None
+    x, y = make_data(16)
+    assert difference(full_weights(engine), reference([(x[:8], y[:8])])) < 1e-5
+    assert [r is not None for r in train(engine)] == [False, False, False, True]
+
+
+def test_evaluation_over_the_training_loader_inside_an_epoch():
+    engine = make_engine(
+        {"gradient_accumulation": 3, "lr_interval": "epoch"},
+        loader=make_loader(32, 4),
+        lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1),
+    )
+    closed = []
+    for i, (x, y) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(x), y))
+        if i in (2, 7):
+            with torch.no_grad():
+                for a, _ in engine.dataloader:
+                    engine(a)
+        closed.append(engine.step() is not None)
+    assert [i for i, done in enumerate(closed) if done] == [2, 5, 7]
+    assert engine.lr_scheduler.last_epoch == 1
+
+
+def test_an_error_in_step_does_not_spoil_the_next():
+    engine = make_engine({"on_nonfinite": "raise", "gradient_accumulation": 2})
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    engine.backward(engine.criterion(engine(x), y) * math.nan)
+    with pytest.raises(NonFiniteError):
+        engine.step()
+    before = full_weights(engine)
+    torch.testing.assert_close(before, dict(MLP().state_dict()), rtol=0, atol=0)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        result = engine.step()
+    assert result is not None
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_an_error_in_backward_leaves_no_half_gradient():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise MemoryError("out of memory")
+
+    engine = make_engine({"gradient_accumulation": 2})
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    broken = engine.model.last(Fails.apply(engine.model.norm(engine.model.first(x)))).sum()
+    with pytest.raises(MemoryError):
+        engine.backward(broken)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_a_discarded_weighted_loss_does_not_count():
+    def criterion(output, target):
+        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+    engine = make_engine({"loss_reduction": "weighted"}, criterion=criterion)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.zero_grad()
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+
+
+def test_clip_in_a_short_last_cycle():
+    engine = make_engine(
+        {"gradient_accumulation": 3}, loader=make_loader(16, 4), optimizer=lambda p: optim.SGD(p, lr=1.0)
+    )
+    x, y = make_data(16)
+    for i, (a, b) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(a), b))
+        if i == 3:
+            before = MLP()
+            before.load_state_dict(engine.model.state_dict())
+            nn.functional.cross_entropy(before(x[12:]), y[12:]).backward()
+            expected = nn.utils.clip_grad_norm_(before.parameters(), 0.1)
+            assert engine.clip_grad_norm_(0.1).item() == pytest.approx(expected.item(), rel=1e-4)
+            optim.SGD(before.parameters(), lr=1.0).step()
+        engine.step()
+    assert difference(full_weights(engine), before) < 1e-5
+
+
+def test_loading_inside_a_cycle_begins_a_new_one():
+    engine = make_engine({"gradient_accumulation": 2})
+    state = copy.deepcopy(engine.state_dict())
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y) * 100)
+    engine.step()
+    engine.load_state_dict(state)
+    for half in (slice(0, 4), slice(4, 8)):
+        engine.backward(engine.criterion(engine(x[half]), y[half]))
+        engine.step()
+    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+    with pytest.raises(InputError, match=r"engine.load_state_dict takes what engine.state_dict\(\) gave"):
+        engine.load_state_dict(None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_within_a_cycle_leaves_nothing_behind(mode):
+    engine = make_engine(MODES[mode] | {"gradient_accumulation": 2}, optimizer=adamw)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    engine.close()
+    group = engine.optimizer.param_groups[0]
+    assert (group["fused"], group["foreach"]) == (None, None)
+    assert all(p.grad is None for p in engine.model.parameters())
+    before = copy.deepcopy(engine.model.state_dict())
+    engine.optimizer.step()
+    torch.testing.assert_close(engine.model.state_dict(), before, rtol=0, atol=0)
