@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from ..shard import ParamShard, Ranks
 from .cast import cast_model
-from .master_weights import current_value, make_master, repoint
+from .master_weights import current_value, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .recipe import Recipe
 from .rules import UpdateRules
@@ -28,10 +28,7 @@ def convert(
     Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
     `close` of what is returned undoes the conversion.
     """
-    masters: dict[nn.Parameter, nn.Parameter] = {}
-    if recipe.master_weights:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        masters = {shard.param: make_master(shard.param) for shard in shards if id(shard.param) in held}
+    masters = masters_for(optimizer, shards, {}) if recipe.master_weights else {}
     dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
     cast_model(model, recipe)
     update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)

@@ -13,7 +13,7 @@ from .. import torch_private
 from ..errors import InputError, shorten
 from ..shard import ParamShard
 from . import fused
-from .master_weights import current_value, make_master, publish, repoint
+from .master_weights import current_value, masters_for, publish, repoint
 from .recipe import Recipe
 from .rules import UpdateRules
 from .wide_gradients import accumulate_in_fp32
@@ -77,8 +77,7 @@ class Holdings:
         refuse_foreign_params(self.optimizer, self.shards, self.masters.values())
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if self._recipe.master_weights:
-            raw = [s.param for s in self.shards if id(s.param) in held and s.param.is_floating_point()]
-            new = {p: self.masters[p] if p in self.masters else make_master(p) for p in raw}
+            new = masters_for(self.optimizer, self.shards, self.masters)
             repoint(self.optimizer, new)
             self.masters.update(new)
             self._stamps.update((p, torch_private.edit_stamp(p)) for p in new)

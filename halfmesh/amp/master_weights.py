@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,15 @@ from ..shard import ParamShard
 def make_master(param: nn.Parameter) -> nn.Parameter:
     """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards."""
     return nn.Parameter(param.detach().float(), requires_grad=True)
+
+
+def masters_for(
+    optimizer: torch.optim.Optimizer, shards: Sequence[ParamShard], known: Mapping[nn.Parameter, nn.Parameter]
+) -> dict[nn.Parameter, nn.Parameter]:
+    """The master of each floating-point parameter of `shards` that `optimizer` holds itself; made if not `known`."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    raw = [s.param for s in shards if id(s.param) in held and s.param.is_floating_point()]
+    return {param: known[param] if param in known else make_master(param) for param in raw}
 
 
 def repoint(optimizer: torch.optim.Optimizer, replace: dict[nn.Parameter, nn.Parameter]) -> None:

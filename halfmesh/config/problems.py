@@ -79,7 +79,7 @@ def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list
     for error in errors:
         place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
         path = _visible(place.path, raw) if error["type"] != "missing" else place.path
-        line = f"{'.'.join(path)}: {_reason(error, place, path)}"
+        line = f"{'.'.join(path)}: {_reason(error, place)}"
         problems.setdefault(place.path, Problem(place.path[:1], line))
     return list(problems.values())
 
@@ -128,7 +128,7 @@ def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
     return tuple(seen)
 
 
-def _reason(error: Mapping[str, Any], place: _Place, path: tuple[str, ...]) -> str:
+def _reason(error: Mapping[str, Any], place: _Place) -> str:
     kind, given = error["type"], error["input"]
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")

@@ -262,7 +262,7 @@ class Engine:
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
         """Not built yet."""
-        raise NotImplementedError("engine.save is not built yet; use torch.save(engine.state_dict(), path) on one rank")
+        raise NotImplementedError("engine.save is not built yet; use torch.save(engine.state_dict(), path)")
 
     def load(self, *_: Any, **__: Any) -> NoReturn:
         """Not built yet."""

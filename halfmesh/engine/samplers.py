@@ -52,13 +52,12 @@ class ShardedSampler(Sampler[Any]):
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(self.epoch)
         randomness = OwnRandomness(self.seed + self.epoch)
+        check = _Check(self._agree, self.epoch, type(self.inner).__name__)
         if not isinstance(self.inner, Sized):
-            return _every(self.inner, self.rank, self.size, self.pad, randomness)
+            return _every(self.inner, self.rank, self.size, self.pad, randomness, check)
         with randomness:
             items = list(self.inner)
-        if self._agree is not None:
-            order = hashlib.sha256(repr((self.epoch, items)).encode()).hexdigest()
-            _refuse_differences(self._agree, order, type(self.inner).__name__)
+        check(repr(items))
         if self.pad and items:
             items = list(itertools.islice(itertools.cycle(items), -(-len(items) // self.size) * self.size))
         return iter(items[self.rank :: self.size])
@@ -73,8 +72,8 @@ class StridedBatches:
     """Every `size`-th batch of a loader over an IterableDataset, which each rank reads whole.
 
     Args:
-        agree: whether all ranks were given the same text; asked once an epoch, about the first batch, to find data
-            that is not the same on every rank. None does not ask.
+        agree: whether all ranks were given the same text; asked once an epoch, about the first round of batches, to
+            find data that is not the same on every rank. None does not ask.
 
     Raises:
         InputError: the ranks read different data.
@@ -94,13 +93,8 @@ class StridedBatches:
             self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return _every(self._checked(), self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch))
-
-    def _checked(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        first = list(itertools.islice(batches, 1))
-        _refuse_differences(self._agree, f"epoch {self.epoch}: {_digest(first)}", type(self.loader.dataset).__name__)
-        yield from itertools.chain(first, batches)
+        check = _Check(self._agree, self.epoch, type(self.loader.dataset).__name__)
+        return _every(self.loader, self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch), check)
 
     def __len__(self) -> int:
         return _share(len(self.loader), self.rank, self.size, self.pad)
@@ -176,12 +170,17 @@ def _share(total: int, rank: int, size: int, pad: bool) -> int:
     return -(-total // size) if pad else len(range(rank, total, size))
 
 
-def _every(items: Iterable[Any], rank: int, size: int, pad: bool, randomness: OwnRandomness) -> Iterator[Any]:
+def _every(
+    items: Iterable[Any], rank: int, size: int, pad: bool, randomness: OwnRandomness, check: _Check
+) -> Iterator[Any]:
     """The `rank`-th of each `size` items. If `pad`, the last round is filled by repeating its first ones."""
-    iterator = iter(items)
-    while True:
+    with randomness:  # a stream may draw its order here already
+        iterator = iter(items)
+    for round_ in itertools.count():
         with randomness:
             turn = list(itertools.islice(iterator, size))
+        if round_ == 0:
+            check(turn)
         if rank < len(turn):
             yield turn[rank]
         elif pad and turn:
@@ -190,14 +189,20 @@ def _every(items: Iterable[Any], rank: int, size: int, pad: bool, randomness: Ow
             return
 
 
-def _refuse_differences(agree: Agree | None, mine: str, source: str) -> None:
-    if agree is not None and not agree(mine):
-        raise InputError(
-            f"the {source} gives different data on each rank, or was iterated on some ranks only, so some samples "
-            "would be seen twice and others never. Seed what it draws alike on all ranks (initialize shards the data), "
-            "and iterate engine.dataloader on all of them; if it shards itself, do not pass it to initialize but "
-            "iterate its loader in the loop"
-        )
+class _Check:
+    """Asks the other ranks whether they see the same data."""
+
+    def __init__(self, agree: Agree | None, epoch: int, source: str) -> None:
+        self._agree, self._epoch, self._source = agree, epoch, source
+
+    def __call__(self, data: Any) -> None:
+        if self._agree is not None and not self._agree(f"epoch {self._epoch}: {_digest(data)}"):
+            raise InputError(
+                f"the {self._source} gives different data on each rank, or was iterated on some ranks only, so some "
+                "samples would be seen twice and others never. Seed what it draws alike on all ranks (initialize "
+                "shards the data), and iterate engine.dataloader on all of them; if it shards itself, do not pass it "
+                "to initialize but iterate its loader in the loop"
+            )
 
 
 def _digest(tree: Any) -> str:

@@ -168,3 +168,20 @@ def test_group_order_and_scheduler_survive_masters():
     assert update.optimizer.param_groups is groups
     assert [p.shape for p in groups[0]["params"]] == [p.shape for p in params]
     assert all(p.dtype == torch.float32 for p in groups[0]["params"])
+
+
+def test_integer_parameters_get_no_master():
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.ones(2)))
+    model.register_parameter("codes", nn.Parameter(torch.tensor([1, 2]), requires_grad=False))
+    shards = [ParamShard(name, p) for name, p in model.named_parameters()]
+    update = convert(
+        model,
+        OPTIMIZERS["rmsprop"](list(model.parameters())),
+        shards,
+        Recipe(torch.bfloat16, torch.bfloat16, False, True),
+    )
+    assert list(update.state_dict()["masters"]) == ["w"]
+    update.backward(model.w.sum())
+    update.step()
+    assert model.codes.tolist() == [1, 2]

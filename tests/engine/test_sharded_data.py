@@ -228,6 +228,13 @@ def test_a_loader_that_was_looked_into_before():
     assert second == [*range(1, 16, 2)] * 2
 
 
+class EndlessOwnGenerator(torch.utils.data.Sampler):
+    def __iter__(self):
+        generator = np.random.default_rng()
+        while True:
+            yield int(generator.integers(16))
+
+
 class OwnGenerator(torch.utils.data.Sampler):
     def __iter__(self):
         return iter(np.random.default_rng().permutation(16).tolist())
@@ -240,24 +247,30 @@ class Circular(torch.utils.data.SequentialSampler):
     loader: Any = None
 
 
-def order_differs(rank: int, world_size: int) -> tuple[str, int]:
+def order_differs(rank: int, world_size: int) -> tuple[list[str], int]:
     circular = Circular(Numbers(8))
     loader = DataLoader(Numbers(8), 2, sampler=circular)
     circular.loader, circular.inner = loader, circular
     with halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu") as engine:
         count = len(list(engine.dataloader))
-    loader = DataLoader(Numbers(16), 4, sampler=OwnGenerator())
-    engine = halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu")
-    try:
-        list(engine.dataloader)
-    except InputError as error:
-        return str(error), count
-    return "", count
+    messages = []
+    for sampler in (OwnGenerator(), EndlessOwnGenerator()):
+        loader = DataLoader(Numbers(16), 4, sampler=sampler)
+        with halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu") as engine:
+            try:
+                next(iter(engine.dataloader))
+            except InputError as error:
+                messages.append(str(error))
+    return messages, count
 
 
 def test_an_order_that_differs_between_ranks_is_refused_on_all():
-    for message, count in run_ranks(order_differs, 2):
-        assert "the OwnGenerator gives different data on each rank, or was iterated on some ranks only" in message
+    for messages, count in run_ranks(order_differs, 2):
+        assert [m.split(" gives different data on each rank")[0] for m in messages] == [
+            "the OwnGenerator",
+            "the EndlessOwnGenerator",
+        ]
+        assert "or was iterated on some ranks only" in messages[0]
         assert count == 2
 
 
