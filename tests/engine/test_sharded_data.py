@@ -232,7 +232,7 @@ class EndlessOwnGenerator(torch.utils.data.Sampler):
     def __iter__(self):
         generator = np.random.default_rng()
         while True:
-            yield int(generator.integers(16))
+            yield int(generator.integers(2**40))  # two ranks do not draw the same by chance
 
 
 class OwnGenerator(torch.utils.data.Sampler):
@@ -254,8 +254,8 @@ def order_differs(rank: int, world_size: int) -> tuple[list[str], int]:
     with halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu") as engine:
         count = len(list(engine.dataloader))
     messages = []
-    for sampler in (OwnGenerator(), EndlessOwnGenerator()):
-        loader = DataLoader(Numbers(16), 4, sampler=sampler)
+    for count_of, sampler in ((16, OwnGenerator()), (2**40, EndlessOwnGenerator())):
+        loader = DataLoader(Numbers(count_of), 4, sampler=sampler)
         with halfmesh.initialize(MLP(), sgd, None, loader, {}, device="cpu") as engine:
             try:
                 next(iter(engine.dataloader))
