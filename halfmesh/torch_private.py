@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 
@@ -48,3 +49,13 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks registered on `optimizer` that run around its `step`."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def is_functorch_tensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lives only as long as a torch.func transform."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is BatchNorm of any dimension, SyncBatchNorm, or derived from them."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
