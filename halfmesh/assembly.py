@@ -15,8 +15,7 @@ from . import compat, inputs, launching
 from .amp.cast import Precision
 from .amp.convert import convert
 from .amp.optimizer import MixedPrecisionOptimizer
-from .amp.plugin import AMP_PLUGINS
-from .amp.recipe import FP32, Recipe
+from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
@@ -27,6 +26,7 @@ from .engine.samplers import generators, shard_loader
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .failures import told_to_torchrun
+from .key_checks import recipe_of
 from .launching import Launch
 from .log import get_logger
 from .parallel.context import ParallelContext
@@ -100,7 +100,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     place = launch.device if launch is not None and device is None else launching.choose_device(device)
     world_size = launching.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
-    recipe = _recipe(settings)
+    recipe = recipe_of(settings)
     given = _build(given)
     _refuse_problems(given, recipe, settings, place)
     group = launching.ensure_process_group(place, settings.timeout)
@@ -161,16 +161,6 @@ def _load(config: Any) -> Config:
             "(config={} trains in fp32)"
         )
     return load_config(config)
-
-
-def _recipe(config: Config) -> Recipe:
-    if config.precision is None:
-        return FP32
-    plugin = AMP_PLUGINS.get(config.precision.mode)
-    recipe = plugin.recipe(config.precision.options, getattr(torch, str(config.precision_dtype)))
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it has to return a halfmesh.Recipe")
-    return recipe
 
 
 def _build(given: _Given) -> _Given:

@@ -6,20 +6,18 @@ asked, no process group is needed. What depends on the model is checked where th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-import torch
-
 from .amp.plugin import AMP_PLUGINS, AMPPlugin
+from .amp.recipe import FP32
 from .config.config import Config
-from .config.schema import DataConfig
 from .errors import IncompatibleConfigError, bullet_list, did_you_mean
-from .parallel.registries import DATA_STRATEGIES, SCHEDULES, NotBuilt
+from .key_checks import Finding, find_key_problems, recipe_of
+from .parallel.registries import DATA_STRATEGIES, NotBuilt
 
-Kind = Literal["refused", "unbuilt"]
 Cell = Literal["yes", "refused", "not built yet"]
 
 DEVICES = ("cpu", "cuda")
@@ -27,30 +25,6 @@ HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
 UNBUILT_AXES = frozenset({"tensor", "pipeline"})
 """Axes whose size must be 1 for now."""
-UNBUILT_KEYS = ("activation_checkpoint", "activation_offload", "compile", "debug", "resume")
-"""Keys that must have their default for now."""
-
-_FSDP_KEYS = (
-    "param_dtype",
-    "output_dtype",
-    "buffer_dtype",
-    "reshard_after_forward",
-    "prefetch",
-    "cpu_offload",
-    "hybrid",
-)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One reason why a config cannot run. `where` is a key, or a cell of the composition table."""
-
-    kind: Kind
-    where: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +61,7 @@ def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding
     findings = [*_check_world(config, world_size), *_check_row(row), *_check_device(row, device)]
     for column in _active_columns(config, layout):
         findings += _check_cell(row, column)
-    findings += [*_check_pipeline(config), *_check_data(config), *_check_keys(config)]
+    findings += find_key_problems(config)
     return findings
 
 
@@ -146,9 +120,15 @@ def _verdict(findings: Sequence[Finding]) -> Cell:
 
 
 def _row_of(config: Config) -> Row:
-    if config.precision is None:
+    if config.precision is None or _is_switched_off(config):
         return Row()
     return Row(config.precision.mode, "fp16" if config.fp16 else "bf16")
+
+
+def _is_switched_off(config: Config) -> bool:
+    """`enabled=False`, in a mode that then does nothing at all, composes like no mode."""
+    options = config.precision.options if config.precision else None
+    return getattr(options, "enabled", True) is False and recipe_of(config) == FP32
 
 
 def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
@@ -171,8 +151,6 @@ def _check_row(row: Row) -> Iterator[Finding]:
         allowed = ", ".join(key for key, name in HALF_DTYPES.items() if name in composes.dtypes) or "no half precision"
         default = f"mode {row.mode!r} has no {dtype}; it has {allowed}"
         yield Finding("refused", str(row), composes.why_not.get(dtype, default))
-    if not row.plugin.built:
-        yield Finding("unbuilt", f"{row.key}.mode={row.mode!r}", f"mode {row.mode!r} is not built yet")
 
 
 def _check_cell(row: Row, column: str) -> Iterator[Finding]:
@@ -233,67 +211,3 @@ def _check_device(row: Row, device: str) -> Iterator[Finding]:
         allowed = ", ".join(sorted(row.plugin.composes.devices))
         default = f"mode {row.mode!r} does not run on {kind}; it runs on {allowed}"
         yield Finding("refused", f"{row} on {kind}", row.plugin.composes.why_not.get(kind, default))
-
-
-def _check_pipeline(config: Config) -> Iterator[Finding]:
-    """Microbatches and chunks against the schedule; without a pipeline these keys have no effect."""
-    pipeline = config.parallel.pipeline
-    size, microbatches, schedule = pipeline.size, pipeline.microbatches, pipeline.schedule
-    if size == 1:
-        return
-    if isinstance(SCHEDULES.peek(schedule), NotBuilt):
-        yield Finding("unbuilt", "parallel.pipeline.schedule", f"{schedule!r} is not built yet")
-    where = "parallel.pipeline.microbatches"
-    if microbatches is None:
-        yield Finding("refused", where, f"is required when pipeline.size > 1; {2 * size} is a start for size={size}")
-    elif schedule == "1f1b" and microbatches < size:
-        message = f"{microbatches} is fewer than the {size} stages, which schedule='1f1b' has to fill"
-        yield Finding("refused", where, f"{message}; use {size} or more, or schedule='gpipe'")
-    elif schedule == "interleaved" and microbatches % size:
-        near = _multiples_near(microbatches, size)
-        message = f"{microbatches} is not a multiple of the {size} stages, which schedule='interleaved' needs"
-        yield Finding("refused", where, f"{message}; use {near}")
-    where = "parallel.pipeline.chunks"
-    if schedule == "interleaved" and pipeline.chunks < 2:
-        message = f"{pipeline.chunks} chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'"
-        yield Finding("refused", where, message)
-    elif schedule in ("gpipe", "1f1b") and pipeline.chunks > 1:
-        message = f"{pipeline.chunks} chunks per rank need schedule='interleaved'; schedule={schedule!r} has one"
-        yield Finding("refused", where, message)
-
-
-def _multiples_near(number: int, step: int) -> str:
-    below = number // step * step
-    return f"{below} or {below + step}" if below else str(step)
-
-
-def _check_data(config: Config) -> Iterator[Finding]:
-    data = config.parallel.data
-    if data.reduce_dtype == "float16" and not _scales_loss(config):
-        message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
-        yield Finding("refused", "parallel.data.reduce_dtype", message)
-    if data.strategy != "fsdp":
-        for key in _FSDP_KEYS:
-            if getattr(data, key) != DataConfig.model_fields[key].default:
-                message = f"only strategy='fsdp' has it, and the strategy is {data.strategy!r}; remove it"
-                yield Finding("refused", f"parallel.data.{key}", message)
-    elif data.param_dtype not in (None, config.precision_dtype or "float32"):
-        message = f"{data.param_dtype!r} is not what the mode computes in ({config.precision_dtype or 'float32'})"
-        yield Finding("refused", "parallel.data.param_dtype", f"{message}; remove it: the mode decides")
-
-
-def _scales_loss(config: Config) -> bool:
-    plugin = _row_of(config).plugin
-    if config.precision is None or config.precision_dtype is None or plugin is None:
-        return False
-    if not plugin.built:
-        return True  # it has no recipe to ask yet
-    dtype: torch.dtype = getattr(torch, config.precision_dtype)
-    return plugin.recipe(config.precision.options, dtype).loss_scale is not None
-
-
-def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[Finding]:
-    for key in keys:
-        value, default = getattr(config, key), type(config).model_fields[key].default
-        if value != default:
-            yield Finding("unbuilt", key, f"{value!r} is not built yet; leave it at {default!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +13,15 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, Dataset
 
 from . import torch_private
+from .amp.cast import tensors_to_cast
 from .amp.holdings import refuse_foreign_params
-from .amp.recipe import Recipe
+from .amp.recipe import HALF, Recipe
 from .engine.dataloader import EMPTY
 from .errors import InputError, shorten
 from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
@@ -60,7 +58,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         yield f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device"
     elif len(devices) > 1:
         yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
-    allowed = {torch.float32, torch.float64} if recipe.param_dtype is None else {torch.float32, recipe.param_dtype}
+    allowed = _allowed_dtypes(recipe)
     yield from _find_overflows(model, recipe)
     odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
     if odd:
@@ -126,8 +124,8 @@ def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
     if recipe.param_dtype is None:
         return
     largest = torch.finfo(recipe.param_dtype).max
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+    for name, tensor in tensors_to_cast(model, recipe):
+        if not tensor.is_meta and tensor.numel():
             finite = tensor.detach()[tensor.detach().isfinite()]
             most = finite.abs().max().item() if finite.numel() else 0.0
             if most > largest:
@@ -140,7 +138,7 @@ def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
 def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
     """Why this device cannot train in the recipe's dtype: found by trying a matrix product and its backward."""
     dtype = recipe.compute_dtype
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return None
     try:
         if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
@@ -188,6 +186,14 @@ def _find_scheduler_problems(lr_scheduler: Any, optimizer: Any, dataloader: Any,
         )
 
 
+def _allowed_dtypes(recipe: Recipe) -> set[torch.dtype]:
+    if recipe.param_dtype is None:
+        return {torch.float32, torch.float64}
+    if recipe.keep_batchnorm_fp32:  # fp32 that was rounded before is not fp32
+        return {torch.float32}
+    return {torch.float32, recipe.param_dtype}
+
+
 def _dtype_problem(names: list[str], dtype: torch.dtype, recipe: Recipe, mode: str | None) -> str:
     found = f"model: {len(names)} parameter(s) are {_short(dtype)} ({shorten(names)})"
     key = "bf16" if dtype == torch.bfloat16 else "fp16"
@@ -201,10 +207,9 @@ def _dtype_problem(names: list[str], dtype: torch.dtype, recipe: Recipe, mode: s
             f"{found}, but mode={mode!r} keeps parameters in float32 and casts while it computes; build the model in "
             f"float32 (model.float()), or set {key} = dict(mode='naive')"
         )
-    return (
-        f"{found}, but mode={mode!r} computes in {_short(recipe.compute_dtype)}; build the model in float32 or "
-        f"{_short(recipe.compute_dtype)}"
-    )
+    allowed = " or ".join(sorted(map(_short, _allowed_dtypes(recipe)), reverse=True))
+    why = ", and BatchNorm stays in float32" if recipe.keep_batchnorm_fp32 else ""
+    return f"{found}, but mode={mode!r} computes in {_short(recipe.compute_dtype)}{why}; build the model in {allowed}"
 
 
 def _length(loader: DataLoader[Any]) -> int | None:

@@ -56,6 +56,11 @@ def is_functorch_tensor(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def is_operator(function: object) -> bool:
+    """Whether `function` is one of `torch.ops`."""
+    return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is BatchNorm of any dimension, SyncBatchNorm, or derived from them."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)

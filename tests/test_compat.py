@@ -8,8 +8,6 @@ from halfmesh.amp.plugin import AMP_PLUGINS, AMPPlugin, Composes
 from halfmesh.amp.recipe import FP32
 from halfmesh.compat import (
     HALF_DTYPES,
-    UNBUILT_KEYS,
-    Finding,
     Row,
     check,
     composition_table,
@@ -22,6 +20,7 @@ from halfmesh.compat import (
 from halfmesh.config import Config
 from halfmesh.config.load import load_config
 from halfmesh.errors import IncompatibleConfigError
+from halfmesh.key_checks import UNBUILT_KEYS, Finding
 from halfmesh.options import Options
 from halfmesh.parallel.registries import DATA_STRATEGIES, NotBuilt
 
@@ -87,7 +86,7 @@ def test_the_tables_refusals():
 
 def test_what_runs_today():
     table = composition_table()
-    for row in ("none", "torch fp16", "torch bf16", "naive fp16", "naive bf16"):
+    for row in ("none", "torch fp16", "torch bf16", "naive fp16", "naive bf16", "apex fp16"):
         assert table[row]["replicate"] == "yes"
 
 
@@ -262,6 +261,9 @@ NO_SCALE = "without a loss scale, gradients leave float16's range while they are
         ({"fp16": {"mode": "torch"}}, False),
         ({"fp16": {"mode": "naive", "loss_scale": 8.0}}, False),
         ({"fp16": {"mode": "apex"}}, False),
+        ({"fp16": {"mode": "apex", "opt_level": "O0"}}, True),
+        ({"fp16": {"mode": "apex", "num_losses": 2}}, True),  # unscaled before they are reduced
+        ({"fp16": {"mode": "apex", "num_losses": 2, "loss_scale": 8.0}}, False),
     ],
 )
 def test_reducing_in_float16_needs_a_loss_scale(raw, refused):
@@ -285,6 +287,19 @@ def test_fsdp_keys_need_fsdp(key, value):
     message = f"parallel.data.{key}: only strategy='fsdp' has it, and the strategy is 'replicate'; remove it"
     assert find({"parallel": {"data": {key: value}}}) == [message]
     assert find({"parallel": {"data": {key: value, "strategy": "fsdp"}}}) == []
+
+
+def test_weighted_losses_are_of_one_kind():
+    message = "loss_reduction: 'weighted' joins the batches of one loss, but num_losses is 2; use 'mean' or 'sum'"
+    raw = {"fp16": {"mode": "apex", "num_losses": 2}, "loss_reduction": "weighted"}
+    assert find(raw) == [message]
+    assert find(raw | {"fp16": {"mode": "apex"}}) == []
+
+
+def test_a_mode_that_is_switched_off_composes_like_none():
+    raw = {"fp16": {"mode": "apex", "enabled": False}, "parallel": {"tensor": 2}}
+    assert find(raw, 2) == []
+    assert find({"fp16": {"mode": "apex"}, "parallel": {"tensor": 2}}, 2) != []
 
 
 def test_fsdp_param_dtype_is_the_modes():
@@ -315,10 +330,6 @@ def test_every_other_key_is_built():
         "timeout": 3.0, "track_grad_norm": True, "parallel": {"data": {"bucket_mb": 1.0, "max_inflight": 2}},
     }  # fmt: skip
     assert check(load_config(raw), 2, "cpu") == []
-
-
-def test_unbuilt_mode():
-    assert find({"fp16": {"mode": "apex"}}, kind="unbuilt") == ["fp16.mode='apex': mode 'apex' is not built yet"]
 
 
 def test_unbuilt_layouts_name_their_cells():

@@ -30,9 +30,9 @@ from torch import nn
 
 from halfmesh.amp.naive_amp import NaiveOptions
 from halfmesh.amp.torch_amp import TorchOptions
-from halfmesh.compat import UNBUILT_KEYS
 from halfmesh.config.schema import Settings
 from halfmesh.errors import ConfigError, NonFiniteError
+from halfmesh.key_checks import UNBUILT_KEYS
 
 
 def scales(config, pattern: str) -> list[float]:

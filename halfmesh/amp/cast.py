@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import torch_private
 from ..tree import map_tensors
+from .cast_lists import CastTable
+from .o1_casts import O1Casts, o1_scope
 from .recipe import Recipe
 
 
@@ -25,13 +29,26 @@ class Precision:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe = recipe
         self.device = device
+        self.casts = CastTable() if recipe.cast_lists == "apex" else None
+        """O1's lists, with additions; None where torch.autocast or nothing casts."""
         self._fp16_scalars: list[weakref.ref[torch.Tensor]] = []
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The scope that forward and criterion run in: torch.autocast where the recipe has it, else nothing."""
-        if self.recipe.autocast:
-            return torch.autocast(self.device.type, self.recipe.compute_dtype)
-        return nullcontext()
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """The scope that forward and criterion run in: casts where the recipe has them, else nothing.
+
+        With `enabled=False` the scope that switches the casts off.
+        """
+        if not self.recipe.autocast:
+            return nullcontext()
+        if not enabled:
+            return torch.autocast(self.device.type, enabled=False)
+        if self.casts is not None:
+            return o1_scope(self.casts, self.device.type)
+        return torch.autocast(self.device.type, self.recipe.compute_dtype)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """The scope that backward runs in, so that activation checkpointing casts as the forward did."""
+        return nullcontext() if self.casts is None else O1Casts(self.casts, self.device.type)
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
@@ -65,5 +82,26 @@ class Precision:
 
 def cast_model(model: nn.Module, recipe: Recipe) -> None:
     """Cast parameters and floating-point buffers in place. Parameter objects, ties and names stay."""
-    if recipe.param_dtype is not None:
-        model.to(recipe.param_dtype)
+    if recipe.param_dtype is None:
+        return
+    kept = [(module, name, tensor, tensor.data) for module, name, tensor in _stays_fp32(model, recipe)]
+    model.to(recipe.param_dtype)
+    for module, name, tensor, data in kept:
+        tensor.data = data
+        setattr(module, name, tensor)  # `to` makes new buffers
+
+
+def tensors_to_cast(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers whose dtype `cast_model` changes, by name."""
+    stays = {id(tensor) for _, _, tensor in _stays_fp32(model, recipe)}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and id(tensor) not in stays and tensor.dtype != recipe.param_dtype:
+            yield name, tensor
+
+
+def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """apex's rule: BatchNorm with weights stays as it is, with its buffers; without weights it is cast."""
+    for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
+        if torch_private.is_batch_norm(module) and module.affine:
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+                yield module, name, tensor

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import overrides
 
+from .. import torch_private
 from ..errors import InputError, did_you_mean
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -177,8 +178,7 @@ def _find(module: Any, name: str, decorator: str) -> Callable[..., Any]:
     if not callable(function):
         near = did_you_mean(name, [other for other in dir(module) if not other.startswith("_")])
         raise InputError(f"{where} has no function {name!r}{near}")
-    operators = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-    reported = isinstance(function, operators) or is_marked(function) or function in o1_lists()
+    reported = torch_private.is_operator(function) or is_marked(function) or function in o1_lists()
     if not reported and not any(function in group for group in overrides.get_overridable_functions().values()):
         raise InputError(
             f"torch does not report calls of {where}.{name}, so it cannot be cast from outside; decorate it where it "

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from ..shard import ParamShard, Ranks
-from .cast import cast_model
+from .cast import cast_model, tensors_to_cast
 from .master_weights import current_value, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .recipe import Recipe
 from .rules import UpdateRules
+from .state_hooks import watch_state
 
 
 def convert(
@@ -28,16 +30,28 @@ def convert(
     Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
     `close` of what is returned undoes the conversion.
     """
-    masters = masters_for(optimizer, shards, {}) if recipe.master_weights else {}
     dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+    masters: dict[nn.Parameter, nn.Parameter] = {}
+    if recipe.master_weights:
+        to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe)}
+        masters = masters_for(optimizer, [shard for shard in shards if id(shard.param) in to_cast], {})
     cast_model(model, recipe)
     update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)
-    update.on_close = lambda: _take_back(model, update, dtypes)
+    changed = {tensor: dtypes[name] for name, tensor in _tensors(model) if tensor.dtype != dtypes[name]}
+    hooks = list(watch_state(model, update.holdings, changed))
+    update.on_close = lambda: _take_back(model, update, dtypes, hooks)
     return update
 
 
-def _take_back(model: nn.Module, update: MixedPrecisionOptimizer, dtypes: Mapping[str, torch.dtype]) -> None:
+def _take_back(
+    model: nn.Module,
+    update: MixedPrecisionOptimizer,
+    dtypes: Mapping[str, torch.dtype],
+    hooks: Sequence[RemovableHandle],
+) -> None:
     """Give the model the dtypes it came with and the masters' values; the optimizer its parameters."""
+    for hook in hooks:
+        hook.remove()
     masters = update.holdings.masters
     for name, tensor in _tensors(model):
         dtype = dtypes.get(name, tensor.dtype)

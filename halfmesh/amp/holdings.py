@@ -14,7 +14,7 @@ from ..errors import InputError, shorten
 from ..shard import ParamShard
 from . import fused
 from .master_weights import current_value, masters_for, publish, repoint
-from .recipe import Recipe
+from .recipe import HALF, Recipe
 from .rules import UpdateRules
 from .wide_gradients import accumulate_in_fp32
 
@@ -77,12 +77,12 @@ class Holdings:
         refuse_foreign_params(self.optimizer, self.shards, self.masters.values())
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if self._recipe.master_weights:
-            new = masters_for(self.optimizer, self.shards, self.masters)
+            new = masters_for(self.optimizer, [s for s in self.shards if s.param.dtype in HALF], self.masters)
             repoint(self.optimizer, new)
             self.masters.update(new)
             self._stamps.update((p, torch_private.edit_stamp(p)) for p in new)
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
-        if self._rules.wide_gradients:
+        if self._rules.wide_gradients and self._recipe.num_losses == 1:  # several losses add up in fp32 by themselves
             for shard in self.trained:
                 if self._widened.get(id(shard)) is None:
                     self._widened[id(shard)] = accumulate_in_fp32(shard)

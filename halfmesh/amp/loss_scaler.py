@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..errors import InputError
 from .recipe import LossScale
+
+_SMALLEST = 2.0**-126
+"""Below this fp32 has no full precision, and soon none at all: a scale of zero could not be divided by."""
 
 
 class LossScaler:
@@ -42,7 +46,7 @@ class LossScaler:
         left = torch.where(found, (self._hysteresis_left - 1).clamp(min=0), self._hysteresis_left)
         tracker = torch.where(found, 0, self._growth_tracker + 1)
         grow = tracker >= options.growth_interval
-        lowered = (self.scale * options.backoff_factor).clamp(min=options.min_scale)
+        lowered = (self.scale * options.backoff_factor).clamp(min=max(options.min_scale, _SMALLEST))
         grown = (self.scale * options.growth_factor).clamp(max=self.max_scale)
         # Out of place: results of earlier steps keep the scale that they were taken with.
         self.scale = torch.where(found & (left == 0), lowered, torch.where(grow, grown, self.scale))
@@ -77,7 +81,7 @@ class LossScaler:
             "hysteresis_left": int(self._hysteresis_left.item()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken. A static scale stays what the config says."""
         if not self.options.dynamic:
             return

@@ -19,9 +19,9 @@ def make_master(param: nn.Parameter) -> nn.Parameter:
 def masters_for(
     optimizer: torch.optim.Optimizer, shards: Sequence[ParamShard], known: Mapping[nn.Parameter, nn.Parameter]
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """The master of each floating-point parameter of `shards` that `optimizer` holds itself; made if not `known`."""
+    """The master of each parameter of `shards` that `optimizer` holds itself; made if not `known`."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    raw = [s.param for s in shards if id(s.param) in held and s.param.is_floating_point()]
+    raw = [s.param for s in shards if id(s.param) in held]
     return {param: known[param] if param in known else make_master(param) for param in raw}
 
 

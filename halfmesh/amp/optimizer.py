@@ -14,15 +14,14 @@ from ..log import get_logger
 from ..shard import OneRank, ParamShard, Ranks
 from .holdings import Holdings
 from .loss_scaler import LossScaler
+from .loss_scales import LossScales
 from .master_weights import by_bytes
-from .recipe import Recipe
+from .recipe import HALF, Recipe
 from .result import StepResult
 from .rules import UpdateRules
 from .skips import SkipWatch
 from .verdict import Verdict, measure
 
-# The seed of an fp16 loss is itself fp16: 2**15 is the largest power of two that fits (the maximum is 65504).
-FP16_SEED_LIMIT = 2.0**15
 STREAM_BYTES = 25 * 2**20
 
 _Grads = list[tuple[ParamShard, torch.Tensor]]
@@ -65,7 +64,7 @@ class MixedPrecisionOptimizer:
         self.rules = rules or UpdateRules()
         self.holdings = Holdings(optimizer, shards, recipe, self.rules, masters)
         self.device = shards[0].param.device
-        self.scaler = LossScaler(recipe.loss_scale, self.device) if recipe.loss_scale else None
+        self.losses = LossScales(recipe, self.device)
         self.watch = SkipWatch(self.rules.max_consecutive_skips, self.device)
         self.skips = recipe.skips if self.rules.on_nonfinite == "auto" else self.rules.on_nonfinite == "skip"
         """Whether an update with inf or nan is skipped."""
@@ -79,24 +78,21 @@ class MixedPrecisionOptimizer:
         """Undoes what was done to make this, in `close`."""
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
 
-    def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False) -> None:
-        """Run backward from a scalar `loss`, with the loss scale / `divisor` as its seed."""
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler of loss 0, if gradients are scaled."""
+        return self.losses.first
+
+    def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
+        """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
-        if loss.dtype in (torch.float16, torch.bfloat16):
+        if loss.dtype in HALF:
             loss = loss.float()  # a scaled seed does not fit into half precision
-        if self.scaler is None:
-            seed = torch.full_like(loss, 1 / divisor)
-        else:
-            seed = (self.scaler.scale / divisor).to(loss.dtype).expand_as(loss)
-        loss.backward(gradient=seed, retain_graph=retain_graph)
+        self.losses.set_aside(self.holdings.trained)
+        loss.backward(gradient=self.losses.seed(loss, loss_id, divisor), retain_graph=retain_graph)
+        self.losses.collect(loss_id, self.holdings.trained)
         self._note_gradients()
-
-    def cap_scale(self) -> None:
-        """Keep the loss scale at or below 2**15, because backward starts in fp16 with the loss scale itself."""
-        reason = "the loss itself is fp16, and its gradient is the loss scale, in fp16"
-        if self.scaler is not None and self.scaler.cap(FP16_SEED_LIMIT, reason):
-            _log.warning("the loss scale is kept at or below %g: %s", FP16_SEED_LIMIT, reason)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -130,7 +126,7 @@ class MixedPrecisionOptimizer:
         if verdict is None and (asked_for or (not self.holdings.sparse and self.watch.wants_a_look())):
             verdict = self._measure(grads)
         if verdict is not None:
-            self.watch.judge(verdict, grads, self.skips, self.rules.on_nonfinite == "raise", self.scaler)
+            self.watch.judge(verdict, grads, self.skips, self.rules.on_nonfinite == "raise", self.losses.scalers)
         total = self._scale(divisor)
         norm = None if verdict is None else verdict.norm if total is None else verdict.norm / total
         found_inf = verdict.found_inf if verdict is not None and self.skips else None
@@ -145,22 +141,23 @@ class MixedPrecisionOptimizer:
             coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             total = 1 / coefficient if total is None else total / coefficient
         self._apply(grads, None if total is None else total.float(), found_inf)
-        if self.scaler is not None and verdict is not None:
-            _update_scale(self.scaler, verdict.found_inf)
+        if verdict is not None:
+            self.losses.update(verdict)
         return result
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters that the optimizer holds."""
         self._clip_once = None
+        self.losses.forget()
         for shard in self.holdings.trained:
             shard.clear_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer state, masters by parameter name, loss scaler and counters."""
+        """Optimizer state, masters by parameter name, loss scalers and counters."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": self.holdings.masters_by_name(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scalers": self.losses.state_dict(),
             "skips": self.watch.state_dict(),
         }
 
@@ -168,8 +165,7 @@ class MixedPrecisionOptimizer:
         """Continue exactly where `state_dict` was taken. Copies masters into the model's parameters too."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.holdings.adopt(state["masters"])
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        self.losses.load_state_dict(state["scalers"])
         self.watch.load_state_dict(state["skips"])
 
     def close(self) -> None:
@@ -191,12 +187,13 @@ class MixedPrecisionOptimizer:
         return [(shard, grad) for shard, grad in taken if grad is not None]
 
     def _measure(self, grads: _Grads) -> Verdict:
-        return measure(grads, self._ranks, self.device, self.rules.norm_type, self.recipe.count_zeros)
+        by_loss = self.losses.nonfinite()
+        return measure(grads, self._ranks, self.device, self.rules.norm_type, self.recipe.count_zeros, by_loss)
 
     def _scale(self, divisor: float | torch.Tensor) -> torch.Tensor | None:
         """What the gradients are too large by (0-dim float64), or None if they are right as they are."""
-        if self.scaler is not None:
-            return self.scaler.scale.double() * divisor
+        if self.losses.scale is not None:
+            return self.losses.scale.double() * divisor
         if isinstance(divisor, torch.Tensor):
             return divisor.double()
         return None if divisor == 1 else torch.full((), divisor, dtype=torch.float64, device=self.device)
@@ -258,7 +255,7 @@ class MixedPrecisionOptimizer:
 
     def _note_gradients(self) -> None:
         """Remember one gradient as backward left it; reduced ones come later and are not looked at."""
-        if self.scaler is None or self._warned:
+        if self.losses.scale is None or self._warned:
             return
         grads = (shard.param.grad for shard in self.holdings.trained)
         self._first_grad = next((g for g in grads if g is not None and g.layout == torch.strided), None)
@@ -282,13 +279,6 @@ class MixedPrecisionOptimizer:
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
                 "checked; call engine.step() instead"
             )
-
-
-def _update_scale(scaler: LossScaler, found_inf: torch.Tensor) -> None:
-    before = scaler.scale
-    scaler.update(found_inf)
-    if scaler.options.verbose and before is not scaler.scale and before.item() != scaler.scale.item():
-        _log.info("loss scale %g -> %g", before.item(), scaler.scale.item())
 
 
 def _first_lr(optimizer: optim.Optimizer) -> float | torch.Tensor:

@@ -54,8 +54,6 @@ class AMPPlugin(ABC):
     composes: ClassVar[Composes] = Composes()
     scale_keys: ClassVar[frozenset[str]] = frozenset()
     """Those of `options` that only concern loss scaling; they are refused where nothing is scaled (bf16)."""
-    built: ClassVar[bool] = True
-    """False for a mode that is declared but does not exist yet."""
 
     def __init_subclass__(cls) -> None:
         from ..options import Options  # pydantic: whoever defines a mode has imported it

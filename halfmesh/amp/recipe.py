@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class LossScale:
     min_scale: float = 0.0
     max_scale: float = 2.0**127
     verbose: bool = False
-    """Log each change of the scale (reads the scale on the host once per update)."""
+    """Log each change of the scale, once it is known on the host."""
 
     def __post_init__(self) -> None:
         fine = (
@@ -55,28 +58,43 @@ class Recipe:
     param_dtype: torch.dtype | None = None
     """Parameters and floating-point buffers of the model are cast to it; None leaves them as they are (fp32)."""
     autocast: bool = False
-    """Run forward and criterion under `torch.autocast` with `compute_dtype`."""
+    """Run forward and criterion in a scope that casts for each operation to `compute_dtype` or fp32."""
     master_weights: bool = False
-    """Keep an fp32 copy of each trained parameter for the optimizer."""
+    """Keep an fp32 copy of each trained half-precision parameter for the optimizer."""
     loss_scale: LossScale | None = None
     """None: gradients are not scaled."""
     output_dtype: torch.dtype | None = None
     """Floating-point outputs of the model are cast to it; None leaves them as they are."""
     count_zeros: bool = False
     """Count the zeros in the gradients of each step."""
+    cast_lists: Literal["torch", "apex"] = "torch"
+    """Who decides under `autocast`: `torch.autocast`, or apex's O1 lists (fp16 only)."""
+    keep_batchnorm_fp32: bool = False
+    """Leave BatchNorm with weights, and its statistics, in fp32 when the model is cast."""
+    num_losses: int = 1
+    """Losses with a scale of their own, if it is dynamic."""
 
     def __post_init__(self) -> None:
         if self.compute_dtype != torch.float32 and not self.autocast and self.param_dtype is None:
             raise ValueError(f"{self} would compute in fp32: set autocast=True or param_dtype={self.compute_dtype}")
-        if self.autocast and self.param_dtype is not None:
+        if self.autocast and self.param_dtype not in (None, torch.float32):
             raise ValueError(f"{self} has two ways to compute in {self.compute_dtype}: autocast and param_dtype")
         if self.master_weights and self.param_dtype is None:
             raise ValueError(f"{self} keeps fp32 masters of fp32 parameters: set param_dtype, or master_weights=False")
+        if self.cast_lists == "apex" and not (self.autocast and self.compute_dtype == torch.float16):
+            raise ValueError(f"{self} has apex's cast lists, which need autocast=True and compute_dtype=torch.float16")
+        if self.num_losses < 1:
+            raise ValueError(f"{self} has no loss: num_losses starts at 1")
 
     @property
     def skips(self) -> bool:
         """Whether a step with non-finite gradients is skipped by itself: only a dynamic scale does that."""
         return self.loss_scale is not None and self.loss_scale.dynamic
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether gradients are scaled until the update: those of several losses are unscaled before they are added."""
+        return self.loss_scale is not None and not (self.loss_scale.dynamic and self.num_losses > 1)
 
 
 FP32 = Recipe()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .host_copy import HostCopy
+
 
 class StepResult:
     """What one update did. Attributes are read from the device when first asked for, locally: no communication.
@@ -24,25 +26,13 @@ class StepResult:
         named = {"skipped": skipped, "norm": norm, "scale": scale, "num_zeros": num_zeros}
         given = {name: value for name, value in named.items() if value is not None}
         self._names = list(given)
-        self._ready: torch.cuda.Event | None = None
         self._read: dict[str, float] | None = None if given else {}
         if given:
-            self._values = self._to_host(torch.stack([value.double() for value in given.values()]))
-
-    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
-        if values.device.type != "cuda":
-            return values
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        self._ready = torch.cuda.Event()
-        self._ready.record()
-        return host
+            self._copy = HostCopy(torch.stack([value.double() for value in given.values()]))
 
     def _get(self, name: str) -> float | None:
         if self._read is None:
-            if self._ready is not None:
-                self._ready.synchronize()
-            self._read = dict(zip(self._names, self._values.tolist(), strict=True))
+            self._read = dict(zip(self._names, self._copy.read(), strict=True))
         return self._read.get(name)
 
     @property
@@ -57,7 +47,7 @@ class StepResult:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of this step's backward; 1.0 without loss scaling."""
+        """The loss scale of this step's backward (of loss_id 0); 1.0 without loss scaling."""
         scale = self._get("scale")
         return 1.0 if scale is None else scale
 

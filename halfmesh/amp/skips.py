@@ -43,7 +43,7 @@ class SkipWatch:
         grads: Sequence[tuple[ParamShard, torch.Tensor]],
         skips: bool,
         raise_now: bool,
-        scaler: LossScaler | None,
+        scalers: Sequence[LossScaler],
     ) -> None:
         """Count one verdict. `skips`: the update is skipped if non-finite; `raise_now`: it ends the run instead."""
         found = verdict.found_inf.long()
@@ -56,13 +56,13 @@ class SkipWatch:
             self._alarmed = bool(found)
             self._most = int(self._in_a_row.item())
         if raise_now and bool(found):
-            raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scaler) + _ADVICE)
+            raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scalers) + _ADVICE)
         if self._most >= self.limit:
             self._most = int(self._in_a_row.item())
             if self._most >= self.limit:
                 raise NonFiniteError(
                     f"{self._most} updates in a row had gradients with inf or nan (max_consecutive_skips="
-                    f"{self.limit})" + _where(grads) + _scale_words(scaler) + _ADVICE
+                    f"{self.limit})" + _where(grads) + _scale_words(scalers) + _ADVICE
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,12 +87,14 @@ def _where(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str:
     return f"; the first parameter with a non-finite gradient is {name!r}" if name else "; none on this rank"
 
 
-def _scale_words(scaler: LossScaler | None) -> str:
-    if scaler is None:
+def _scale_words(scalers: Sequence[LossScaler]) -> str:
+    if not scalers:
         return "; no loss scaling is in use"
-    scale, floor = scaler.scale.item(), scaler.options.min_scale
-    if not scaler.options.dynamic:
+    if len(scalers) > 1:
+        return f"; the loss scales have come to {', '.join(f'{scaler.scale.item():g}' for scaler in scalers)}"
+    scale, options = scalers[0].scale.item(), scalers[0].options
+    if not options.dynamic:
         return f"; the loss scale is static at {scale:g}"
-    if scale <= floor:
-        return f"; the loss scale has reached its floor, min_scale={floor:g}"
+    if scale <= options.min_scale:
+        return f"; the loss scale has reached its floor, {options.min_scale:g}"
     return f"; the loss scale has fallen to {scale:g}"

@@ -28,6 +28,8 @@ class Verdict:
     """1.0 if any gradient on any rank is inf or nan, else 0.0 (float32)."""
     num_zeros: torch.Tensor | None
     """Number of gradient elements over all ranks that are exactly zero (float64), if it was asked for."""
+    by_loss: torch.Tensor | None = None
+    """Nonzero for each loss whose own gradients held inf or nan on any rank (1-D), if they were counted."""
 
 
 @torch.no_grad()
@@ -37,33 +39,39 @@ def measure(
     device: torch.device,
     norm_type: float = 2.0,
     count_zeros: bool = False,
+    by_loss: torch.Tensor | None = None,
 ) -> Verdict:
     """Judge `grads`, pairs of a shard and its local gradient (any dtype), together with those of the other ranks.
 
     Each element counts with its shard's weight, so that copies on several ranks count once. Accumulated in fp32
-    within a chunk and in fp64 above. One all-reduce of two numbers (three with `count_zeros`); for the maximum norm
-    of two numbers per rank.
+    within a chunk and in fp64 above. One all-reduce of two numbers (three with `count_zeros`, and one more for each
+    loss); for the maximum norm of two numbers per rank.
+
+    Args:
+        by_loss: what each loss's own gradients held of inf or nan on this rank (1-D); it counts like theirs.
     """
-    for shard, grad in grads:
-        if grad.layout != torch.strided:
-            raise InputError(
-                f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
-                "gradient norm do not support; build its layer with sparse=False"
-            )
     power, bad = _local_sums(grads, device, norm_type)
     zeros = [_zeros(grads, device)] if count_zeros else []
+    rest = [torch.stack([bad, *zeros]), *([] if by_loss is None else [by_loss])]
     if math.isinf(norm_type):
         # SUM over one slot per rank, because a MAX all-reduce loses nan on gloo.
         slots = torch.zeros(ranks.size, dtype=torch.float64, device=device)
         slots[ranks.rank] = power
-        joined = torch.cat([slots, torch.stack([bad, *zeros])])
+        joined = torch.cat([slots, *rest])
         ranks.all_reduce(joined)
-        norm, rest = joined[: ranks.size].max(), joined[ranks.size :]
+        norm, sums = joined[: ranks.size].max(), joined[ranks.size :]
     else:
-        joined = torch.stack([power, bad, *zeros])
+        joined = torch.cat([power.unsqueeze(0), *rest])
         ranks.all_reduce(joined)
-        norm, rest = joined[0] ** (1 / norm_type), joined[1:]
-    return Verdict(norm, (rest[0] > 0).float(), rest[1] if count_zeros else None)
+        norm, sums = joined[0] ** (1 / norm_type), joined[1:]
+    losses = None if by_loss is None else sums[-len(by_loss) :]
+    bad = sums[0] if losses is None else sums[0] + losses.sum()
+    return Verdict(norm, (bad > 0).float(), sums[1] if count_zeros else None, losses)
+
+
+def count_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """How many pieces of `grads` hold inf or nan (0-dim float64), on this rank, without reading them."""
+    return _local_sums(grads, device, math.inf)[1]
 
 
 def first_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str | None:
@@ -74,7 +82,17 @@ def first_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str | N
 def _local_sums(
     grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device, norm_type: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[sum of weight * |g|^p, or the maximum of |g|] and the count of non-finite pieces, both float64."""
+    """[sum of weight * |g|^p, or the maximum of |g|] and the count of non-finite pieces, both float64.
+
+    Raises:
+        InputError: a gradient is sparse.
+    """
+    for shard, grad in grads:
+        if grad.layout != torch.strided:
+            raise InputError(
+                f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
+                "gradient norm do not support; build its layer with sparse=False"
+            )
     zero = torch.zeros((), dtype=torch.float64, device=device)
     power, bad = zero, zero
     by_weight: dict[tuple[float, bool], list[torch.Tensor]] = defaultdict(list)

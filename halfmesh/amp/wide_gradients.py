@@ -6,11 +6,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..shard import ParamShard
+from .recipe import HALF
 
 
 def accumulate_in_fp32(shard: ParamShard) -> RemovableHandle | None:
     """Move each new gradient of `shard` into an fp32 `main_grad`; None for a parameter that has no need of it."""
-    if shard.param.dtype not in (torch.float16, torch.bfloat16) or not shard.param.requires_grad:
+    if shard.param.dtype not in HALF or not shard.param.requires_grad:
         return None
 
     def widen(_: torch.Tensor) -> None:

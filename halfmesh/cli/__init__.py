@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from ..compat import Finding
     from ..config import Config
+    from ..key_checks import Finding
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 

@@ -54,24 +54,28 @@ class GradientCycle:
         """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
         return self._accumulation.is_last(at_end)
 
-    def add(self, loss: Any, at_end: bool, retain_graph: bool = False) -> None:
-        """Run one backward. On the last microbatch its gradients are reduced while it runs.
+    def add(self, loss: Any, at_end: bool, retain_graph: bool = False, loss_id: int = 0) -> None:
+        """Run one backward. On the last microbatch its gradients are reduced while it runs, unless there are several
+        losses: they are unscaled after backward, and another loss may follow.
 
         Raises:
-            InputError: `loss` is not a scalar with a graph.
+            InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
+        update = self._update
+        update.losses.refuse_unknown(loss_id)
         loss = self._accumulation.take_loss(loss)
-        last = self.is_last(at_end)
+        sends = self.is_last(at_end) and not update.losses.several
         if self.reducer is not None:
             self._keep_covered(self.reducer)
-            self.reducer.open(last)
+            self.reducer.open(sends)
         if self._precision.starts_in_fp16(loss):
-            self._update.cap_scale()
+            update.losses.cap(loss_id)
         self._complete = False
         try:
-            self._update.backward(loss, self._accumulation.seed_divisor, retain_graph)
+            with self._precision.backward():
+                update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
             self.fresh = True
-            if last:
+            if sends:
                 self.complete()
         except BaseException:
             self.clear()  # half a gradient is worse than none: the next backward begins a new cycle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from ..amp.cast import Precision
+from ..amp.cast_lists import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError
@@ -70,7 +71,6 @@ class Engine:
         self._lr = lr
         self._last: StepResult | None = None
         self._closed = False
-        self._load_hooks = checkpoint.watch_loads(model, update.holdings)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -92,13 +92,14 @@ class Engine:
         `step` frees the gradients that it uses, so a forgotten `zero_grad` does no harm. On the last microbatch of a
         cycle the gradients are reduced over the data ranks while backward runs.
 
+        Args:
+            loss_id: which of the `num_losses` losses this is (mode APEX); each has a loss scale of its own.
+
         Raises:
-            InputError: not a scalar with a graph.
+            InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
         self._refuse_if_closed()
-        if loss_id != 0:
-            raise InputError(f"loss_id={loss_id} was given, but only mode='apex' has several losses; leave it out")
-        self._cycle.add(loss, self._at_end, retain_graph)
+        self._cycle.add(loss, self._at_end, retain_graph, loss_id)
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -173,9 +174,12 @@ class Engine:
         """Put the model into evaluation mode. No communication: the ranks' BatchNorm statistics are already equal."""
         return self.train(False)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The scope that forward and criterion run in, for computations of your own."""
-        return self._precision.autocast()
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """The scope that forward and criterion run in, for computations of your own; `enabled=False` leaves it again.
+
+        Within a model `torch.autocast(device_type, enabled=False)` does the same.
+        """
+        return self._precision.autocast(enabled)
 
     # -- what can be read --------------------------------------------------------------------------------------
 
@@ -197,6 +201,26 @@ class Engine:
     def optimizer(self) -> optim.Optimizer:
         return self._update.optimizer
 
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.
+
+        Raises:
+            InputError: between backward and step, where masters have no gradients yet.
+        """
+        if self._cycle.holds_gradients:
+            raise InputError(
+                "engine.master_params() was called between backward and step, where masters have no gradients yet; "
+                "to clip set clip_grad_norm, or call engine.clip_grad_norm_(max_norm)"
+            )
+        return (param for group in self.optimizer.param_groups for param in group["params"])
+
+    @property
+    def casts(self) -> CastTable:
+        """O1's lists of functions, to which a model's own can be added. Raises InputError outside O1."""
+        if self._precision.casts is None:
+            raise InputError("this engine casts by no lists of its own; only mode='apex' with opt_level='O1' does")
+        return self._precision.casts
+
     @property
     def lr_scheduler(self) -> Any:
         self._lr.settle()
@@ -209,9 +233,13 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1.0 without loss scaling. Reads the device."""
-        scaler = self._update.scaler
-        return 1.0 if scaler is None else scaler.scale.item()
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.losses.current()
 
     @property
     def grad_norm(self) -> float | None:
@@ -228,8 +256,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout.
 
-        The model's entry holds the fp32 masters where there are any. Tensors are not copied: save or copy them
-        before the next step.
+        The model's entry holds the fp32 masters where there are any, and the other weights in the dtype they came
+        with; `engine.model.state_dict()` does, too. Tensors are not copied: save or copy them before the next step.
 
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost.
@@ -237,7 +265,7 @@ class Engine:
         refuse_inside(self._cycle, "engine.state_dict()")
         self._lr.settle()
         return {
-            "model": checkpoint.full_precision_state(self.model, self._update.holdings.masters_by_name()),
+            "model": self.model.state_dict(),
             "update": self._update.state_dict(),
             "lr_scheduler": self._lr.state_dict(),
             "global_step": self.global_step,
@@ -247,7 +275,7 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken (with the epoch after the one it was taken in)."""
-        checkpoint.refuse_unfit(state, has_scaler=self._update.scaler is not None)
+        checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
         self._cycle.clear()
         self.model.load_state_dict(state["model"])
         self._update.load_state_dict(state["update"])
@@ -281,8 +309,6 @@ class Engine:
             return
         self._cycle.clear()
         self._closed = True
-        for hook in self._load_hooks:
-            hook.remove()
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
         if self._cycle.reducer is not None:

@@ -45,7 +45,7 @@ def test_on_nonfinite_auto_steps_without_a_dynamic_scale():
 @pytest.mark.parametrize(
     ("recipe", "ending"),
     [
-        (Recipe(loss_scale=LossScale(initial=8.0, min_scale=4.0)), "has reached its floor, min_scale=4"),
+        (Recipe(loss_scale=LossScale(initial=8.0, min_scale=4.0)), "has reached its floor, 4"),
         (Recipe(loss_scale=LossScale(initial=8.0)), "has fallen to 2"),
         (Recipe(loss_scale=LossScale(initial=8.0, dynamic=False)), "is static at 8"),
         (FP32, "no loss scaling is in use"),

@@ -60,7 +60,6 @@ def test_problems_and_findings_together(run):
     assert starts == [
         "config problems", "  - lr", "  - fp16.opt_levle",
         "refused", "  - parallel", "  - device", "  - apex fp16 x tensor",
-        "not built yet", "  - fp16.mode='apex'",
     ]  # fmt: skip
 
 

@@ -1,0 +1,150 @@
+"""The loss scale of each loss: what backward starts with, and how gradients with different scales come together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from ..errors import InputError
+from ..log import get_logger
+from ..shard import ParamShard
+from .loss_scaler import LossScaler
+from .recipe import Recipe
+from .scale_log import ScaleLog
+from .verdict import Verdict, count_nonfinite
+
+# The seed of an fp16 loss is itself fp16: 2**15 is the largest power of two that fits (the maximum is 65504).
+FP16_SEED_LIMIT = 2.0**15
+
+_log = get_logger(__name__)
+
+
+class LossScales:
+    """One scaler, or with a dynamic scale and several losses one for each.
+
+    One scaler: gradients of all losses add up with its scale, and the update divides by it.
+
+    Several, as in apex: after each backward its gradients are divided by that loss's scale and added in fp32
+    (`main_grad`) to those of the other losses. An overflow in any of them skips the step; only the scale of the loss
+    that overflowed is lowered, and a loss without a backward in this update leaves its scale as it was.
+
+    Attributes:
+        scalers: empty where nothing is scaled.
+        several: whether gradients are unscaled after each backward.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        options = recipe.loss_scale
+        self.several = options is not None and not recipe.keeps_scale
+        count = 0 if options is None else recipe.num_losses if self.several else 1
+        self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
+        self._num_losses = recipe.num_losses
+        self._device = device
+        self._nonfinite: dict[int, torch.Tensor] = {}
+        self._log = ScaleLog([options.initial] * count) if options and options.dynamic and options.verbose else None
+
+    @property
+    def first(self) -> LossScaler | None:
+        """The scaler of loss 0."""
+        return self.scalers[0] if self.scalers else None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The scale that complete gradients still carry (0-dim), or None if they are as they should be."""
+        return None if self.several or not self.scalers else self.scalers[0].scale
+
+    def seed(self, loss: torch.Tensor, loss_id: int, divisor: float) -> torch.Tensor:
+        """The gradient that backward of `loss` starts with: its scale / `divisor`."""
+        scaler = self._scaler(loss_id)
+        if scaler is None:
+            return torch.full_like(loss, 1 / divisor)
+        return (scaler.scale / divisor).to(loss.dtype).expand_as(loss)
+
+    def set_aside(self, shards: Sequence[ParamShard]) -> None:
+        """Before a backward: with several losses, what is there already is kept apart from what comes."""
+        if self.several:
+            for shard in shards:
+                shard.main_grad, shard.param.grad = shard.take_grad(), None
+
+    def collect(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
+        """After a backward: with several losses, unscale its gradients and add them to those of the others."""
+        if not self.several:
+            return
+        new = [(shard, shard.param.grad) for shard in shards if shard.param.grad is not None]
+        found = count_nonfinite(new, self._device)
+        self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + found
+        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for _, grad in new]
+        if wide:
+            torch_private.foreach_mul_(wide, 1 / self.scalers[loss_id].scale)
+        for (shard, _), grad in zip(new, wide, strict=True):
+            shard.main_grad = grad if shard.main_grad is None else shard.main_grad.add_(grad)
+            shard.param.grad = None
+
+    def nonfinite(self) -> torch.Tensor | None:
+        """How many pieces of each loss's own gradients were inf or nan on this rank; None with one scaler."""
+        if not self.several:
+            return None
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.stack([self._nonfinite.get(loss_id, zero) for loss_id in range(len(self.scalers))])
+
+    def update(self, verdict: Verdict) -> None:
+        """Move the scales that were used in this update."""
+        if verdict.by_loss is None:
+            for scaler in self.scalers:
+                scaler.update(verdict.found_inf)
+        else:
+            # Sums of finite gradients that are not finite are no single loss's fault: all are lowered.
+            blameless = verdict.found_inf * (verdict.by_loss.sum() == 0)
+            for loss_id in self._nonfinite:
+                self.scalers[loss_id].update(verdict.by_loss[loss_id] + blameless)
+        if self._log is not None:
+            self._log.note(torch.stack([scaler.scale for scaler in self.scalers]))
+
+    def current(self) -> tuple[float, ...]:
+        """The scale of each loss; 1.0 without loss scaling (reads the host)."""
+        scales = [scaler.scale.item() for scaler in self.scalers] or [1.0]
+        return tuple(scales) if self.several else (scales[0],) * self._num_losses
+
+    def forget(self) -> None:
+        """The gradients are used or cleared."""
+        self._nonfinite.clear()
+
+    def cap(self, loss_id: int) -> None:
+        """Keep the scale of a loss at or below 2**15, because its backward starts in fp16 with the loss scale itself.
+
+        Raises:
+            InputError: a static scale is above it.
+        """
+        scaler = self._scaler(loss_id)
+        reason = "the loss itself is fp16, and its gradient is the loss scale, in fp16"
+        if scaler is not None and scaler.cap(FP16_SEED_LIMIT, reason):
+            _log.warning("the loss scale is kept at or below %g: %s", FP16_SEED_LIMIT, reason)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of each scaler."""
+        return [scaler.state_dict() for scaler in self.scalers]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        for scaler, state in zip(self.scalers, states, strict=True):
+            scaler.load_state_dict(state)
+
+    def refuse_unknown(self, loss_id: int) -> None:
+        """Raise InputError unless `loss_id` is that of one of the losses."""
+        if isinstance(loss_id, int) and 0 <= loss_id < self._num_losses:
+            return
+        if self._num_losses == 1:
+            raise InputError(
+                f"loss_id={loss_id!r} was given, but there is one loss; only mode='apex' has several "
+                "(num_losses=2); leave loss_id out"
+            )
+        raise InputError(
+            f"loss_id={loss_id!r} is not one of the num_losses={self._num_losses} losses; allowed: 0 to "
+            f"{self._num_losses - 1}, or set num_losses in the config"
+        )
+
+    def _scaler(self, loss_id: int) -> LossScaler | None:
+        return self.scalers[loss_id] if self.several else self.first

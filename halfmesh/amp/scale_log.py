@@ -1,0 +1,34 @@
+"""Tells of changes of the loss scale, some updates late on a GPU rather than holding it up."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from ..log import get_logger
+from .host_copy import HostCopy
+
+_log = get_logger(__name__)
+
+
+class ScaleLog:
+    """Logs each change of the loss scales once it is known on the host."""
+
+    def __init__(self, scales: list[float]) -> None:
+        self._pending: deque[HostCopy] = deque()
+        self._last = scales
+
+    def note(self, scales: torch.Tensor) -> None:
+        """The scales after an update (1-D, one per loss). Logs what has arrived so far."""
+        self._pending.append(HostCopy(scales))
+        while self._pending and self._pending[0].arrived:
+            self._tell(self._pending.popleft().read())
+
+    def _tell(self, scales: list[float]) -> None:
+        before, self._last = self._last, scales
+        for loss_id, (old, new) in enumerate(zip(before, scales, strict=True)):
+            if old != new:
+                which = f" of loss {loss_id}" if len(scales) > 1 else ""
+                why = "; gradients with inf or nan" if new < old else ""
+                _log.info("loss scale%s %g -> %g%s", which, old, new, why)

@@ -1,0 +1,122 @@
+"""What a config's keys say to each other, beside the composition table: pipeline, data, losses, what is not built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .amp.plugin import AMP_PLUGINS
+from .amp.recipe import FP32, Recipe
+from .config.config import Config
+from .config.schema import DataConfig
+from .parallel.registries import SCHEDULES, NotBuilt
+
+Kind = Literal["refused", "unbuilt"]
+
+UNBUILT_KEYS = ("activation_checkpoint", "activation_offload", "compile", "debug", "resume")
+"""Keys that must have their default for now."""
+
+_FSDP_KEYS = (
+    "param_dtype",
+    "output_dtype",
+    "buffer_dtype",
+    "reshard_after_forward",
+    "prefetch",
+    "cpu_offload",
+    "hybrid",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason why a config cannot run. `where` is a key, or a cell of the composition table."""
+
+    kind: Kind
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+def find_key_problems(config: Config) -> Iterator[Finding]:
+    """Everything that is wrong with the keys, whatever the number of ranks."""
+    yield from _check_pipeline(config)
+    yield from _check_data(config)
+    yield from _check_losses(config)
+    yield from _check_keys(config)
+
+
+def recipe_of(config: Config) -> Recipe:
+    """The recipe of the config's mode."""
+    if config.precision is None or config.precision_dtype is None:
+        return FP32
+    plugin = AMP_PLUGINS.get(config.precision.mode)
+    recipe = plugin.recipe(config.precision.options, getattr(torch, config.precision_dtype))
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it has to return a halfmesh.Recipe")
+    return recipe
+
+
+def _check_pipeline(config: Config) -> Iterator[Finding]:
+    """Microbatches and chunks against the schedule; without a pipeline these keys have no effect."""
+    pipeline = config.parallel.pipeline
+    size, microbatches, schedule = pipeline.size, pipeline.microbatches, pipeline.schedule
+    if size == 1:
+        return
+    if isinstance(SCHEDULES.peek(schedule), NotBuilt):
+        yield Finding("unbuilt", "parallel.pipeline.schedule", f"{schedule!r} is not built yet")
+    where = "parallel.pipeline.microbatches"
+    if microbatches is None:
+        yield Finding("refused", where, f"is required when pipeline.size > 1; {2 * size} is a start for size={size}")
+    elif schedule == "1f1b" and microbatches < size:
+        message = f"{microbatches} is fewer than the {size} stages, which schedule='1f1b' has to fill"
+        yield Finding("refused", where, f"{message}; use {size} or more, or schedule='gpipe'")
+    elif schedule == "interleaved" and microbatches % size:
+        near = _multiples_near(microbatches, size)
+        message = f"{microbatches} is not a multiple of the {size} stages, which schedule='interleaved' needs"
+        yield Finding("refused", where, f"{message}; use {near}")
+    where = "parallel.pipeline.chunks"
+    if schedule == "interleaved" and pipeline.chunks < 2:
+        message = f"{pipeline.chunks} chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'"
+        yield Finding("refused", where, message)
+    elif schedule in ("gpipe", "1f1b") and pipeline.chunks > 1:
+        message = f"{pipeline.chunks} chunks per rank need schedule='interleaved'; schedule={schedule!r} has one"
+        yield Finding("refused", where, message)
+
+
+def _multiples_near(number: int, step: int) -> str:
+    below = number // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def _check_data(config: Config) -> Iterator[Finding]:
+    data = config.parallel.data
+    if data.reduce_dtype == "float16" and not recipe_of(config).keeps_scale:
+        message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
+        yield Finding("refused", "parallel.data.reduce_dtype", message)
+    if data.strategy != "fsdp":
+        for key in _FSDP_KEYS:
+            if getattr(data, key) != DataConfig.model_fields[key].default:
+                message = f"only strategy='fsdp' has it, and the strategy is {data.strategy!r}; remove it"
+                yield Finding("refused", f"parallel.data.{key}", message)
+    elif data.param_dtype not in (None, config.precision_dtype or "float32"):
+        message = f"{data.param_dtype!r} is not what the mode computes in ({config.precision_dtype or 'float32'})"
+        yield Finding("refused", "parallel.data.param_dtype", f"{message}; remove it: the mode decides")
+
+
+def _check_losses(config: Config) -> Iterator[Finding]:
+    losses = recipe_of(config).num_losses
+    if config.loss_reduction == "weighted" and losses > 1:
+        message = f"'weighted' joins the batches of one loss, but num_losses is {losses}; use 'mean' or 'sum'"
+        yield Finding("refused", "loss_reduction", message)
+
+
+def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[Finding]:
+    for key in keys:
+        value, default = getattr(config, key), type(config).model_fields[key].default
+        if value != default:
+            yield Finding("unbuilt", key, f"{value!r} is not built yet; leave it at {default!r}")
