@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -45,13 +46,10 @@ OPT_LEVELS = MappingProxyType(
 
 
 def _to_opt_level(value: Any) -> Any:
-    if isinstance(value, str) and value not in OPT_LEVELS:
-        near = f"O{value[1:]}" if value[:1] in ("0", "o") and f"O{value[1:]}" in OPT_LEVELS else value
-        hint = (
-            f"; did you mean {near!r}? It starts with the letter O"
-            if near != value
-            else did_you_mean(value, OPT_LEVELS)
-        )
+    if type(value) in (str, int) and value not in OPT_LEVELS:
+        near = f"O{str(value)[-1:]}"
+        slip = near in OPT_LEVELS and str(value)[:-1] in ("", "0", "o")
+        hint = f"; did you mean {near!r}, with the letter O?" if slip else did_you_mean(str(value), OPT_LEVELS)
         raise ValueError(f"{value!r} is not an opt level; allowed: 'O0', 'O1', 'O2', 'O3'{hint}")
     return value
 
@@ -122,7 +120,7 @@ class ApexOptions(Options):
         return replace(OPT_LEVELS[self.opt_level], **overrides)
 
 
-def _find_problems(options: ApexOptions) -> Any:
+def _find_problems(options: ApexOptions) -> Iterator[str]:
     level = options.opt_level
     if level == "O1":
         if options.cast_model_type not in (None, False, "float32"):
@@ -148,7 +146,7 @@ def _find_problems(options: ApexOptions) -> Any:
     yield from _find_scale_problems(options)
 
 
-def _find_scale_problems(options: ApexOptions) -> Any:
+def _find_scale_problems(options: ApexOptions) -> Iterator[str]:
     scale = options.properties.loss_scale
     low, high = options.min_loss_scale or 0.0, options.max_loss_scale
     if low > high:

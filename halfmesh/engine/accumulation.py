@@ -70,7 +70,7 @@ class Accumulation:
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         raise InputError(
-            f"engine.backward takes the loss tensor, but a {type(loss).__name__} was given"
+            f"backward takes the loss tensor, but a {type(loss).__name__} was given"
             + (
                 "; for a criterion that returns (sum, weight) set loss_reduction='weighted'"
                 if isinstance(loss, (tuple, list))
@@ -79,11 +79,11 @@ def _scalar(loss: Any) -> torch.Tensor:
         )
     if loss.numel() != 1:
         raise InputError(
-            f"engine.backward takes a scalar loss, but its shape is {tuple(loss.shape)}; let the criterion reduce it "
+            f"backward takes a scalar loss, but its shape is {tuple(loss.shape)}; let the criterion reduce it "
             "(reduction='mean'), or call .mean() on it"
         )
     if not loss.is_floating_point():
-        raise InputError(f"engine.backward takes a floating-point loss, but its dtype is {loss.dtype}")
+        raise InputError(f"backward takes a floating-point loss, but its dtype is {loss.dtype}")
     if not loss.requires_grad:
         raise InputError(
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
