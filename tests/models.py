@@ -23,9 +23,31 @@ MODES = {
     "torch_bf16": BF16_TORCH,
     "naive_fp16": FP16_NAIVE,
     "naive_bf16": BF16_NAIVE,
+    "apex_o0": {"fp16": {"mode": "apex", "opt_level": "O0"}},
+    "apex_o1": {"fp16": {"mode": "apex", "opt_level": "O1", "max_loss_scale": 256.0}},
+    "apex_o2": {"fp16": {"mode": "apex", "opt_level": "O2", "max_loss_scale": 256.0}},
 }
 # Largest relative difference of the weights from fp32 in one process after 10 steps, by mode.
-TOLERANCES = {"none": 1e-5, "torch_fp16": 2e-4, "naive_fp16": 4e-4, "torch_bf16": 2e-3, "naive_bf16": 2e-3}
+TOLERANCES = {
+    "none": 1e-5,
+    "torch_fp16": 2e-4,
+    "naive_fp16": 4e-4,
+    "torch_bf16": 2e-3,
+    "naive_bf16": 2e-3,
+    "apex_o0": 1e-5,
+    "apex_o1": 2e-4,
+    "apex_o2": 4e-4,
+}
+COMPUTE_DTYPES = {
+    "none": torch.float32,
+    "torch_fp16": torch.float16,
+    "naive_fp16": torch.float16,
+    "torch_bf16": torch.bfloat16,
+    "naive_bf16": torch.bfloat16,
+    "apex_o0": torch.float32,
+    "apex_o1": torch.float16,
+    "apex_o2": torch.float16,
+}
 
 
 class MLP(nn.Module):

@@ -50,6 +50,16 @@ class Precision:
         """The scope that backward runs in, so that activation checkpointing casts as the forward did."""
         return nullcontext() if self.casts is None else O1Casts(self.casts, self.device.type)
 
+    def forget_casts(self) -> None:
+        """Drop cast weights that a scope of the user's around several calls would keep.
+
+        Needed after each step: fused optimizers change weights without counting it as a change.
+        """
+        if self.casts is not None:
+            self.casts.forget_weights()
+        elif self.recipe.autocast:
+            torch.clear_autocast_cache()
+
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
         recipe = self.recipe

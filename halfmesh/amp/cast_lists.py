@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -114,10 +115,20 @@ class CastTable:
 
     def __init__(self) -> None:
         self._casts = dict(o1_lists())
+        self._scopes: WeakSet[Any] = WeakSet()
 
     def get(self, function: Callable[..., Any]) -> Cast | None:
         """The cast of `function`, or None if its arguments stay as they are."""
         return self._casts.get(function) or getattr(function, _MARK, None)
+
+    def watch(self, scope: Any) -> None:
+        """Call `scope.forget()` with `forget_weights`, as long as `scope` lives."""
+        self._scopes.add(scope)
+
+    def forget_weights(self) -> None:
+        """The weights have changed, or their casts have done their work: drop those of all scopes."""
+        for scope in list(self._scopes):
+            scope.forget()
 
     def register_half_function(self, module: Any, name: str) -> None:
         """Run `module.name` in fp16; e.g. `register_half_function(torch, "einsum")`.

@@ -48,6 +48,7 @@ class O1Casts(TorchFunctionMode):
         self._is_there = attrgetter(f"is_{device_type}")
         self._weights: dict[nn.Parameter, tuple[tuple[int, int], torch.Tensor]] = {}
         self._open: set[Callable[..., Any]] = set()
+        table.watch(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

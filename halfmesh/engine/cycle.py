@@ -74,6 +74,7 @@ class GradientCycle:
         try:
             with self._precision.backward():
                 update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
+            self._precision.forget_casts()
             self.fresh = True
             if sends:
                 self.complete()
@@ -99,6 +100,7 @@ class GradientCycle:
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
         self._update.zero_grad()
+        self._precision.forget_casts()
         self._accumulation.reset()
         if self.reducer is not None:
             self.reducer.forget()

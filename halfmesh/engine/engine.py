@@ -133,8 +133,6 @@ class Engine:
                 self._dataloader.at_end = False
         self._last = result
         self.global_step += 1
-        if self._precision.recipe.autocast:
-            torch.clear_autocast_cache()  # a scope of the user's around the loop would keep casts of the old weights
         self._lr.after(result)
         return result
 

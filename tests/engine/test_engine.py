@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from models import (
+    COMPUTE_DTYPES,
     FP16_NAIVE,
     FP16_TORCH,
     MLP,
@@ -61,7 +62,7 @@ def test_parity_with_a_plain_fp32_loop(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_matrix_products_run_in_the_dtype_asked_for(mode):
     engine = make_engine(MODES[mode])
-    expected = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[mode.rpartition("_")[2]]
+    expected = COMPUTE_DTYPES[mode]
     x, y = next(iter(engine.dataloader))
     with MatmulDtypes() as training:
         output = engine(x)
@@ -71,15 +72,16 @@ def test_matrix_products_run_in_the_dtype_asked_for(mode):
     with torch.no_grad(), MatmulDtypes() as evaluating:
         engine(x)
     assert evaluating.dtypes == {expected}
-    weights = {"torch_fp16": torch.float32, "torch_bf16": torch.float32}.get(mode, expected)
+    weights = torch.float32 if mode in ("torch_fp16", "torch_bf16", "apex_o1") else expected
     assert {p.dtype for p in engine.model.parameters()} == {weights}
-    autocast = mode.startswith("torch")
+    autocast = mode in ("torch_fp16", "torch_bf16", "apex_o1")
     assert output.dtype == (expected if autocast else torch.float32)
     with engine.autocast():
         assert torch.is_autocast_enabled("cpu") == autocast
 
 
-def test_custom_regions_are_honoured():
+@pytest.mark.parametrize("mode", ["torch_fp16", "apex_o1"])
+def test_custom_regions_are_honoured(mode):
     class Careful(MLP):
         def forward(self, x):
             with torch.autocast("cpu", enabled=False):
@@ -87,7 +89,7 @@ def test_custom_regions_are_honoured():
                 self.seen = x.dtype
             return self.last(self.norm(x))
 
-    engine = make_engine(FP16_TORCH, model=Careful())
+    engine = make_engine(MODES[mode], model=Careful())
     assert engine(torch.randn(2, 8)).dtype == torch.float16
     assert engine.model.seen == torch.float32
 
