@@ -10,5 +10,6 @@ BATCH_SIZE = 32  # images per data rank: with 2 ranks an update sees 64
 LEARNING_RATE = 2e-3
 WARMUP_EPOCHS = 2  # the learning rate rises from near 0 to LEARNING_RATE, then falls to 0
 WEIGHT_DECAY = 0.05
+ADAM_EPS = 1e-8  # torch's default
 
 seed = 1024  # of the initial weights and the order of the data; the same on every rank

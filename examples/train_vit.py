@@ -102,7 +102,9 @@ def build_engine(args: argparse.Namespace, launch: halfmesh.Launch, data: VitDat
     options = {"batch_size": config.BATCH_SIZE, "num_workers": args.workers, "seed": config.seed}
     updates = count_updates(len(data.train), config, launch.world_size)  # type: ignore[arg-type]  # all sets have a length
     model = build_model(args, data.classes)
-    optimizer = optim.AdamW(model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
+    optimizer = optim.AdamW(
+        model.parameters(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, eps=config.ADAM_EPS
+    )
     return halfmesh.initialize(
         model,
         optimizer,

@@ -19,8 +19,10 @@ EXPECTED = {
     "naive_bf16": ("naive", "bfloat16"),
     "accumulation_clipping": ("naive", "float16"),
     "vit_base_caltech101": ("naive", "float16"),
+    **{f"apex_o{level}": ("apex", "float16") for level in range(4)},
 }
-CONSTANTS = {"NUM_EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "WARMUP_EPOCHS", "WEIGHT_DECAY"}  # what train_vit.py reads
+# What train_vit.py reads.
+CONSTANTS = {"NUM_EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "WARMUP_EPOCHS", "WEIGHT_DECAY", "ADAM_EPS"}
 
 
 def load(name):
@@ -43,11 +45,30 @@ def test_config(name):
     assert (FOLDER / f"{name}.py").read_text().startswith('"""')
 
 
-@pytest.mark.parametrize("name", ["fp32", "torch_fp16", "torch_bf16", "naive_fp16", "naive_bf16"])
+PRECISIONS = [
+    "fp32",
+    "torch_fp16",
+    "torch_bf16",
+    "naive_fp16",
+    "naive_bf16",
+    "apex_o0",
+    "apex_o1",
+    "apex_o2",
+    "apex_o3",
+]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_only_the_precision_differs(name):
     changed = load(name).to_dict()
     assert {key for key in changed if key.islower()} <= {"fp16", "bf16"}
-    assert {key: changed[key] for key in CONSTANTS} == load("base").to_dict()
+    expected = load("base").to_dict() | ({"ADAM_EPS": 1e-4} if name == "apex_o3" else {})
+    assert {key: changed[key] for key in CONSTANTS} == expected
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_apex_levels(level):
+    assert load(f"apex_o{level}").fp16.options.opt_level == f"O{level}"
 
 
 def test_accumulation_keeps_the_batch_of_an_update():

@@ -111,6 +111,16 @@ def test_two_processes_learn_the_digits(tmp_path):
     assert {point["loss_scale"] for point in metrics["training"]} <= {2.0**n for n in range(10, 18)}
 
 
+@pytest.mark.parametrize("level", range(4))
+def test_apex_levels_learn_the_digits(level, tmp_path):
+    args = ["--config", ROOT / "configs" / f"apex_o{level}.py", "--epochs", 3, "--min-accuracy", 80]
+    done = run(*args, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "runs" / f"apex_o{level}" / "metrics.json").read_text())
+    assert 80 < metrics["test_accuracy"] <= 100
+    assert {point["loss_scale"] for point in metrics["training"]} <= ({1.0} if level in (0, 3) else {2.0**16, 2.0**15})
+
+
 def test_one_process_and_a_bar_that_is_too_high(tmp_path):
     picture = tmp_path / "here" / "a.png"
     args = ["--epochs", 1, "--limit", 64, "--batch-size", 16, "--seed", 3, "--out", picture, "--min-accuracy", 100.5]
