@@ -9,12 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds the same names
+    from .amp.cast_lists import float_function, half_function, promote_function
     from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
     from .amp.recipe import LossScale, Recipe
     from .amp.result import StepResult
     from .assembly import initialize
     from .config import Config
     from .config.load import load_config
+    from .conversion import convert_to_amp
     from .engine.dataloader import get_dataloader
     from .engine.engine import Engine
     from .engine.lr_schedulers import (
@@ -50,12 +52,14 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
 __version__ = "0.1.0"
 
 _NAMES = {
+    "amp.cast_lists": ("float_function", "half_function", "promote_function"),
     "amp.plugin": ("AMP_PLUGINS", "AMP_TYPE", "AMPPlugin", "Composes"),
     "amp.recipe": ("LossScale", "Recipe"),
     "amp.result": ("StepResult",),
     "assembly": ("initialize",),
     "config": ("Config",),
     "config.load": ("load_config",),
+    "conversion": ("convert_to_amp",),
     "engine.dataloader": ("get_dataloader",),
     "engine.engine": ("Engine",),
     "engine.lr_schedulers": (

@@ -15,6 +15,7 @@ from . import compat, inputs, launching
 from .amp.cast import Precision
 from .amp.convert import convert
 from .amp.optimizer import MixedPrecisionOptimizer
+from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
 from .effective_plan import describe
@@ -129,9 +130,14 @@ def _convert(given: _Given, recipe: Recipe, config: Config, context: ParallelCon
     context.start_equal(given.model, given.optimizer)
     separate_dp_ranks(config.seed, context)
     shards = [ParamShard(name, p, weight=1 / context.size) for name, p in given.model.named_parameters()]
-    update = convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
+    if config.precision is None:
+        update = convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
+        precision = Precision(recipe, context.device)
+    else:
+        plugin, options = AMP_PLUGINS.get(config.precision.mode), config.precision.options
+        update = plugin.convert(options, recipe, given.model, given.optimizer, shards, context, _rules(config))
+        precision = plugin.precision(options, update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
-    precision = Precision(recipe, context.device)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, context)
     reducer = _reducer(given.model, update, context, config)
     engine = Engine(
@@ -182,6 +188,8 @@ def _has_params(model: Any) -> bool:
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> None:
     mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe)
+    if device_problem is None and config.precision is not None:
+        device_problem = AMP_PLUGINS.get(config.precision.mode).find_problem(config.precision.options, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [

@@ -80,7 +80,7 @@ def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
         )
         return
     if "zero_grad" in vars(optimizer):
-        yield "optimizer: it belongs to another engine; close that one first (engine.close()), or build a new optimizer"
+        yield "optimizer: it belongs to another engine; close that one first (its close()), or build a new optimizer"
         return
     if needs_closure(optimizer):
         yield (
@@ -95,14 +95,19 @@ def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
             yield f"optimizer: {error}"
 
 
-def find_other_problems(
-    criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
-) -> Iterator[str]:
-    """What is wrong with the rest."""
+def find_criterion_problems(criterion: Any) -> Iterator[str]:
+    """What is wrong with the criterion."""
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
     if criterion is not None and not callable(criterion):
         yield f"criterion: a callable (outputs, targets) -> loss is needed, but {_kind(criterion)} was given"
+
+
+def find_other_problems(
+    criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
+) -> Iterator[str]:
+    """What is wrong with the rest."""
+    yield from find_criterion_problems(criterion)
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
         if loader is None:
             continue

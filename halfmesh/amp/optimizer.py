@@ -277,7 +277,7 @@ class MixedPrecisionOptimizer:
         if not self._stepping:
             raise InputError(
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
-                "checked; call engine.step() instead"
+                "checked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
             )
 
 

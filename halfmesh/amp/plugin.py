@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import nn, optim
 
 from ..registry import Registry
 from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..options import Options
+    from ..shard import ParamShard, Ranks
+    from .cast import Precision
+    from .optimizer import MixedPrecisionOptimizer
+    from .rules import UpdateRules
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
@@ -70,6 +75,36 @@ class AMPPlugin(ABC):
     @abstractmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         """The recipe of `options` with half precision `dtype` (torch.float16 or torch.bfloat16)."""
+
+    # The rest is for a mode that a recipe cannot describe, because another library does its work.
+
+    @classmethod
+    def find_problem(cls, options: Options, device: torch.device) -> str | None:
+        """What keeps the mode from running here with `options`, asked before anything is changed; None if nothing."""
+        return None
+
+    @classmethod
+    def convert(
+        cls,
+        options: Options,
+        recipe: Recipe,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        shards: Sequence[ParamShard],
+        ranks: Ranks,
+        rules: UpdateRules,
+    ) -> MixedPrecisionOptimizer:
+        """Apply the mode to a model and its optimizer; the `recipe` of what is returned is what halfmesh runs."""
+        from .convert import convert  # here, because it needs most of the engine and a config needs none
+
+        return convert(model, optimizer, shards, recipe, ranks, rules)
+
+    @classmethod
+    def precision(cls, options: Options, recipe: Recipe, device: torch.device) -> Precision:
+        """What runs model and criterion; `recipe` is that of what `convert` returned."""
+        from .cast import Precision
+
+        return Precision(recipe, device)
 
 
 AMP_PLUGINS: Registry[type[AMPPlugin]] = Registry("AMP mode", "halfmesh.amp_plugins")

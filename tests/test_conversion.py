@@ -1,0 +1,304 @@
+"""convert_to_amp: precision alone, in a loop of one's own, without initialize, config file or process group."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from dist_harness import run_ranks
+from models import (
+    CLASSES,
+    COMPUTE_DTYPES,
+    FEATURES,
+    MLP,
+    MODES,
+    TOLERANCES,
+    adamw,
+    difference,
+    make_data,
+    reference,
+    sgd,
+)
+from torch import nn, optim
+
+import halfmesh
+from halfmesh import AMP_TYPE, convert_to_amp
+from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
+
+FULL, HALF = torch.float32, torch.float16
+
+
+def split(name):
+    """mode, its keys and dtype of one of MODES."""
+    [(key, keys)] = MODES[name].items()
+    return keys["mode"], {k: v for k, v in keys.items() if k != "mode"}, {"fp16": "float16", "bf16": "bfloat16"}[key]
+
+
+def converted(name, make_optimizer=sgd, **given):
+    mode, keys, dtype = split(name)
+    model = MLP()
+    optimizer = make_optimizer(model.parameters())
+    return convert_to_amp(model, optimizer, nn.functional.cross_entropy, mode, keys | given, dtype=dtype)
+
+
+def batches(count=10):
+    x, y = make_data(8 * count)
+    return list(zip(x.split(8), y.split(8), strict=True))
+
+
+def train(model, optimizer, criterion, data, max_norm=0.0):
+    results = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        optimizer.backward(loss)
+        if max_norm:
+            optimizer.clip_grad_norm(max_norm)
+        results.append(optimizer.step())
+    return results
+
+
+NAMES = [name for name in MODES if name != "none"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_with_a_plain_fp32_loop(name):
+    model, optimizer, criterion = converted(name)
+    data = batches()
+    train(model, optimizer, criterion, data[:5], max_norm=0.7)
+    if optimizer.loss_scale > 1:  # an overflow between good steps
+        scale = optimizer.loss_scale
+        optimizer.backward(criterion(model(data[0][0]), data[0][1]) * math.inf)
+        assert optimizer.step().skipped
+        assert optimizer.skipped_steps == 1
+        assert optimizer.loss_scale in (scale, scale / 2)  # hysteresis
+    results = train(model, optimizer, criterion, data[5:], max_norm=0.7)
+    assert all(math.isfinite(result.grad_norm) for result in results)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert difference(weights, reference(data, max_norm=0.7)) < TOLERANCES[name]
+    assert {p.dtype for p in optimizer.master_params()} == {FULL}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes(name):
+    model, _, criterion = converted(name)
+    x, y = make_data(4)
+    seen = []
+    model.module.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert criterion(model(x), y).dtype == FULL
+    assert seen == [COMPUTE_DTYPES[name]]
+
+
+@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "apex_o2"])
+def test_resumes_bitwise(name):
+    first = converted(name, adamw)
+    train(*first, batches(3))
+    file = io.BytesIO()
+    torch.save({"model": first[0].state_dict(), "optimizer": first[1].state_dict()}, file)
+    assert list(first[0].state_dict()) == list(MLP().state_dict())
+    assert {value.dtype for value in first[0].state_dict().values()} == {FULL}
+    second = converted(name, adamw)
+    train(*second, batches(1))
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    second[0].load_state_dict(state["model"])
+    second[1].load_state_dict(state["optimizer"])
+    for each in (first, second):
+        train(*each, batches(4))
+    torch.testing.assert_close(second[0].state_dict(), first[0].state_dict(), rtol=0, atol=0)
+
+
+def test_it_needs_no_process_group_and_no_config_package(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as under torchrun, with a process group of one's own or none
+    train(*converted("naive_fp16"), batches(1))
+    assert not torch.distributed.is_initialized()
+
+
+def test_schedulers_take_either_optimizer():
+    model, optimizer, criterion = converted("naive_fp16")
+    for theirs in (optimizer, optimizer.optimizer):
+        scheduler = optim.lr_scheduler.ExponentialLR(theirs, 0.5)
+        before = optimizer.param_groups[0]["lr"]
+        result = train(model, optimizer, criterion, batches(1))[0]
+        scheduler.step()
+        assert result.lr == before
+        assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == before / 2
+    assert isinstance(optimizer, optim.Optimizer)
+    assert optimizer.state is optimizer.optimizer.state
+    assert optimizer.defaults is optimizer.optimizer.defaults
+    assert repr(optimizer).startswith("AMPOptimizer(SGD (")
+
+
+def test_hooks_registered_on_it_run():
+    model, optimizer, criterion = converted("torch_fp16")
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(model, optimizer, criterion, batches(2))
+    assert len(calls) == 2
+
+
+def test_the_wrapper_is_the_model():
+    model, optimizer, criterion = converted("apex_o2")
+    assert model.module.first is model.first
+    assert not model.eval().module.training
+    assert model.train().module.training
+    with pytest.raises(AttributeError, match="'MLP' object has no attribute 'frist'"):
+        model.frist  # noqa: B018
+    average = copy.deepcopy(model)
+    train(model, optimizer, criterion, batches(1))
+    assert not torch.equal(average.state_dict()["first.weight"], model.state_dict()["first.weight"])
+    assert average(make_data(2)[0]).shape == (2, CLASSES)
+
+
+def test_scopes_and_lists():
+    x = torch.randn(2, FEATURES)
+    model, *_ = converted("apex_o1")
+    with model.autocast():
+        assert (x @ x.T).dtype == HALF
+        with model.autocast(enabled=False):
+            assert (x @ x.T).dtype == FULL
+        model.casts.register_float_function(torch.Tensor, "matmul")
+        assert x.matmul(x.T).dtype == FULL
+    assert converted("naive_fp16")[0].casts is None
+
+
+def test_parameters_added_later():
+    model = MLP()
+    optimizer = sgd(list(model.first.parameters()))
+    converted_model, amp_optimizer, _ = convert_to_amp(model, optimizer, None, "apex", {"opt_level": "O2"})
+    amp_optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.5})
+    before = converted_model.state_dict()["last.weight"].clone()
+    amp_optimizer.backward(converted_model(make_data(4)[0]).square().mean())
+    amp_optimizer.step()
+    assert len(amp_optimizer.param_groups) == 2
+    assert {p.dtype for p in amp_optimizer.master_params()} == {FULL}
+    assert not torch.equal(converted_model.state_dict()["last.weight"], before)
+
+
+def test_losses_with_their_own_scales():
+    model, optimizer, criterion = converted("apex_o1", num_losses=2)
+    x, y = make_data(8)
+    optimizer.backward(criterion(model(x), y), loss_id=0)
+    optimizer.backward(model(x).float().square().mean() * math.inf, loss_id=1)
+    assert optimizer.step().skipped
+    assert optimizer._update.losses.current() == (256.0, 128.0)
+
+
+@pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
+def test_close_gives_everything_back(name):
+    model, optimizer, criterion = converted(name, adamw)
+    train(model, optimizer, criterion, batches(2))
+    weights = copy.deepcopy(model.state_dict())
+    optimizer.close()
+    module = model.module
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
+    inner = optimizer.optimizer
+    assert inner.param_groups[0]["params"][0] is module.first.weight
+    module(make_data(2)[0]).sum().backward()
+    inner.step()
+    inner.zero_grad()
+    assert not torch.equal(module.first.weight, weights["first.weight"])
+    convert_to_amp(module, inner, None, "torch")  # and again
+
+
+def test_misuse():
+    model, optimizer, criterion = converted("torch_fp16")
+    x, y = make_data(4)
+    with pytest.raises(InputError, match=r"step\(\) was called before backward\(loss\).*in place of loss.backward\(\)"):
+        optimizer.step()
+    criterion(model(x), y).backward()  # unscaled: it would be divided by the scale
+    with pytest.raises(InputError, match="there is nothing to step with"):
+        optimizer.step()
+    with pytest.raises(InputError, match="clip_grad_norm was called before backward"):
+        optimizer.clip_grad_norm(1.0)
+    with pytest.raises(
+        InputError, match=r"optimizer.step\(\) was called outside the engine.*that convert_to_amp returned"
+    ):
+        optimizer.optimizer.step()
+    with pytest.raises(InputError, match="a closure that runs the model again"):
+        optimizer.step(lambda: None)
+    with pytest.raises(InputError, match="backward takes a scalar loss, but its shape is"):
+        optimizer.backward(model(x))
+    with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss"):
+        optimizer.backward(criterion(model(x), y), loss_id=1)
+    optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match="max_norm must be greater than 0"):
+        optimizer.clip_grad_norm(0.0)
+    optimizer.optimizer.zero_grad()  # either clears
+    with pytest.raises(InputError, match="there is nothing to step with"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"mode": "apx"},
+            ConfigError,
+            "mode='apx' is not a registered mode; allowed: 'torch', 'naive', 'apex'; did you",
+        ),
+        ({"amp_config": {"init_scal": 2.0}}, ConfigError, "fp16.init_scal: unknown key; did you mean 'init_scale'?"),
+        ({"mode": "apex", "amp_config": {"opt_level": "01"}}, ConfigError, "did you mean 'O1', with the letter O?"),
+        (
+            {"mode": "apex", "dtype": "bfloat16"},
+            IncompatibleConfigError,
+            "apex has no bf16; use bf16 = dict(mode='torch')",
+        ),
+        ({"dtype": "fp16"}, InputError, "dtype='fp16' is not a half precision; allowed: 'float16', 'bfloat16'"),
+        (
+            {"dtype": "bfloat16", "amp_config": {"init_scale": 2.0}},
+            ConfigError,
+            "the loss is not scaled; remove init_scale",
+        ),
+        ({"model": 3}, InputError, "model: a torch.nn.Module (or a callable that returns one) is needed, but a int"),
+        ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
+        ({"optimizer": sgd(MLP().parameters())}, InputError, "parameter(s) that are not the model's"),
+        (
+            {"criterion": nn.MSELoss},
+            InputError,
+            "criterion: the class MSELoss was given, not a criterion; write MSELoss()",
+        ),
+        ({"criterion": "mse"}, InputError, "criterion: a callable (outputs, targets) -> loss is needed, but a str"),
+        ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has mode='naive', but mode='torch' was given"),
+    ],
+)
+def test_refusals_leave_everything_untouched(arguments, error, message):
+    model = MLP()
+    optimizer = sgd(model.parameters())
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(error) as raised:
+        convert_to_amp(**{"model": model, "optimizer": optimizer, "mode": AMP_TYPE.TORCH} | arguments)
+    assert message in str(raised.value)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+    assert "zero_grad" not in vars(optimizer)
+
+
+def test_one_conversion_at_a_time():
+    model, optimizer, _ = converted("torch_fp16")
+    with pytest.raises(InputError, match="it belongs to another engine; close that one first"):
+        convert_to_amp(model.module, optimizer.optimizer, None, "naive")
+    with pytest.raises(InputError, match="it belongs to another engine; close that one first"):
+        halfmesh.initialize(model.module, optimizer.optimizer, None, None, {}, device="cpu")
+
+
+def under_ddp(rank, world_size):
+    results = {}
+    for name in ("torch_fp16", "naive_fp16", "apex_o2"):
+        model, optimizer, criterion = converted(name)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        data = [(x[rank::world_size], y[rank::world_size]) for x, y in batches()]
+        steps = train(parallel, optimizer, criterion, data, max_norm=0.7)
+        results[name] = [(r.skipped, r.grad_norm, r.loss_scale) for r in steps], model.state_dict()
+        keys = {key.removeprefix("module.") for key in parallel.state_dict()}
+        assert keys == set(model.state_dict())
+    return results
+
+
+@pytest.mark.distributed
+def test_under_ddp_the_ranks_agree():
+    results = run_ranks(under_ddp, 2, timeout=120)
+    for name, (exact, weights) in results[0].items():
+        assert results[1][name][0] == exact
+        torch.testing.assert_close(results[1][name][1], weights, rtol=0, atol=0)
+        assert difference(weights, reference(batches(), max_norm=0.7)) < TOLERANCES[name]
