@@ -32,8 +32,13 @@ def _precision(engine: Engine, recipe: Recipe) -> str:
     mode = "none" if precision is None else precision.mode
     params = "as given" if recipe.param_dtype is None else _short(recipe.param_dtype)
     masters = ", fp32 masters" if recipe.master_weights else ""
-    how = " (autocast)" if recipe.autocast else ""
-    return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}, parameters {params}{masters}"
+    lists = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}
+    how = lists[recipe.cast_lists] if recipe.autocast else ""
+    level = getattr(precision.options, "opt_level", "") if precision else ""
+    norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
+    return f"mode {mode} {level}".rstrip() + (
+        f", compute {_short(recipe.compute_dtype)}{how}, parameters {params}{norm}{masters}"
+    )
 
 
 def _loss_scale(recipe: Recipe) -> str:
@@ -42,8 +47,9 @@ def _loss_scale(recipe: Recipe) -> str:
         return "off"
     if not scale.dynamic:
         return f"static {scale.initial:g}"
+    each = f"{recipe.num_losses} losses, each " if recipe.num_losses > 1 else ""
     return (
-        f"dynamic from {scale.initial:g}, x{scale.growth_factor:g} after {scale.growth_interval} good steps, "
+        f"{each}dynamic from {scale.initial:g}, x{scale.growth_factor:g} after {scale.growth_interval} good steps, "
         f"x{scale.backoff_factor:g} on overflow (hysteresis {scale.hysteresis})"
     )
 

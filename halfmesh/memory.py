@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn, optim
 
-from .amp.optimizer import STREAM_BYTES, MixedPrecisionOptimizer
+from .amp.master_weights import STREAM_BYTES
+from .amp.optimizer import MixedPrecisionOptimizer
 
 # fp32 tensors of a parameter's size that each optimizer keeps.
 _STATE_TENSORS = {
@@ -46,6 +47,8 @@ def state_bytes(
     temporary = 0
     if reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
         grads = max(grads, trained * reduce_dtype.itemsize)
+    elif update.losses.several:  # the sum in fp32, and what one backward leaves
+        temporary = trained * 4
     elif update.holdings.masters:
         temporary = min(trained * 4, STREAM_BYTES) if update.holdings.streams else trained * 4
     tensors = _state_tensors(update.optimizer)

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..shard import ParamShard, Ranks
 from .cast import cast_model, tensors_to_cast
-from .master_weights import current_value, masters_for, repoint
+from .master_weights import cast_state, current_value, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .recipe import Recipe
 from .rules import UpdateRules
@@ -36,8 +36,10 @@ def convert(
         to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe)}
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.param) in to_cast], {})
     cast_model(model, recipe)
-    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)
     changed = {tensor: dtypes[name] for name, tensor in _tensors(model) if tensor.dtype != dtypes[name]}
+    if not recipe.master_weights:
+        cast_state(optimizer, changed)
+    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)
     hooks = list(watch_state(model, update.holdings, changed))
     update.on_close = lambda: _take_back(model, update, dtypes, hooks)
     return update
@@ -52,13 +54,15 @@ def _take_back(
     """Give the model the dtypes it came with and the masters' values; the optimizer its parameters."""
     for hook in hooks:
         hook.remove()
-    masters = update.holdings.masters
+    masters, changed = update.holdings.masters, {}
     for name, tensor in _tensors(model):
         dtype = dtypes.get(name, tensor.dtype)
         if isinstance(tensor, nn.Parameter) and tensor in masters:
             tensor.data, tensor.grad = current_value(tensor, masters[tensor]).to(dtype), None
         elif tensor.dtype != dtype:
+            changed[tensor] = tensor.dtype
             tensor.data, tensor.grad = tensor.data.to(dtype), None
+    cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 
 

@@ -9,6 +9,7 @@ from torch import optim
 
 from ..errors import InputError
 from ..strides import is_dense
+from .recipe import HALF
 
 # These read `grad_scale` and `found_inf` from the optimizer when fused. Every other optimizer of torch would ignore
 # the two attributes and step with the gradients as they are, so the attributes are set on these alone. Exact types:
@@ -25,7 +26,10 @@ def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
     if type(optimizer) not in _TAKES_SCALE or not _kernel_works(optimizer):
         return switched
     for index, group in enumerate(optimizer.param_groups):
-        if group.get("fused") is None and group.get("foreach") is None and _exact(group, optimizer):
+        left_open = group.get("fused") is None and group.get("foreach") is None
+        # In half precision the kernel rounds once where the plain optimizer rounds after each operation.
+        half = any(param.dtype in HALF for param in group["params"])
+        if left_open and not half and _exact(group, optimizer):
             group["fused"], group["foreach"] = True, False
             switched.add(index)
     _move_step_counters(optimizer)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
 from ..errors import InputError, shorten
@@ -16,7 +15,6 @@ from . import fused
 from .master_weights import current_value, masters_for, publish, repoint
 from .recipe import HALF, Recipe
 from .rules import UpdateRules
-from .wide_gradients import accumulate_in_fp32
 
 # Update one parameter from that parameter's gradient and state alone, so that a step may be taken in parts.
 _ELEMENTWISE = (
@@ -65,7 +63,6 @@ class Holdings:
         self.masters = dict(masters or {})
         self._recipe = recipe
         self._rules = rules
-        self._widened: dict[int, RemovableHandle | None] = {}
         self.sparse = False
         self._switched: set[int] = set()
         self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
@@ -82,20 +79,22 @@ class Holdings:
             self.masters.update(new)
             self._stamps.update((p, torch_private.edit_stamp(p)) for p in new)
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
-        if self._rules.wide_gradients and self._recipe.num_losses == 1:  # several losses add up in fp32 by themselves
-            for shard in self.trained:
-                if self._widened.get(id(shard)) is None:
-                    self._widened[id(shard)] = accumulate_in_fp32(shard)
         fused.refuse_broken(self.optimizer)
         if self._rules.fused == "auto" and not self.sparse:
             self._switched |= fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         self._seen = self._signature()
+        self._sizes = self._count()
 
     def changed(self) -> bool:
         """Whether parameters were added since the last `refresh`, or settings that decide the implementation."""
         return self._signature() != self._seen
+
+    def take_in_new(self) -> None:
+        """Take in parameters that were added to the optimizer since the last `refresh`: their gradients count now."""
+        if self._count() != self._sizes:
+            self.refresh()
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`."""
@@ -153,13 +152,13 @@ class Holdings:
     def close(self) -> None:
         """Remove the hooks from optimizer and model, and leave the optimizer's implementation to torch again."""
         fused.switch_back(self.optimizer, self._switched)
-        for hook in [self._load_hook, *self._widened.values()]:
-            if hook is not None:
-                hook.remove()
+        self._load_hook.remove()
+
+    def _count(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
 
     def _signature(self) -> list[tuple[Any, ...]]:
-        wide = self._rules.wide_gradients
-        return [tuple(shard.param.requires_grad for shard in self.shards) if wide else ()] + [
+        return [
             (*(bool(group.get(key)) for key in fused.DECISIVE), *[p.stride() for p in group["params"]])
             for group in self.optimizer.param_groups
         ]

@@ -12,7 +12,8 @@ from ..errors import InputError
 from ..log import get_logger
 from ..shard import ParamShard
 from .loss_scaler import LossScaler
-from .recipe import Recipe
+from .master_weights import STREAM_BYTES, by_bytes
+from .recipe import HALF, Recipe
 from .scale_log import ScaleLog
 from .verdict import Verdict, count_nonfinite
 
@@ -36,11 +37,12 @@ class LossScales:
         several: whether gradients are unscaled after each backward.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, wide_sums: bool = False) -> None:
         options = recipe.loss_scale
         self.several = options is not None and not recipe.keeps_scale
         count = 0 if options is None else recipe.num_losses if self.several else 1
         self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
+        self._wide_sums = wide_sums or recipe.wide_gradients
         self._num_losses = recipe.num_losses
         self._device = device
         self._nonfinite: dict[int, torch.Tensor] = {}
@@ -64,24 +66,26 @@ class LossScales:
         return (scaler.scale / divisor).to(loss.dtype).expand_as(loss)
 
     def set_aside(self, shards: Sequence[ParamShard]) -> None:
-        """Before a backward: with several losses, what is there already is kept apart from what comes."""
-        if self.several:
-            for shard in shards:
-                shard.main_grad, shard.param.grad = shard.take_grad(), None
+        """Before a backward: keep what is there already apart from what comes, where they add up in fp32."""
+        for shard in shards if self.several or self._wide_sums else ():
+            if shard.param.grad is not None and (self.several or shard.param.dtype in HALF):
+                grad = shard.take_grad()
+                shard.main_grad, shard.param.grad = None if grad is None else _widen(grad), None
 
     def collect(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """After a backward: with several losses, unscale its gradients and add them to those of the others."""
         if not self.several:
             return
-        new = [(shard, shard.param.grad) for shard in shards if shard.param.grad is not None]
-        found = count_nonfinite(new, self._device)
+        new = {shard: grad for shard in shards if (grad := shard.param.grad) is not None}
+        found = count_nonfinite(list(new.items()), self._device)
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + found
-        wide = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for _, grad in new]
-        if wide:
-            torch_private.foreach_mul_(wide, 1 / self.scalers[loss_id].scale)
-        for (shard, _), grad in zip(new, wide, strict=True):
-            shard.main_grad = grad if shard.main_grad is None else shard.main_grad.add_(grad)
-            shard.param.grad = None
+        factor = 1 / self.scalers[loss_id].scale
+        for bucket in by_bytes(list(new), STREAM_BYTES):  # so that few fp32 copies of fp16 gradients exist at a time
+            wide = [_widen(new.pop(shard)) for shard in bucket]
+            torch_private.foreach_mul_(wide, factor)
+            for shard, grad in zip(bucket, wide, strict=True):
+                shard.main_grad = grad if shard.main_grad is None else shard.main_grad.add_(grad)
+                shard.param.grad = None
 
     def nonfinite(self) -> torch.Tensor | None:
         """How many pieces of each loss's own gradients were inf or nan on this rank; None with one scaler."""
@@ -134,7 +138,7 @@ class LossScales:
 
     def refuse_unknown(self, loss_id: int) -> None:
         """Raise InputError unless `loss_id` is that of one of the losses."""
-        if isinstance(loss_id, int) and 0 <= loss_id < self._num_losses:
+        if type(loss_id) is int and 0 <= loss_id < self._num_losses:
             return
         if self._num_losses == 1:
             raise InputError(
@@ -148,3 +152,7 @@ class LossScales:
 
     def _scaler(self, loss_id: int) -> LossScaler | None:
         return self.scalers[loss_id] if self.several else self.first
+
+
+def _widen(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))

@@ -10,6 +10,9 @@ from torch import nn
 from .. import torch_private
 from ..shard import ParamShard
 
+STREAM_BYTES = 25 * 2**20
+"""fp32 copies of half-precision gradients are made for so much at a time."""
+
 
 def make_master(param: nn.Parameter) -> nn.Parameter:
     """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards."""
@@ -33,6 +36,14 @@ def repoint(optimizer: torch.optim.Optimizer, replace: dict[nn.Parameter, nn.Par
         if old is not new and old in optimizer.state:
             state = optimizer.state.pop(old)
             optimizer.state[new] = {name: _to_dtype_of(new, old, value) for name, value in state.items()}
+
+
+def cast_state(optimizer: torch.optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Give state that has the dtype a parameter had before (`dtypes`) the one that it has now."""
+    for param, dtype in dtypes.items():
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == param.shape:
+                optimizer.state[param][name] = value.to(param.dtype)
 
 
 def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:

@@ -15,14 +15,12 @@ from ..shard import OneRank, ParamShard, Ranks
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales
-from .master_weights import by_bytes
+from .master_weights import STREAM_BYTES, by_bytes
 from .recipe import HALF, Recipe
 from .result import StepResult
 from .rules import UpdateRules
 from .skips import SkipWatch
 from .verdict import Verdict, measure
-
-STREAM_BYTES = 25 * 2**20
 
 _Grads = list[tuple[ParamShard, torch.Tensor]]
 _log = get_logger(__name__)
@@ -64,7 +62,7 @@ class MixedPrecisionOptimizer:
         self.rules = rules or UpdateRules()
         self.holdings = Holdings(optimizer, shards, recipe, self.rules, masters)
         self.device = shards[0].param.device
-        self.losses = LossScales(recipe, self.device)
+        self.losses = LossScales(recipe, self.device, self.rules.wide_gradients)
         self.watch = SkipWatch(self.rules.max_consecutive_skips, self.device)
         self.skips = recipe.skips if self.rules.on_nonfinite == "auto" else self.rules.on_nonfinite == "skip"
         """Whether an update with inf or nan is skipped."""
@@ -89,6 +87,7 @@ class MixedPrecisionOptimizer:
             self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
         if loss.dtype in HALF:
             loss = loss.float()  # a scaled seed does not fit into half precision
+        self.holdings.take_in_new()
         self.losses.set_aside(self.holdings.trained)
         loss.backward(gradient=self.losses.seed(loss, loss_id, divisor), retain_graph=retain_graph)
         self.losses.collect(loss_id, self.holdings.trained)
@@ -149,6 +148,7 @@ class MixedPrecisionOptimizer:
         """Forget the gradients of all parameters that the optimizer holds."""
         self._clip_once = None
         self.losses.forget()
+        self.holdings.take_in_new()
         for shard in self.holdings.trained:
             shard.clear_grad()
 

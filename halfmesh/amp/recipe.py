@@ -73,6 +73,8 @@ class Recipe:
     """Leave BatchNorm with weights, and its statistics, in fp32 when the model is cast."""
     num_losses: int = 1
     """Losses with a scale of their own, if it is dynamic."""
+    wide_gradients: bool = False
+    """Add up the half-precision gradients of several backwards in fp32."""
 
     def __post_init__(self) -> None:
         if self.compute_dtype != torch.float32 and not self.autocast and self.param_dtype is None:

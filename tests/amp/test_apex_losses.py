@@ -1,0 +1,446 @@
+"""Several losses, models and optimizers under O0 to O3: each loss its own scale, one verdict for the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from apex_reference import Apex
+from apex_runs import (
+    CLASSES,
+    FEATURES,
+    LEVELS,
+    assert_same,
+    linear,
+    make_batches,
+    make_pair,
+    scaler_states,
+    set_scalers,
+    skipped,
+)
+from torch import nn, optim
+from torch.nn import functional as F
+
+import halfmesh
+
+CONFIG = {"fused": False}  # the gradients that the optimizer finds are unscaled
+SCALES = (2.0**10, 2.0**13)  # unlike each other: taking the wrong one cannot go unseen
+BATCHES = make_batches((8, FEATURES), 3)
+# How far from fp32 half precision is: gradients, relative to the largest of their parameter, and weights.
+GRADIENT_ERROR = {"O0": 1e-6, "O1": 4e-3, "O2": 4e-3, "O3": 4e-3}
+WEIGHT_ERROR = {"O0": 1e-6, "O1": 3e-4, "O2": 3e-4, "O3": 1.5e-3}
+WEIGHTS = {"fp16": "first.weight", "fp32": "norm.weight"}  # in O2 the second one stays in fp32
+
+
+class Part(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(FEATURES, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+    def patched(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(self.last, torch.tanh(self.norm(linear(self.first, x))))
+
+
+class Parts(nn.Module):
+    """Two models, each with a loss of its own, and maybe a third one that both losses use."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.m0, self.m1 = Part(0), Part(1)
+        self.both = Part(2) if shared else None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._outputs(x, Part.forward)
+
+    def patched(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._outputs(x, Part.patched)
+
+    def _outputs(self, x: torch.Tensor, call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        own = [call(model, x) for model in (self.m0, self.m1)]
+        return tuple(own if self.both is None else [out + call(self.both, x) for out in own])
+
+
+def sgd(model: nn.Module) -> optim.Optimizer:
+    """As many groups as models, with rates of their own."""
+    groups = [{"params": list(part.parameters()), "lr": 0.1 / 2**i} for i, part in enumerate(model.children())]
+    return optim.SGD(groups, momentum=0.5)
+
+
+def losses_of(outputs: Iterable[torch.Tensor], y: torch.Tensor, criterion: Callable[..., Any]) -> list[torch.Tensor]:
+    """The second one is of another size than the first."""
+    return [criterion(out, y) * factor for out, factor in zip(outputs, (1.0, 3.0), strict=True)]
+
+
+def wide_criterion(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.float(), y)
+
+
+def criterion_of(run: Any) -> Callable[..., torch.Tensor]:
+    return run.criterion if isinstance(run, halfmesh.Engine) else wide_criterion
+
+
+def with_inf(grad: torch.Tensor) -> torch.Tensor:
+    grad = grad.clone()
+    grad.view(-1)[0] = math.inf
+    return grad
+
+
+class Accumulating:
+    """The reference in cycles of two batches: the verdict on a loss waits for its last backward of the cycle."""
+
+    def __init__(self, reference: Apex, loss_ids: tuple[int, int]) -> None:
+        self.reference, self.model = reference, reference.model
+        self.verdicts = {loss_id: 2 + which for which, loss_id in enumerate(loss_ids)}  # the last of four backwards
+        self.backwards = 0
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.reference(x)
+
+    def backward(self, loss: torch.Tensor, loss_id: int) -> None:
+        self.reference.backward(loss / 2, loss_id, delay=self.backwards % 4 != self.verdicts[loss_id])
+        self.backwards += 1
+
+    def step(self) -> bool | None:
+        return None if self.backwards % 4 else self.reference.step()
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        return self.reference.loss_scales
+
+
+@dataclasses.dataclass
+class Injection:
+    """inf in one element of one gradient, of one backward of one step."""
+
+    step: int
+    loss: int
+    location: str
+
+    def backward(self, run: Any, step: int, which: int, part: nn.Module, call: Callable) -> None:
+        if (step, which) != (self.step, self.loss):
+            return call()
+        hook = part.get_parameter(WEIGHTS[self.location]).register_hook(with_inf)
+        call()
+        return hook.remove()
+
+
+NOTHING = Injection(-1, -1, "fp16")
+INJECTIONS = [NOTHING, *(Injection(*at) for at in itertools.product((0, 1), (0, 1), ("fp16", "fp32")))]
+
+ZEROING: dict[str, Callable[[Any], object]] = {
+    "none": lambda run: None,
+    "engine": lambda engine: engine.zero_grad(),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+    "model": lambda engine: engine.model.zero_grad(),
+}
+
+
+def make_runs(
+    model: nn.Module,
+    optimizer: Callable[[nn.Module], optim.Optimizer],
+    opt_level: str,
+    num_losses: int = 1,
+    **config: Any,
+) -> tuple[halfmesh.Engine, Apex]:
+    """An engine and the reference, with dynamic scales that are already somewhere."""
+    runs = make_pair(model, optimizer, opt_level, CONFIG | config, loss_scale="dynamic", num_losses=num_losses)
+    set_scalers(*runs, [(scale, 0) for scale in SCALES[:num_losses]])
+    return runs
+
+
+def watch_gradients(optimizer: optim.Optimizer) -> list[list[torch.Tensor]]:
+    """A list that gets the gradients of each step as the optimizer finds them."""
+    seen: list[list[torch.Tensor]] = []
+
+    def look(*_: Any) -> None:
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+        seen.append([grad.detach().clone() for grad in grads if grad is not None])
+
+    optimizer.register_step_pre_hook(look)
+    return seen
+
+
+def run_losses(
+    run: Any,
+    loss_ids: tuple[int, int],
+    injection: Injection = NOTHING,
+    zero: Callable[[Any], object] = ZEROING["none"],
+    batches: Any = BATCHES,
+) -> list[tuple[bool, tuple[float, ...]]]:
+    """One backward for each of two losses, and a step. Returns for each step whether it was skipped, and the scales."""
+    history = []
+    for step, (x, y) in enumerate(batches):
+        zero(run)
+        for which, loss in enumerate(losses_of(run(x), y, criterion_of(run))):
+            part = (run.model.m0, run.model.m1)[which]
+
+            def backward(loss=loss, which=which):
+                run.backward(loss, loss_id=loss_ids[which])
+
+            injection.backward(run, step, which, part, backward)
+        result = run.step()
+        history.append((skipped(result), run.loss_scales))
+    return history
+
+
+def run_fp32(model: nn.Module, skip: int, optimizer: optim.Optimizer | None = None) -> list[list[torch.Tensor]]:
+    """Plain torch without any scaling; the step `skip` is left out. Returns the gradients of the steps made."""
+    optimizer = sgd(model) if optimizer is None else optimizer
+    seen = watch_gradients(optimizer)
+    for step, (x, y) in enumerate(BATCHES):
+        optimizer.zero_grad()
+        for loss in losses_of(model(x), y, F.cross_entropy):
+            loss.backward()
+        if step != skip:
+            optimizer.step()
+    return seen
+
+
+def assert_gradients(seen: list[list[torch.Tensor]], expected: list[list[torch.Tensor]], tolerance: float) -> None:
+    assert [len(step) for step in seen] == [len(step) for step in expected]
+    for grads, others in zip(seen, expected, strict=True):
+        for grad, other in zip(grads, others, strict=True):
+            assert (grad.float() - other.float()).abs().max() <= tolerance * other.abs().max()
+
+
+def assert_weights(engine: halfmesh.Engine, plain: nn.Module, tolerance: float) -> None:
+    torch.testing.assert_close(engine.state_dict()["model"], dict(plain.state_dict()), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("zero", ZEROING)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_two_losses_one_optimizer(opt_level, zero, num_losses):
+    """inf in either backward of either of the first two of three steps: one is skipped, and two are made."""
+    loss_ids = (0, num_losses - 1)
+    for injection in INJECTIONS:
+        engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses)
+        plain = Parts(True)
+        seen, expected = watch_gradients(engine.optimizer), watch_gradients(reference.optimizer)
+        history = run_losses(engine, loss_ids, injection, ZEROING[zero])
+        assert history == run_losses(reference, loss_ids, injection), injection
+        in_fp32 = run_fp32(plain, injection.step)
+        assert_gradients(seen, expected, 1e-5)
+        assert_gradients(seen, in_fp32, GRADIENT_ERROR[opt_level])
+        assert_same(engine, reference)
+        assert_weights(engine, plain, WEIGHT_ERROR[opt_level])
+        assert [was for was, _ in history] == [step == injection.step for step in range(3)]
+        lowered = {loss_ids[injection.loss]} if injection.loss >= 0 else set()
+        assert history[-1][1] == tuple(SCALES[i] / (2 if i in lowered else 1) for i in range(num_losses))
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_two_losses_two_optimizers(opt_level):
+    """An engine for each model, their forwards and backwards interleaved: inf in one leaves the other one alone."""
+
+    def optimizer(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    for injection in INJECTIONS:
+        pairs = [make_runs(Part(seed), optimizer, opt_level) for seed in (0, 1)]
+        histories = []
+        for runs in zip(*pairs, strict=True):  # both engines, then both references
+            history: list[list[Any]] = [[], []]
+            for step, (x, y) in enumerate(BATCHES):
+                outputs = [run(x) for run in runs]
+                losses = [criterion_of(run)(out, y) for run, out in zip(runs, outputs, strict=True)]
+                for which, (run, loss) in enumerate(zip(runs, losses, strict=True)):
+                    injection.backward(run, step, which, run.model, lambda run=run, loss=loss: run.backward(loss))
+                for which, run in enumerate(runs):
+                    result = run.step()
+                    history[which].append((skipped(result), run.loss_scales))
+            histories.append(history)
+        assert histories[0] == histories[1], injection
+        for which, (engine, reference) in enumerate(pairs):
+            assert_same(engine, reference)
+            expected = [(step, which) == (injection.step, injection.loss) for step in range(3)]
+            assert [was for was, _ in histories[0][which]] == expected
+
+
+@pytest.mark.parametrize("zero", ["none", "engine", "optimizer"])
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_accumulation_of_both_losses(opt_level, num_losses, zero):
+    """Two batches per step, so four backwards; inf in any of them skips the step. zero_grad inside does nothing."""
+    loss_ids = (0, num_losses - 1)
+    for batch, loss in [(-1, -1), (2, 0), (2, 1), (3, 0), (3, 1)]:
+        engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses, gradient_accumulation=2)
+        seen, expected = watch_gradients(engine.optimizer), watch_gradients(reference.optimizer)
+        history = run_losses(
+            engine, loss_ids, Injection(batch, loss, "fp16"), ZEROING[zero], make_batches((8, FEATURES), 6)
+        )
+        others = run_losses(
+            Accumulating(reference, loss_ids), loss_ids, Injection(batch, loss, "fp16"),
+            batches=make_batches((8, FEATURES), 6),
+        )  # fmt: skip
+        assert history == others
+        assert [was for was, _ in history] == [None, False, None, batch >= 0, None, False]
+        # The engine adds up the batches of a cycle as they come, in half precision (delay_unscale does so in apex).
+        rounds = opt_level == "O3" or (opt_level == "O2" and num_losses == 1)
+        assert_gradients(seen, expected, 3e-3 if rounds else 1e-5)
+        assert_same(engine, reference, *((1e-3, 1e-3) if rounds else ()))
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_losses_that_share_a_forward(opt_level, num_losses):
+    """The first backward keeps the graph for the second one."""
+    engine, reference = make_runs(Part(0), lambda m: optim.SGD(m.parameters(), lr=0.1), opt_level, num_losses)
+    for x, y in BATCHES:
+        for run in (engine, reference):
+            output = run(x)
+            loss, other = criterion_of(run)(output, y), output.float().square().mean()
+            run.backward(loss, loss_id=0, retain_graph=True)
+            run.backward(other, loss_id=num_losses - 1)
+            run.step()
+    assert_same(engine, reference)
+    assert engine.loss_scales == reference.loss_scales
+
+
+class Weight(nn.Module):
+    """One number: its gradients are what the input says, to the last bit in any precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("scales", [(16.0,), (16.0, 2.0**14)])
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_gradients_are_added_up_in_fp32(opt_level, scales):
+    """1024 + 1/16 is no fp16 number. With scales of its own each loss is unscaled before it is added to the other."""
+    engine, reference = make_runs(Weight(), lambda m: optim.SGD(m.parameters(), lr=1.0), opt_level, len(scales))
+    set_scalers(engine, reference, [(scale, 0) for scale in scales])
+    seen = watch_gradients(engine.optimizer)
+    for loss_id, slope in ((0, 1024.0), (len(scales) - 1, 0.0625)):
+        engine.backward(engine(torch.tensor([slope])).sum(), loss_id=loss_id)
+    assert not engine.step().skipped
+    assert [[grad.item() for grad in step] for step in seen] == [[1024.0625]]
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_sum_that_half_precision_cannot_hold(opt_level):
+    """Each of two scaled gradients fits into fp16; added up before they are unscaled they would not."""
+    engine, reference = make_runs(Weight(), lambda m: optim.SGD(m.parameters(), lr=1e-3), opt_level)
+    for run in (engine, reference):
+        for _ in range(2):
+            run.backward(run(torch.tensor([40.0])).sum())
+    assert engine.step().skipped == reference.step() == False  # noqa: E712
+    assert_same(engine, reference)
+
+
+def test_a_loss_without_backward_keeps_its_scale():
+    """Nor does the step count for its growth."""
+    engine, reference = make_runs(Weight(), lambda m: optim.SGD(m.parameters(), lr=1e-3), "O2", 2)
+    for loss_id, slope in ((0, 1.0), (1, 1.0), (0, 1e38), (0, 1.0), (1, math.nan)):
+        for run in (engine, reference):
+            run.backward(run(torch.ones(1)).sum() * slope, loss_id=loss_id)
+            run.step()
+        saved = scaler_states(engine.state_dict())
+        assert [(s["scale"], s["growth_tracker"]) for s in saved] == [(s.scale, s.unskipped) for s in reference.scalers]
+
+
+@pytest.mark.parametrize("by_config", [True, False])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_clipping(opt_level, by_config):
+    """By the norm of what both losses left, unscaled: torch's own clipping of apex's master_params."""
+    config = {"clip_grad_norm": 0.3} if by_config else {}
+    engine, reference = make_runs(Parts(True), sgd, opt_level, 2, **config)
+    for x, y in BATCHES:
+        for run in (engine, reference):
+            for loss_id, loss in enumerate(losses_of(run(x), y, criterion_of(run))):
+                run.backward(loss, loss_id=loss_id)
+        clipped = None if by_config else engine.clip_grad_norm_(0.3)
+        result = engine.step()
+        norm = nn.utils.clip_grad_norm_([target for _, target in reference.pairs], 0.3)
+        reference.step()
+        assert norm > 0.6
+        assert result.grad_norm == pytest.approx(norm.item(), rel=2e-3 if opt_level == "O3" else 1e-5)
+        assert clipped is None or clipped.item() == pytest.approx(norm.item(), rel=2e-3)
+    assert_same(engine, reference, *((1e-3, 1e-3) if opt_level == "O3" else ()))
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("zero", ["engine", "optimizer"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_zeroed_gradients_leave_no_trace(opt_level, zero, num_losses):
+    """A backward that no step was taken for, of the other loss and with other numbers."""
+    engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses)
+    loss_ids = (0, num_losses - 1)
+    run_losses(engine, loss_ids, batches=BATCHES[:1])
+    run_losses(reference, loss_ids, batches=BATCHES[:1])
+    x, y = BATCHES[2]
+    engine.eval()  # BatchNorm's statistics are to stay
+    engine.backward(losses_of(engine(x), y, engine.criterion)[1] * 7, loss_id=loss_ids[1])
+    engine.train()
+    ZEROING[zero](engine)
+    history = run_losses(engine, loss_ids, batches=BATCHES[1:])
+    assert history == run_losses(reference, loss_ids, batches=BATCHES[1:])
+    assert_same(engine, reference)
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("zero", ZEROING)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_parameters_added_in_the_middle(opt_level, zero, num_losses):
+    """Their masters begin with the weights that the model computes with; then momentum, weight decay, skips and all."""
+
+    def first_group(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD(model.m0.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
+
+    loss_ids = (0, num_losses - 1)
+    for injection in (NOTHING, Injection(0, 1, "fp16"), Injection(1, 0, "fp32")):
+        engine, reference = make_runs(Parts(False), first_group, opt_level, num_losses)
+        plain = Parts(False)
+        plain_optimizer = first_group(plain)
+        for run in (engine, reference):
+            for x, y in BATCHES[:2]:
+                run.backward(criterion_of(run)(run(x)[0], y))
+                run.step()
+        for x, y in BATCHES[:2]:
+            plain_optimizer.zero_grad()
+            F.cross_entropy(plain(x)[0], y).backward()
+            plain_optimizer.step()
+        ZEROING[zero](engine)
+        engine.optimizer.add_param_group({"params": list(engine.model.m1.parameters()), "lr": 0.05})
+        reference.add_param_group({"params": list(reference.model.m1.parameters()), "lr": 0.05})
+        plain_optimizer.add_param_group({"params": list(plain.m1.parameters()), "lr": 0.05})
+        history = run_losses(engine, loss_ids, injection, ZEROING[zero])
+        assert history == run_losses(reference, loss_ids, injection), injection
+        run_fp32(plain, injection.step, optimizer=plain_optimizer)
+        assert_same(engine, reference)
+        assert_weights(engine, plain, WEIGHT_ERROR[opt_level])
+
+
+@pytest.mark.parametrize("zero", ["engine", "optimizer", "model"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_zero_grad_reaches_parameters_just_added(opt_level, zero):
+    """They took part in earlier steps, so they have gradients of those, multiplied by the loss scale."""
+    engine, reference = make_runs(
+        Parts(False), lambda model: optim.SGD(model.m0.parameters(), lr=0.1, momentum=0.5), opt_level
+    )
+    for step, (x, y) in enumerate(BATCHES):
+        if step == 2:
+            engine.optimizer.add_param_group({"params": list(engine.model.m1.parameters()), "lr": 0.05})
+            reference.add_param_group({"params": list(reference.model.m1.parameters()), "lr": 0.05})
+            ZEROING[zero](engine)
+            reference.zero_grad()
+        for run in (engine, reference):
+            first, second = (criterion_of(run)(output, y) for output in run(x))
+            run.backward(first + second)
+            run.step()
+    assert_same(engine, reference)
