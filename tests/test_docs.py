@@ -63,7 +63,12 @@ def test_the_table_of_levels():
 def test_named_calls_exist():
     names = stand_ins()
     model, optimizer, _ = halfmesh.convert_to_amp(names["model"], names["optimizer"])
-    owners = {"engine": make_engine({"fp16": {"mode": "apex"}}), "optimizer": optimizer, "model": model, "halfmesh": halfmesh}
+    owners = {
+        "engine": make_engine({"fp16": {"mode": "apex"}}),
+        "optimizer": optimizer,
+        "model": model,
+        "halfmesh": halfmesh,
+    }
     columns = [row[1:] for row in find_rows(APEX, "apex | with an engine")]
     named = re.findall(r"\b(engine|optimizer|model|halfmesh)\.(\w+)", " ".join(" ".join(row) for row in columns))
     assert len(named) > 25

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import MLP, MODES, TOLERANCES, adamw, difference, full_weights, make_loader, reference, sgd, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import halfmesh
 
@@ -72,3 +73,61 @@ def test_existing_state_moves_with_the_model():
     reference(make_loader(8), lambda _: plain, model=other)
     weights = {name: value.cpu() for name, value in full_weights(engine).items()}
     assert difference(weights, other) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_o1_casts_again_in_the_threads_of_backward(reentrant):
+    """On a GPU backward runs in threads of its own, where activation checkpointing computes the forward again."""
+
+    class Saving(MLP):
+        saves = False
+
+        def forward(self, x):
+            x = self.first(x)
+            return checkpoint(self.rest, x, use_reentrant=reentrant) if self.saves else self.rest(x)
+
+        def rest(self, x):
+            return self.last(nn.functional.softmax(self.again(self.norm(x)), -1))
+
+    grads = []
+    for saves in (False, True):
+        model = Saving()
+        model.saves = saves
+        config = {"fp16": {"mode": "apex", "opt_level": "O1", "loss_scale": 128.0}}
+        engine = halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), make_loader(8), config, device="cuda")
+        x, y = next(iter(engine.dataloader))
+        engine.backward(engine.criterion(engine(x), y))
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_several_losses_do_not_wait_for_the_device():
+    engine = make_gpu_engine({"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}})
+    x, y = next(iter(engine.dataloader))
+    for step in range(4):
+        output = engine(x)
+        losses = engine.criterion(output, y), output.square().mean() * (math.inf if step == 2 else 1.0)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            engine.backward(losses[0], loss_id=0, retain_graph=True)
+            engine.backward(losses[1], loss_id=1)
+            engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert engine.skipped_steps == 1
+    assert engine.loss_scales == (2.0**16, 2.0**15)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_o2_and_o3_with_batchnorm(keep):
+    """cuDNN takes fp16 inputs with fp32 BatchNorm weights, and with fp16 ones."""
+    for opt_level in ("O2", "O3"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
+        config = {"fp16": {"mode": "apex", "opt_level": opt_level, "keep_batchnorm_fp32": keep}}
+        engine = halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), make_loader(80), config, device="cuda")
+        results = train(engine)
+        assert model[2].weight.dtype == (torch.float32 if keep else torch.float16)
+        assert not results[-1].skipped
+        assert all(value.isfinite().all() for value in model.state_dict().values())
