@@ -100,6 +100,14 @@ def test_the_longer_snippet(folder, capsys):
     assert capsys.readouterr().out.startswith("accuracy ")
 
 
+def test_precision_alone():
+    names = stand_ins()
+    exec(find_python(README, "alone.py"), names)
+    assert names["optimizer"].loss_scale >= 2.0**13
+    assert names["loss"] < 0.7
+    assert names["model"].state_dict()["0.weight"].dtype == torch.float32
+
+
 def test_the_check_of_the_config(folder):
     block = next(block for block in find_blocks(README, "console") if "can run" in block)
     command, expected = block.split("\n", 1)
