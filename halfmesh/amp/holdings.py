@@ -101,6 +101,11 @@ class Holdings:
         return self.masters.get(shard.param, shard.param)
 
     @property
+    def keeps_masters(self) -> bool:
+        """Whether half-precision parameters get masters, now or when they are added."""
+        return self._recipe.master_weights
+
+    @property
     def streams(self) -> bool:
         """Whether a step may be taken in parts: an elementwise optimizer of torch, without hooks of the user's."""
         own_hooks = 1  # the one that refuses steps outside the engine

@@ -20,17 +20,18 @@ def watch_state(
 ) -> Iterator[RemovableHandle]:
     """Give `model.state_dict()` the masters and the dtypes that the model came with, and take loads to the masters.
 
+    Parameters that are added to the optimizer later are among them.
+
     Args:
         dtypes: the original dtype of each tensor that was cast.
     """
-    for module in model.modules():
+    for module in model.modules() if dtypes or holdings.keeps_masters else ():
         tensors = chain(
             module.named_parameters(recurse=False, remove_duplicate=False),
             module.named_buffers(recurse=False, remove_duplicate=False),
         )
-        own = {name: (tensor, dtypes.get(tensor)) for name, tensor in tensors}
-        if any(dtype is not None or tensor in holdings.masters for tensor, dtype in own.values()):
-            given = {name: dtype for name, (_, dtype) in own.items()}
+        given = {name: dtypes.get(tensor) for name, tensor in tensors}
+        if given:
             yield module.register_state_dict_post_hook(FullPrecision(given, holdings.masters))
     yield model.register_load_state_dict_pre_hook(LoadHook(holdings.adopt))
     trained = [shard.param for shard in holdings.trained]
@@ -47,13 +48,13 @@ class FullPrecision:
         self, dtypes: Mapping[str, torch.dtype | None], masters: Mapping[nn.Parameter, nn.Parameter] | None
     ) -> None:
         self._dtypes = dict(dtypes)
-        self._masters = masters or {}
+        self._masters = {} if masters is None else masters  # masters are added to it later
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        tensors = dict(chain(module.named_parameters(recurse=False, remove_duplicate=False)))
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for name, dtype in self._dtypes.items():
-            key, param = prefix + name, tensors.get(name)
+            key, param = prefix + name, params.get(name)
             if not isinstance(state.get(key), torch.Tensor):
                 continue  # not persistent, or taken out by a hook of the user's
             if param is not None and param in self._masters:

@@ -195,3 +195,15 @@ def test_a_model_given_in_half_precision_goes_on_after_close(make):
     optimizer.step()
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved >= {"first.weight", "again.weight", "last.weight"}  # what is near 1 moves by less than bf16 can show
+
+
+def test_parameters_added_later_are_saved_in_full():
+    """A model built in fp16, of which the optimizer holds nothing at first: the masters come later."""
+    model = MLP().half()
+    engine = make_engine({"fp16": {"mode": "naive"}}, model=model, optimizer=lambda p: optim.SGD(p[-2:], lr=0.1))
+    assert engine.model.state_dict()["first.weight"].dtype == torch.float16
+    engine.optimizer.add_param_group({"params": [model.first.weight]})
+    train(engine, max_batches=2)
+    saved = engine.model.state_dict()["first.weight"]
+    assert saved.dtype == torch.float32
+    assert saved.half().float().ne(saved).any()
