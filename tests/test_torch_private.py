@@ -52,6 +52,39 @@ def test_step_hooks():
     assert len(torch_private.step_hooks(optimizer)) == 2
 
 
+def test_is_functorch_tensor_sees_what_lives_in_a_transform():
+    seen = {}
+
+    def note(name, x):
+        seen[name] = torch_private.is_functorch_tensor(x), torch_private.is_functorch_tensor(weight.half())
+        return x.sum()
+
+    x, weight = torch.ones(2, 2), torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.is_functorch_tensor(x)
+    torch.func.grad(lambda x: note("grad", x))(x)
+    torch.func.vmap(lambda x: note("vmap", x))(x)
+    torch.func.jvp(lambda x: note("jvp", x), (x,), (x,))
+    torch.func.functionalize(lambda x: note("functionalize", x))(x)
+    assert all(argument for argument, _ in seen.values())
+    assert seen["grad"][1]
+    assert seen["jvp"][1]
+    assert not torch_private.is_functorch_tensor(weight)
+
+
+def test_is_operator():
+    assert torch_private.is_operator(torch.ops.aten.add)
+    assert torch_private.is_operator(torch.ops.aten.add.Tensor)
+    assert not any(torch_private.is_operator(f) for f in (torch.add, torch.Tensor.add, torch.einsum, len))
+
+
+def test_is_batch_norm():
+    nn = torch.nn
+    norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()]
+    assert all(torch_private.is_batch_norm(module) for module in norms)
+    others = [nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.Linear(2, 2)]
+    assert not any(torch_private.is_batch_norm(module) for module in others)
+
+
 def test_no_other_private_name_of_torch_is_used():
     root = Path(halfmesh.__file__).parent
     found = [

@@ -1,7 +1,7 @@
 """apex's O1 lists: which torch functions run in fp16, which in fp32, which in the widest dtype of their arguments.
 
 The names are those of apex.amp (its lists/functional_overrides, torch_overrides and tensor_overrides). Added here:
-`scaled_dot_product_attention`, which is younger than apex, runs in fp16 as under `torch.autocast`; `einsum` and
+`scaled_dot_product_attention`, which is younger than apex, runs in fp16 as under `torch.autocast`; `vdot`, `einsum` and
 `tensordot` take the widest dtype where apex failed on mixed ones. Different here: `h += f` keeps the dtype of `h`; apex
 made a new fp32 tensor of it, which views of `h` did not see.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -41,7 +41,6 @@ _PRODUCTS = ("prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", 
 _RNNS = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")
 _HALF = (*_CONVOLUTIONS, *_PRODUCTS)
 _HALF_FUNCTIONAL = (*_CONVOLUTIONS, "linear", "scaled_dot_product_attention")
-_HALF_METHODS = ("__matmul__",)
 
 _POINTWISE = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan"),
@@ -62,17 +61,19 @@ _FLOAT_METHODS = ("__pow__", "__rpow__", "cpu")
 _COMPARISONS = ("eq", "equal", "ge", "gt", "le", "lt", "ne")
 _WIDEST = (
     *("addcdiv", "addcmul", "atan2", "cross", "bilinear", "dot", "add", "div", "mul", *_COMPARISONS, "cat", "stack"),
-    *("einsum", "tensordot"),
+    *("vdot", "einsum", "tensordot"),
 )
-_WIDEST_METHODS = tuple(
-    f"__{name}__"
-    for name in (
-        *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "div", "rdiv"),
-        *("eq", "ge", "gt", "le", "lt", "ne"),
-    )
-)
-_IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__")
+_WIDEST_METHODS = ("sub", "__rsub__", "__eq__")
+"""Not among them: `2 / x`, which torch writes as `x.reciprocal() * 2`; the reciprocal makes it fp32, as in apex."""
 _BANNED_FUNCTIONAL = ("binary_cross_entropy",)
+
+_OPERATORS = (
+    {"__add__": "add", "__radd__": "add", "__sub__": "sub", "__mul__": "mul", "__rmul__": "mul", "__matmul__": "matmul"}
+    | {"__truediv__": "div", "__div__": "div", "__mod__": "remainder", "__neg__": "neg"}
+    | {"__ne__": "ne", "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge"}
+    | {"__iadd__": "add_", "__isub__": "sub_", "__imul__": "mul_", "__itruediv__": "div_", "__ipow__": "pow_"}
+)
+"""torch reports calls of these operators of Tensor as calls of these methods; of the others as what they are."""
 
 
 def _in_place(names: Iterable[str]) -> tuple[str, ...]:
@@ -91,10 +92,8 @@ def _listed() -> Iterator[tuple[Cast, Any, Iterable[str]]]:
     yield Cast.HALF, F, _HALF_FUNCTIONAL
     yield Cast.FLOAT, F, _FLOAT_FUNCTIONAL
     yield Cast.BANNED, F, _BANNED_FUNCTIONAL
-    yield Cast.HALF, torch.Tensor, _HALF_METHODS
     yield Cast.FLOAT, torch.Tensor, _FLOAT_METHODS
     yield Cast.WIDEST, torch.Tensor, _WIDEST_METHODS
-    yield Cast.SELF, torch.Tensor, _IN_PLACE_OPERATORS
     yield Cast.NOT_HALF, torch.Tensor, ("__ipow__",)
 
 
@@ -119,7 +118,8 @@ class CastTable:
 
     def get(self, function: Callable[..., Any]) -> Cast | None:
         """The cast of `function`, or None if its arguments stay as they are."""
-        return self._casts.get(function) or getattr(function, _MARK, None)
+        cast = self._casts.get(function)
+        return getattr(function, _MARK, None) if cast is None and type(function) is FunctionType else cast
 
     def watch(self, scope: Any) -> None:
         """Call `scope.forget()` with `forget_weights`, as long as `scope` lives."""
@@ -134,17 +134,23 @@ class CastTable:
         """Run `module.name` in fp16; e.g. `register_half_function(torch, "einsum")`.
 
         Raises:
-            InputError: there is no such function, or torch does not report calls of it.
+            InputError: there is no such function, it works in place, or torch does not report calls of it.
         """
-        self._casts[_find(module, name, "half_function")] = Cast.HALF
+        self._register(module, name, Cast.HALF, "half_function")
 
     def register_float_function(self, module: Any, name: str) -> None:
         """Run `module.name` in fp32; raises InputError as `register_half_function` does."""
-        self._casts[_find(module, name, "float_function")] = Cast.FLOAT
+        self._register(module, name, Cast.FLOAT, "float_function")
 
     def register_promote_function(self, module: Any, name: str) -> None:
         """Run `module.name` in fp32 if its arguments are mixed; raises InputError as `register_half_function` does."""
-        self._casts[_find(module, name, "promote_function")] = Cast.WIDEST
+        self._register(module, name, Cast.WIDEST, "promote_function")
+
+    def _register(self, module: Any, name: str, cast: Cast, decorator: str) -> None:
+        function = _find(module, name, decorator)
+        self._casts[function] = cast
+        if torch_private.is_operator(function) and hasattr(function, "overloads"):  # calls are reported as either
+            self._casts.update((getattr(function, overload), cast) for overload in function.overloads())
 
 
 def half_function(function: _Function) -> _Function:
@@ -167,6 +173,11 @@ def is_marked(function: Callable[..., Any]) -> bool:
     return hasattr(function, _MARK)
 
 
+def unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `function`, made by one of the decorators above, was made from."""
+    return function.__wrapped__  # type: ignore[attr-defined]
+
+
 _MARK = "halfmesh_cast"
 
 
@@ -185,10 +196,14 @@ def _marked(function: _Function, cast: Cast) -> _Function:
 def _find(module: Any, name: str, decorator: str) -> Callable[..., Any]:
     """The function `module.name`, if torch reports calls of it to a TorchFunctionMode."""
     where = getattr(module, "__name__", repr(module))
+    if module is torch.Tensor:
+        name = _OPERATORS.get(name, name)
     function: Any = getattr(module, name, None)
     if not callable(function):
         near = did_you_mean(name, [other for other in dir(module) if not other.startswith("_")])
         raise InputError(f"{where} has no function {name!r}{near}")
+    if name.endswith("_") and not name.endswith("__"):
+        raise InputError(f"{where}.{name} works in place, which would be lost in a cast; name a function that does not")
     reported = torch_private.is_operator(function) or is_marked(function) or function in o1_lists()
     if not reported and not any(function in group for group in overrides.get_overridable_functions().values()):
         raise InputError(
