@@ -58,6 +58,11 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         yield f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device"
     elif len(devices) > 1:
         yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
+    if recipe.cast_lists == "apex" and any(torch_private.is_compiled(module) for module in model.modules()):
+        yield (
+            "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
+            "mode='torch' or opt_level='O2'"
+        )
     allowed = _allowed_dtypes(recipe)
     yield from _find_overflows(model, recipe)
     odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]

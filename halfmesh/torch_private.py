@@ -13,6 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+FUSED_STEPS = frozenset(
+    getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")
+)
+"""What fused optimizers step with."""
+
 
 def foreach_norm(tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """The `ord`-norm of each tensor, accumulated in `dtype`; 0-dim results. `tensors` must not be empty."""
@@ -59,6 +64,11 @@ def is_functorch_tensor(tensor: torch.Tensor) -> bool:
 def is_operator(function: object) -> bool:
     """Whether `function` is one of `torch.ops`."""
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` made it, or `module.compile()` was called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def is_batch_norm(module: nn.Module) -> bool:

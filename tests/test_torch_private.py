@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import halfmesh
 from halfmesh import torch_private
@@ -95,3 +96,17 @@ def test_no_other_private_name_of_torch_is_used():
         if re.search(r"torch\._(?!_version__)|from torch\S* import .*\b_", line)
     ]
     assert found == []
+
+
+def test_is_compiled():
+    part = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(part)
+    assert torch_private.is_compiled(torch.compile(part, backend="eager"))
+    assert not torch_private.is_compiled(part)
+    part.compile(backend="eager")
+    assert torch_private.is_compiled(part)
+
+
+def test_fused_steps_are_what_fused_optimizers_call():
+    names = {function.__name__ for function in torch_private.FUSED_STEPS}
+    assert {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"} <= names

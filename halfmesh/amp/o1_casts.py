@@ -18,8 +18,6 @@ from .cast_lists import Cast, CastTable, is_marked, unmarked
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Tensors without ideas of their own about torch's functions."""
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_FUSED_STEPS = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name[-1] == "_")
-"""They change weights without counting it as a change."""
 _DATA: Any = torch.Tensor.data
 """Writes through it are not counted either."""
 
@@ -32,7 +30,7 @@ def o1_scope(table: CastTable, device_type: str) -> Iterator[None]:
     checkpointing know, and how `autocast(enabled=False)` inside a model reaches the casts. torch's own autocast lists
     are kept out: it is switched off around each function that runs. They act on what cannot be seen from here, which
     is the inside of TorchScript and of operators of `torch.ops`, and under an inner autocast with another dtype.
-    `torch.compile` cannot follow the casts.
+    `torch.compile` cannot follow the casts; compiled models are refused under O1.
     """
     with torch.autocast(device_type, torch.float16, cache_enabled=False), O1Casts(table, device_type) as casts:
         try:
@@ -65,8 +63,8 @@ class O1Casts(TorchFunctionMode):
             return func(*args, **kwargs)
         if type(func) is FunctionType and (func in _BACKWARD or is_marked(func)):
             return self._call_open(func, args, kwargs)
-        if func in _FUSED_STEPS:
-            self.forget()
+        if func in torch_private.FUSED_STEPS:
+            self.forget()  # it changes weights without counting it as a change
         cast = self._table.get(func)
         if not self._is_active() or (cast is None and torch_private.is_operator(func)):
             return func(*args, **kwargs)

@@ -188,6 +188,15 @@ def test_half_models_are_refused_where_batchnorm_stays():
     assert make_engine(apex("O3"), model=MLP().half()).model.first.weight.dtype == HALF
 
 
+def test_compiled_models_are_refused_under_o1():
+    part = MLP()
+    part.last = torch.compile(part.last, backend="eager")
+    for model in (torch.compile(MLP(), backend="eager"), part):
+        with pytest.raises(InputError, match="it is compiled, and O1's casts do not reach into compiled code"):
+            make_engine(apex("O1"), model=model)
+        make_engine(apex("O2"), model=model)
+
+
 def test_o3_learns_with_its_dtypes():
     engine = make_engine(apex("O3", loss_scale=128.0))
     x, y = make_data()
