@@ -12,8 +12,7 @@ import torch
 from torch import nn, optim
 
 from . import compat, inputs, launching
-from .amp.cast import Precision
-from .amp.convert import convert
+from .amp.backend import Backend
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
@@ -130,13 +129,9 @@ def _convert(given: _Given, recipe: Recipe, config: Config, context: ParallelCon
     context.start_equal(given.model, given.optimizer)
     separate_dp_ranks(config.seed, context)
     shards = [ParamShard(name, p, weight=1 / context.size) for name, p in given.model.named_parameters()]
-    if config.precision is None:
-        update = convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
-        precision = Precision(recipe, context.device)
-    else:
-        plugin, options = AMP_PLUGINS.get(config.precision.mode), config.precision.options
-        update = plugin.convert(options, recipe, given.model, given.optimizer, shards, context, _rules(config))
-        precision = plugin.precision(options, update.recipe, context.device)
+    backend = _backend(config)
+    update = backend.convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
+    precision = backend.precision(update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, context)
     reducer = _reducer(given.model, update, context, config)
@@ -187,9 +182,7 @@ def _has_params(model: Any) -> bool:
 
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> None:
     mode = config.precision.mode if config.precision else None
-    device_problem = inputs.find_device_problem(device, recipe)
-    if device_problem is None and config.precision is not None:
-        device_problem = AMP_PLUGINS.get(config.precision.mode).find_problem(config.precision.options, device)
+    device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [
@@ -201,6 +194,12 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     ]
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
+
+
+def _backend(config: Config) -> Backend:
+    if config.precision is None:
+        return Backend()
+    return AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
 
 
 def _rules(config: Config) -> UpdateRules:

@@ -68,7 +68,7 @@ def convert_to_amp(
         raise InputError(f"amp_config has mode={own['mode']!r}, but mode={str(mode)!r} was given; leave it out")
     config = load_config({keys[dtype]: {"mode": mode, **own}})
     assert config.precision is not None
-    recipe, plugin = recipe_of(config), AMP_PLUGINS.get(config.precision.mode)
+    recipe, backend = recipe_of(config), AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
     problems = list(inputs.find_model_problems(model, recipe, config.precision.mode))
     if not problems:
         problems += inputs.find_optimizer_problems(optimizer, model)
@@ -77,12 +77,12 @@ def convert_to_amp(
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to convert_to_amp:", problems))
     device = next(model.parameters()).device
     compat.raise_for(compat.check(config, 1, device.type))
-    unfit = [inputs.find_device_problem(device, recipe), plugin.find_problem(config.precision.options, device)]
+    unfit = [inputs.find_device_problem(device, recipe), backend.find_problem(device)]
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = plugin.convert(config.precision.options, recipe, model, optimizer, shards, OneRank(), UpdateRules())
-    precision = plugin.precision(config.precision.options, update.recipe, device)
+    update = backend.convert(model, optimizer, shards, recipe, OneRank(), UpdateRules())
+    precision = backend.precision(update.recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped
 

@@ -34,7 +34,10 @@ def _precision(engine: Engine, recipe: Recipe) -> str:
     masters = ", fp32 masters" if recipe.master_weights else ""
     lists = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}
     how = lists[recipe.cast_lists] if recipe.autocast else ""
-    level = getattr(precision.options, "opt_level", "") if precision else ""
+    options = precision.options if precision else None
+    level = getattr(options, "opt_level", "") + (
+        " by NVIDIA's apex" if getattr(options, "backend", "") == "apex" else ""
+    )
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
     return f"mode {mode} {level}".rstrip() + (
         f", compute {_short(recipe.compute_dtype)}{how}, parameters {params}{norm}{masters}"
@@ -77,7 +80,8 @@ def _batch_size(loader: Any) -> int | None:
 
 def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     config = engine.config
-    fused = "fused, no host read" if update.holdings.folds else "not fused"
+    fused = "fused" if update.holdings.folds else "not fused"
+    fused += ", no host read" if update.holdings.folds and not update.waits else ""
     left = sum(p.requires_grad for p in engine.model.parameters()) - sum(
         shard.param.requires_grad for shard in update.holdings.trained
     )

@@ -194,7 +194,7 @@ def test_a_refusal_leaves_everything_untouched(config, error):
 
 
 def test_an_error_after_the_first_change_says_so(monkeypatch):
-    monkeypatch.setattr("halfmesh.assembly.convert", lambda *_: 1 / 0)
+    monkeypatch.setattr("halfmesh.amp.backend.Backend.convert", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         halfmesh.initialize(MLP(), sgd, config={})
     assert "initialize had begun to change the model and optimizer" in caught.value.__notes__[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
@@ -14,6 +14,9 @@ from ..errors import did_you_mean
 from ..options import Options, PositiveFloat, PositiveInt, Scale
 from .plugin import AMPPlugin, Composes
 from .recipe import FP32, LossScale, Recipe
+
+if TYPE_CHECKING:
+    from .backend import Backend
 
 _NO_SHARED_VERDICT = (
     "apex's contract has no verdict shared by all ranks, so shards would skip different steps and drift apart; "
@@ -102,6 +105,8 @@ class ApexOptions(Options):
     min_loss_scale: PositiveFloat | None = None
     """Floor of a dynamic scale; None has none."""
     max_loss_scale: Scale = 2.0**24
+    backend: Literal["native", "apex"] = "native"
+    """native: halfmesh's own implementation; apex: an installed apex.amp does the work (CUDA only)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ApexOptions:
@@ -142,6 +147,12 @@ def _find_problems(options: ApexOptions) -> Iterator[str]:
         yield (
             f"patch_torch_functions=True with opt_level={level!r}: only opt_level='O1' casts around functions; "
             "remove it, or use opt_level='O1'"
+        )
+    if options.backend == "apex" and options.num_losses > 1:
+        yield (
+            f"num_losses={options.num_losses} with backend='apex': there gradients are unscaled once per update, "
+            "after they are averaged over the data ranks, so that all losses have one scale; remove it, or use "
+            "backend='native'"
         )
     yield from _find_scale_problems(options)
 
@@ -193,8 +204,18 @@ class ApexAMP(AMPPlugin):
             master_weights=properties.master_weights and param_dtype == torch.float16,
             loss_scale=_loss_scale(options, properties.loss_scale),
             num_losses=options.num_losses,
+            wide_gradients=properties.master_weights and param_dtype == torch.float16,  # in the masters' gradients
             output_dtype=_dtype(options.cast_model_outputs) or (torch.float32 if param_dtype else None),
         )
+
+    @classmethod
+    def backend(cls, options: Options) -> Backend:
+        assert isinstance(options, ApexOptions)
+        if not options.enabled or options.backend == "native":
+            return super().backend(options)
+        from .apex_backend import ApexBackend
+
+        return ApexBackend(options)
 
 
 def _dtype(name: str | Literal[False] | None) -> torch.dtype | None:

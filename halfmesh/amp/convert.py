@@ -30,22 +30,22 @@ def convert(
     Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
     `close` of what is returned undoes the conversion.
     """
-    dtypes = {name: tensor.dtype for name, tensor in _tensors(model)}
+    dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
         to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe)}
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.param) in to_cast], {})
     cast_model(model, recipe)
-    changed = {tensor: dtypes[name] for name, tensor in _tensors(model) if tensor.dtype != dtypes[name]}
+    changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
     update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)
     hooks = list(watch_state(model, update.holdings, changed))
-    update.on_close = lambda: _take_back(model, update, dtypes, hooks)
+    update.on_close = lambda: take_back(model, update, dtypes, hooks)
     return update
 
 
-def _take_back(
+def take_back(
     model: nn.Module,
     update: MixedPrecisionOptimizer,
     dtypes: Mapping[str, torch.dtype],
@@ -55,7 +55,7 @@ def _take_back(
     for hook in hooks:
         hook.remove()
     masters, changed = update.holdings.masters, {}
-    for name, tensor in _tensors(model):
+    for name, tensor in named_tensors(model):
         dtype = dtypes.get(name, tensor.dtype)
         if isinstance(tensor, nn.Parameter) and tensor in masters:
             tensor.data, tensor.grad = current_value(tensor, masters[tensor]).to(dtype), None
@@ -66,6 +66,7 @@ def _take_back(
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -48,6 +48,9 @@ class MixedPrecisionOptimizer:
         InputError: the optimizer holds parameters that are not in `shards`.
     """
 
+    waits = False
+    """Whether every step waits for the device, whatever the optimizer."""
+
     def __init__(
         self,
         optimizer: optim.Optimizer,

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn, optim
 
 from ..registry import Registry
 from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..options import Options
-    from ..shard import ParamShard, Ranks
-    from .cast import Precision
-    from .optimizer import MixedPrecisionOptimizer
-    from .rules import UpdateRules
+    from .backend import Backend
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
@@ -76,35 +72,12 @@ class AMPPlugin(ABC):
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         """The recipe of `options` with half precision `dtype` (torch.float16 or torch.bfloat16)."""
 
-    # The rest is for a mode that a recipe cannot describe, because another library does its work.
-
     @classmethod
-    def find_problem(cls, options: Options, device: torch.device) -> str | None:
-        """What keeps the mode from running here with `options`, asked before anything is changed; None if nothing."""
-        return None
+    def backend(cls, options: Options) -> Backend:
+        """What does the mode's work; only a mode that another library implements overrides it."""
+        from .backend import Backend  # here, because it needs most of the engine, and a config needs none of it
 
-    @classmethod
-    def convert(
-        cls,
-        options: Options,
-        recipe: Recipe,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        shards: Sequence[ParamShard],
-        ranks: Ranks,
-        rules: UpdateRules,
-    ) -> MixedPrecisionOptimizer:
-        """Apply the mode to a model and its optimizer; the `recipe` of what is returned is what halfmesh runs."""
-        from .convert import convert  # here, because it needs most of the engine and a config needs none
-
-        return convert(model, optimizer, shards, recipe, ranks, rules)
-
-    @classmethod
-    def precision(cls, options: Options, recipe: Recipe, device: torch.device) -> Precision:
-        """What runs model and criterion; `recipe` is that of what `convert` returned."""
-        from .cast import Precision
-
-        return Precision(recipe, device)
+        return Backend()
 
 
 AMP_PLUGINS: Registry[type[AMPPlugin]] = Registry("AMP mode", "halfmesh.amp_plugins")

@@ -1,6 +1,7 @@
 """apex.amp's keys: the property table of O0 to O3, overrides, what contradicts itself, and what recipe it comes to."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from halfmesh.errors import ConfigError
 
 HALF, FULL = torch.float16, torch.float32
 DYNAMIC = LossScale(2.0**16, True, 2.0, 0.5, 2000, 1, 0.0, 2.0**24, verbose=True)
+O2 = Recipe(HALF, HALF, False, True, DYNAMIC, FULL, keep_batchnorm_fp32=True, wide_gradients=True)
 
 
 def options_of(**keys):
@@ -37,10 +39,7 @@ def test_the_property_table_is_apexs():
     [
         ({"opt_level": "O0"}, Recipe(param_dtype=FULL, output_dtype=FULL)),
         ({}, Recipe(HALF, autocast=True, cast_lists="apex", loss_scale=DYNAMIC)),
-        (
-            {"opt_level": "O2"},
-            Recipe(HALF, HALF, False, True, DYNAMIC, FULL, keep_batchnorm_fp32=True),
-        ),
+        ({"opt_level": "O2"}, O2),
         ({"opt_level": "O3"}, Recipe(HALF, HALF, output_dtype=FULL)),
         # overrides
         ({"opt_level": "O0", "loss_scale": "dynamic"}, Recipe(FULL, FULL, loss_scale=DYNAMIC, output_dtype=FULL)),
@@ -61,16 +60,13 @@ def test_the_property_table_is_apexs():
         ({"cast_model_outputs": "float32"}, Recipe(HALF, None, True, False, DYNAMIC, FULL, cast_lists="apex")),
         (
             {"opt_level": "O2", "keep_batchnorm_fp32": "False", "loss_scale": "128.0"},
-            Recipe(HALF, HALF, False, True, LossScale(128.0, dynamic=False), FULL),
+            replace(O2, keep_batchnorm_fp32=False, loss_scale=LossScale(128.0, dynamic=False)),
         ),
         (
             {"opt_level": "O2", "master_weights": False, "loss_scale": 1.0},
             Recipe(HALF, HALF, False, False, None, FULL, keep_batchnorm_fp32=True),
         ),
-        (
-            {"opt_level": "O2", "cast_model_outputs": torch.half},
-            Recipe(HALF, HALF, False, True, DYNAMIC, HALF, keep_batchnorm_fp32=True),
-        ),
+        ({"opt_level": "O2", "cast_model_outputs": torch.half}, replace(O2, output_dtype=HALF)),
         ({"opt_level": "O2", "cast_model_type": "float32"}, Recipe(FULL, FULL, False, False, DYNAMIC, FULL)),
         (
             {"opt_level": "O3", "keep_batchnorm_fp32": "True"},
