@@ -29,19 +29,13 @@ def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, lo
 
 def _precision(engine: Engine, recipe: Recipe) -> str:
     precision = engine.config.precision
-    mode = "none" if precision is None else precision.mode
+    mode = "none" if precision is None else precision.label
     params = "as given" if recipe.param_dtype is None else _short(recipe.param_dtype)
     masters = ", fp32 masters" if recipe.master_weights else ""
     lists = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}
     how = lists[recipe.cast_lists] if recipe.autocast else ""
-    options = precision.options if precision else None
-    level = getattr(options, "opt_level", "") + (
-        " by NVIDIA's apex" if getattr(options, "backend", "") == "apex" else ""
-    )
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
-    return f"mode {mode} {level}".rstrip() + (
-        f", compute {_short(recipe.compute_dtype)}{how}, parameters {params}{norm}{masters}"
-    )
+    return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}, parameters {params}{norm}{masters}"
 
 
 def _loss_scale(recipe: Recipe) -> str:

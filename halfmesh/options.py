@@ -15,6 +15,11 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    @property
+    def variant(self) -> str:
+        """What tells one use of a mode from another, in a word or two, for what is printed."""
+        return ""
+
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
             f"cannot set {name!r}: configs are immutable; config.replace(key=value) gives a changed copy"

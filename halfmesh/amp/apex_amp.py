@@ -116,6 +116,11 @@ class ApexOptions(Options):
         return self
 
     @property
+    def variant(self) -> str:
+        """O2, for example."""
+        return self.opt_level + (" by NVIDIA's apex" if self.backend == "apex" else "") if self.enabled else "disabled"
+
+    @property
     def properties(self) -> Properties:
         """The opt level's properties with the overrides."""
         given = {name: getattr(self, name) for name in Properties.__dataclass_fields__}

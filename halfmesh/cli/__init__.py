@@ -56,11 +56,12 @@ def main() -> None:
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
     from ..compat import get_layout
+    from ..key_checks import recipe_of
 
     layout = get_layout(config, world_size)
     return {
-        "mode": config.precision.mode if config.precision else None,
-        "dtype": config.precision_dtype or "float32",
+        "mode": config.precision.label if config.precision else None,
+        "dtype": str(recipe_of(config).compute_dtype).removeprefix("torch."),
         "mesh": {"pp": layout.pipeline, "dp": layout.data, "tp": layout.tensor},
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,

@@ -148,6 +148,11 @@ class PrecisionConfig(Options):
     mode: str
     options: SerializeAsAny[Options]
 
+    @property
+    def label(self) -> str:
+        """The mode and its variant."""
+        return f"{self.mode} {self.options.variant}".strip()
+
 
 class TensorConfig(Options):
     """`parallel.tensor`. `plan` is a name, or a dict from patterns of module names to tensor styles."""

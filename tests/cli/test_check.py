@@ -31,6 +31,19 @@ def test_a_config_that_can_run(run):
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ("opt_level='O0'", "  mode apex O0, float32"),
+        ("opt_level='O2'", "  mode apex O2, float16"),
+        ("backend='apex'", "  mode apex O1 by NVIDIA's apex, float16"),
+        ("enabled=False", "  mode apex disabled, float32"),
+    ],
+)
+def test_the_variant_of_a_mode(run, keys, line):
+    assert run(f"fp16 = dict(mode='apex', {keys})\n", "--world-size", "1").stdout.splitlines()[1] == line
+
+
 def test_json_of_a_config_that_can_run(run):
     result = run("print('noise')\n", "--world-size", "2", "--device", "cpu", "--json")
     assert result.exit_code == 0
