@@ -187,7 +187,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
         raise IncompatibleConfigError([device_problem])
     problems = [
         *inputs.find_model_problems(given.model, recipe, mode),
-        *(inputs.find_optimizer_problems(given.optimizer, given.model) if _has_params(given.model) else ()),
+        *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if _has_params(given.model) else ()),
         *inputs.find_other_problems(
             given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
         ),

@@ -7,7 +7,7 @@ asked, no process group is needed. What depends on the model is checked where th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -128,7 +128,7 @@ def _row_of(config: Config) -> Row:
 def _is_switched_off(config: Config) -> bool:
     """`enabled=False`, in a mode that then does nothing at all, composes like no mode."""
     options = config.precision.options if config.precision else None
-    return getattr(options, "enabled", True) is False and recipe_of(config) == FP32
+    return getattr(options, "enabled", True) is False and replace(recipe_of(config), num_losses=1) == FP32
 
 
 def _active_columns(config: Config, layout: Layout) -> Iterator[str]:

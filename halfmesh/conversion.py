@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn, optim
 
 from . import compat, inputs
-from .amp.cast import Precision
-from .amp.cast_lists import CastTable
-from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, AMP_TYPE
-from .amp.result import StepResult
 from .amp.rules import UpdateRules
-from .engine.accumulation import Accumulation
-from .engine.cycle import GradientCycle
+from .converted import AMPCriterion, AMPModel, AMPOptimizer
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .key_checks import recipe_of
 from .shard import OneRank, ParamShard
@@ -63,6 +56,8 @@ def convert_to_amp(
     keys = {name: key for key, name in compat.HALF_DTYPES.items()}
     if dtype not in keys:
         raise InputError(f"dtype={dtype!r} is not a half precision; allowed: {', '.join(map(repr, keys))}")
+    if not isinstance(amp_config or {}, Mapping):
+        raise InputError(f"amp_config={amp_config!r} is not a dict; write for example dict(opt_level='O2')")
     own = dict(amp_config or {})
     if "mode" in own:
         raise InputError(f"amp_config has mode={own['mode']!r}, but mode={str(mode)!r} was given; leave it out")
@@ -71,7 +66,7 @@ def convert_to_amp(
     recipe, backend = recipe_of(config), AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
     problems = list(inputs.find_model_problems(model, recipe, config.precision.mode))
     if not problems:
-        problems += inputs.find_optimizer_problems(optimizer, model)
+        problems += inputs.find_optimizer_problems(optimizer, model, recipe)
     problems += inputs.find_criterion_problems(criterion)
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to convert_to_amp:", problems))
@@ -85,157 +80,3 @@ def convert_to_amp(
     precision = backend.precision(update.recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped
-
-
-class AMPModel(nn.Module):
-    """A model that computes in a precision. Its state dict is that of the model itself, in full precision.
-
-    Attributes:
-        module: the model that was given.
-    """
-
-    def __init__(self, module: nn.Module, precision: Precision) -> None:
-        super().__init__()
-        self.module = module
-        self._precision = precision
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._precision.forward(self.module, *args, **kwargs)
-
-    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """The scope that forward and criterion run in, for computations of your own; `enabled=False` leaves it."""
-        return self._precision.autocast(enabled)
-
-    @property
-    def casts(self) -> CastTable | None:
-        """O1's lists of functions, to which your own can be added; None for other modes."""
-        return self._precision.casts
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: no prefix, fp32 masters where there are any."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own; masters take over what is loaded."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-class AMPCriterion(nn.Module):
-    """A criterion that computes in a precision."""
-
-    def __init__(self, criterion: Callable[..., Any], precision: Precision) -> None:
-        super().__init__()
-        self.criterion = criterion
-        self._precision = precision
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._precision.criterion(self.criterion, *args, **kwargs)
-
-
-class AMPOptimizer(optim.Optimizer):
-    """The optimizer of a converted model: the one that was given, with scaled losses and checked gradients.
-
-    What is not defined here is the given optimizer's: `param_groups`, `state`, `defaults`, hooks.
-
-    Attributes:
-        optimizer: the one that was given. It steps through this one only.
-    """
-
-    def __init__(self, update: MixedPrecisionOptimizer, precision: Precision) -> None:
-        # Without Optimizer.__init__, which would make a second set of groups and state.
-        self.optimizer = update.optimizer
-        self._update = update
-        self._cycle = GradientCycle(update, precision, Accumulation(1, "sum", OneRank()), None)
-        self._last: StepResult | None = None
-        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
-
-    def backward(self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False) -> None:
-        """Add the gradients of `loss`, a scalar; in place of `loss.backward()`.
-
-        Args:
-            loss_id: which of the `num_losses` losses this is (mode APEX).
-
-        Raises:
-            InputError: not a scalar with a graph, or an unknown `loss_id`.
-        """
-        self._cycle.add(loss, at_end=True, retain_graph=retain_graph, loss_id=loss_id)
-
-    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
-        """Unscale, check, step or skip, and move the loss scale. Frees the gradients that it uses.
-
-        Raises:
-            InputError: no `backward` since the last step, or a closure.
-            NonFiniteError: inf or nan in too many updates in a row.
-        """
-        if closure is not None:
-            raise InputError("a closure that runs the model again cannot be joined with a loss scale; call step()")
-        if not self._cycle.fresh:
-            raise InputError(
-                "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
-                "in place of loss.backward(), which does not scale the loss"
-            )
-        try:
-            self._last = self._update.step()
-        finally:
-            self._cycle.clear()
-        return self._last
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; they are always freed."""
-        self._cycle.clear()
-
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Clip the next step to `max_norm`. Returns the norm of the unscaled gradients before clipping (0-dim).
-
-        Raises:
-            InputError: before `backward`, or a `max_norm` that is not positive.
-        """
-        if not self._cycle.fresh:
-            raise InputError("clip_grad_norm was called before backward(loss): there are no gradients")
-        return self._update.clip_grad_norm_(max_norm)
-
-    def master_params(self) -> Iterator[nn.Parameter]:
-        """What is stepped: the fp32 masters where there are any, else the model's parameters."""
-        return (param for group in self.param_groups for param in group["params"])
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
-        return self._update.losses.current()[0]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped so far because of inf or nan. Reads the device."""
-        return self._update.watch.skipped
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the given optimizer's: parameters of the model that it did not hold so far."""
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Optimizer state, masters by parameter name, loss scales and counters."""
-        return self._update.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; masters are copied into the model."""
-        self._update.load_state_dict(state_dict)
-
-    def close(self) -> None:
-        """Give model and optimizer back as they came, with the trained weights."""
-        self._cycle.clear()
-        self.optimizer.__dict__.pop("zero_grad", None)
-        self._update.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet: while it is made, copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"AMPOptimizer({self.optimizer!r})"

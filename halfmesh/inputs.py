@@ -29,6 +29,9 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
     if not isinstance(model, nn.Module):
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
         return
+    if getattr(model, "is_converted", False) is True:
+        yield "model: it comes from convert_to_amp; pass its .module, after close() of the optimizer from there"
+        return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
         return
@@ -70,7 +73,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         yield _dtype_problem(odd, params[odd[0]].dtype, recipe, mode)
 
 
-def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
+def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Iterator[str]:
     """What is wrong with the optimizer for this model."""
     if not isinstance(optimizer, optim.Optimizer):
         yield (
@@ -87,6 +90,10 @@ def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
     if "zero_grad" in vars(optimizer):
         yield "optimizer: it belongs to another engine; close that one first (its close()), or build a new optimizer"
         return
+    if getattr(optimizer, "is_converted", False):
+        yield "optimizer: it comes from convert_to_amp; pass the one that was given there, after its close()"
+        return
+    yield from _find_lost_eps(optimizer, recipe)
     if needs_closure(optimizer):
         yield (
             f"optimizer: {type(optimizer).__name__}.step needs a closure that runs the model again, which cannot be "
@@ -98,6 +105,21 @@ def find_optimizer_problems(optimizer: Any, model: Any) -> Iterator[str]:
             refuse_foreign_params(optimizer, [ParamShard(name, p) for name, p in model.named_parameters()])
         except InputError as error:
             yield f"optimizer: {error}"
+
+
+def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
+    """Without masters the optimizer computes in half precision, where Adam's 1e-8 is zero and 0 / 0 is nan."""
+    if recipe.param_dtype not in HALF or recipe.master_weights:
+        return
+    smallest = 2.0**-24 if recipe.param_dtype == torch.float16 else 2.0**-133
+    for index, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        if isinstance(eps, float) and 0 < eps < smallest:
+            yield (
+                f"optimizer: eps={eps:g} of param_groups[{index}] is zero in {_short(recipe.param_dtype)}, and the "
+                "optimizer divides by it where a gradient is zero: the weights would be nan; set eps=1e-4 or so, or "
+                "keep fp32 masters (opt_level='O2' or mode='naive')"
+            )
 
 
 def find_criterion_problems(criterion: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..errors import did_you_mean
 from ..options import Options, PositiveFloat, PositiveInt, Scale
 from .plugin import AMPPlugin, Composes
-from .recipe import FP32, LossScale, Recipe
+from .recipe import LossScale, Recipe
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -196,7 +196,7 @@ class ApexAMP(AMPPlugin):
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         assert isinstance(options, ApexOptions)
         if not options.enabled:
-            return FP32
+            return Recipe(num_losses=options.num_losses)  # a script that names its losses goes on
         properties = options.properties
         param_dtype = _dtype(properties.cast_model_type)
         is_half = properties.patch_torch_functions or param_dtype == torch.float16
@@ -223,7 +223,7 @@ class ApexAMP(AMPPlugin):
         return ApexBackend(options)
 
 
-def _dtype(name: str | Literal[False] | None) -> torch.dtype | None:
+def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 

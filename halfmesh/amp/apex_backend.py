@@ -110,10 +110,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         self.losses = _ApexScale(recipe, self.device, self.rules.wide_gradients)
 
     def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
-        if self._clip_once is not None:
-            self._clip_once = (self._clip_once[0], None)
-        self.holdings.take_in_new()
-        self.losses.set_aside(self.holdings.trained)
+        self._begin()
         # Unscaled in `step` only: before the ranks' gradients are averaged, each would come to a verdict of its own.
         with self.apex.amp.scale_loss(loss.float() / divisor, self.optimizer, delay_unscale=True) as scaled:
             scaled.backward(retain_graph=retain_graph)
@@ -226,10 +223,10 @@ class _ApexHoldings(Holdings):
 class _ApexScale(LossScales):
     """A copy of apex's loss scale."""
 
-    def cap(self, loss_id: int) -> None:
+    def cap(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """apex has no cap: a dynamic scale that is too large for a loss in fp16 overflows, and falls by itself."""
         if self.first is not None and not self.first.options.dynamic:
-            super().cap(loss_id)
+            super().cap(loss_id, shards)
 
 
 class ApexBackend(Backend):

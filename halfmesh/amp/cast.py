@@ -69,7 +69,7 @@ class Precision:
             output = model(*args, **kwargs)
         if recipe.output_dtype is None:
             return output
-        self._fp16_scalars.clear()
+        self._fp16_scalars = [scalar for scalar in self._fp16_scalars if scalar() is not None]
         return map_tensors(self._cast_output, output)
 
     def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class Precision:
         if not tensor.is_floating_point():
             return tensor
         cast = tensor.to(self.recipe.output_dtype)
-        if tensor.dtype == torch.float16 and tensor.dim() == 0:
+        if tensor.dtype == torch.float16 and tensor.numel() == 1:
             self._fp16_scalars.append(weakref.ref(cast))
         return cast
 
@@ -94,24 +94,33 @@ def cast_model(model: nn.Module, recipe: Recipe) -> None:
     """Cast parameters and floating-point buffers in place. Parameter objects, ties and names stay."""
     if recipe.param_dtype is None:
         return
-    kept = [(module, name, tensor, tensor.data) for module, name, tensor in _stays_fp32(model, recipe)]
+    kept = [(tensor, tensor.data) for tensor in _stays_fp32(model, recipe)]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     model.to(recipe.param_dtype)
-    for module, name, tensor, data in kept:
+    for tensor, data in kept:
         tensor.data = data
-        setattr(module, name, tensor)  # `to` makes new buffers
+    # `to` makes new buffers: one for each place, of complex ones too, whose imaginary part is lost.
+    stays = {id(tensor) for tensor, _ in kept}
+    new: dict[int, torch.Tensor] = {}
+    for module, name, buffer in buffers:
+        as_it_was = id(buffer) in stays or not buffer.is_floating_point()
+        setattr(module, name, buffer if as_it_was else new.setdefault(id(buffer), getattr(module, name)))
 
 
 def tensors_to_cast(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers whose dtype `cast_model` changes, by name."""
-    stays = {id(tensor) for _, _, tensor in _stays_fp32(model, recipe)}
+    stays = {id(tensor) for tensor in _stays_fp32(model, recipe)}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and id(tensor) not in stays and tensor.dtype != recipe.param_dtype:
             yield name, tensor
 
 
-def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
     """apex's rule: BatchNorm with weights stays as it is, with its buffers; without weights it is cast."""
     for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
         if torch_private.is_batch_norm(module) and module.affine:
-            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
-                yield module, name, tensor
+            yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))

@@ -67,6 +67,6 @@ def take_back(
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers."""
+    """Parameters, and buffers under each of their names."""
     yield from model.named_parameters()
-    yield from model.named_buffers()
+    yield from model.named_buffers(remove_duplicate=False)

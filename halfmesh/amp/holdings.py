@@ -91,10 +91,10 @@ class Holdings:
         """Whether parameters were added since the last `refresh`, or settings that decide the implementation."""
         return self._signature() != self._seen
 
-    def take_in_new(self) -> None:
-        """Take in parameters that were added to the optimizer since the last `refresh`: their gradients count now."""
-        if self._count() != self._sizes:
-            self.refresh()
+    @property
+    def grew(self) -> bool:
+        """Whether parameters were added since the last `refresh`: a part of `changed` that costs nothing to ask."""
+        return self._count() != self._sizes
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`."""
@@ -155,7 +155,7 @@ class Holdings:
         self.publish(taken)
 
     def close(self) -> None:
-        """Remove the hooks from optimizer and model, and leave the optimizer's implementation to torch again."""
+        """Remove the hook from the optimizer, and leave its implementation to torch again."""
         fused.switch_back(self.optimizer, self._switched)
         self._load_hook.remove()
 

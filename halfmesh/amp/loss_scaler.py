@@ -37,8 +37,13 @@ class LossScaler:
         self._hysteresis_left = torch.full((), options.hysteresis, dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def update(self, found_inf: torch.Tensor) -> None:
-        """Move a dynamic scale. `found_inf`: 0-dim, nonzero if the step's gradients held inf or nan."""
+    def update(self, found_inf: torch.Tensor, used: torch.Tensor | None = None) -> None:
+        """Move a dynamic scale.
+
+        Args:
+            found_inf: 0-dim, nonzero if the step's gradients held inf or nan.
+            used: 0-dim bool; False leaves all as it is. None: it was used.
+        """
         options = self.options
         if not options.dynamic:
             return
@@ -48,10 +53,13 @@ class LossScaler:
         grow = tracker >= options.growth_interval
         lowered = (self.scale * options.backoff_factor).clamp(min=max(options.min_scale, _SMALLEST))
         grown = (self.scale * options.growth_factor).clamp(max=self.max_scale)
+        scale = torch.where(found & (left == 0), lowered, torch.where(grow, grown, self.scale))
+        new = scale, torch.where(grow, 0, tracker), torch.where(grow, options.hysteresis, left)
+        if used is not None:
+            old = self.scale, self._growth_tracker, self._hysteresis_left
+            new = tuple(torch.where(used, a, b) for a, b in zip(new, old, strict=True))  # type: ignore[assignment]
         # Out of place: results of earlier steps keep the scale that they were taken with.
-        self.scale = torch.where(found & (left == 0), lowered, torch.where(grow, grown, self.scale))
-        self._growth_tracker = torch.where(grow, 0, tracker)
-        self._hysteresis_left = torch.where(grow, options.hysteresis, left)
+        self.scale, self._growth_tracker, self._hysteresis_left = new
 
     def cap(self, limit: float, reason: str) -> bool:
         """Keep a dynamic scale at or below `limit` from now on; returns whether that changed anything.

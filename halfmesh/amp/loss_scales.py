@@ -35,6 +35,7 @@ class LossScales:
     Attributes:
         scalers: empty where nothing is scaled.
         several: whether gradients are unscaled after each backward.
+        wide_sums: whether half-precision gradients of several backwards are added in fp32.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, wide_sums: bool = False) -> None:
@@ -42,11 +43,16 @@ class LossScales:
         self.several = options is not None and not recipe.keeps_scale
         count = 0 if options is None else recipe.num_losses if self.several else 1
         self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
-        self._wide_sums = wide_sums or recipe.wide_gradients
+        self.wide_sums = wide_sums or recipe.wide_gradients
         self._num_losses = recipe.num_losses
         self._device = device
         self._nonfinite: dict[int, torch.Tensor] = {}
-        self._log = ScaleLog([options.initial] * count) if options and options.dynamic and options.verbose else None
+        self._tells = options is not None and options.dynamic and options.verbose
+        self._restart_log()
+
+    def _restart_log(self) -> None:
+        """What the scales are now was not brought about by an update."""
+        self._log = ScaleLog([scaler.scale for scaler in self.scalers]) if self._tells else None
 
     @property
     def first(self) -> LossScaler | None:
@@ -67,8 +73,8 @@ class LossScales:
 
     def set_aside(self, shards: Sequence[ParamShard]) -> None:
         """Before a backward: keep what is there already apart from what comes, where they add up in fp32."""
-        for shard in shards if self.several or self._wide_sums else ():
-            if shard.param.grad is not None and (self.several or shard.param.dtype in HALF):
+        for shard in shards if self.several or self.wide_sums else ():
+            if self.several or shard.param.dtype in HALF:
                 grad = shard.take_grad()
                 shard.main_grad, shard.param.grad = None if grad is None else _widen(grad), None
 
@@ -86,24 +92,34 @@ class LossScales:
             for shard, grad in zip(bucket, wide, strict=True):
                 shard.main_grad = grad if shard.main_grad is None else shard.main_grad.add_(grad)
                 shard.param.grad = None
+        for shard in shards:  # where it fits it goes where the user looks, and where model.zero_grad() reaches it
+            if shard.main_grad is not None and shard.main_grad.dtype == shard.param.dtype:
+                shard.param.grad, shard.main_grad = shard.main_grad, None
 
-    def nonfinite(self) -> torch.Tensor | None:
-        """How many pieces of each loss's own gradients were inf or nan on this rank; None with one scaler."""
+    def by_loss(self) -> torch.Tensor | None:
+        """For each loss how many pieces of its gradients were inf or nan on this rank, and whether it was used here.
+
+        Shape [2, losses], float64; None with one scaler.
+        """
         if not self.several:
             return None
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack([self._nonfinite.get(loss_id, zero) for loss_id in range(len(self.scalers))])
+        losses = range(len(self.scalers))
+        used = torch.tensor([float(loss_id in self._nonfinite) for loss_id in losses], dtype=torch.float64)
+        found = torch.stack([self._nonfinite.get(loss_id, zero) for loss_id in losses])
+        return torch.stack([found, used.to(self._device, non_blocking=True)])
 
     def update(self, verdict: Verdict) -> None:
-        """Move the scales that were used in this update."""
+        """Move the scales that were used in this update, on any rank."""
         if verdict.by_loss is None:
             for scaler in self.scalers:
                 scaler.update(verdict.found_inf)
         else:
+            nonfinite, used = verdict.by_loss
             # Sums of finite gradients that are not finite are no single loss's fault: all are lowered.
-            blameless = verdict.found_inf * (verdict.by_loss.sum() == 0)
-            for loss_id in self._nonfinite:
-                self.scalers[loss_id].update(verdict.by_loss[loss_id] + blameless)
+            blameless = verdict.found_inf * (nonfinite.sum() == 0)
+            for loss_id, scaler in enumerate(self.scalers):
+                scaler.update(nonfinite[loss_id] + blameless, used[loss_id] > 0)
         if self._log is not None:
             self._log.note(torch.stack([scaler.scale for scaler in self.scalers]))
 
@@ -116,16 +132,24 @@ class LossScales:
         """The gradients are used or cleared."""
         self._nonfinite.clear()
 
-    def cap(self, loss_id: int) -> None:
+    def cap(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """Keep the scale of a loss at or below 2**15, because its backward starts in fp16 with the loss scale itself.
+
+        Gradients of this update that are there already (of `shards`) get the lower scale, too.
 
         Raises:
             InputError: a static scale is above it.
         """
         scaler = self._scaler(loss_id)
+        before = None if scaler is None else scaler.scale
         reason = "the loss itself is fp16, and its gradient is the loss scale, in fp16"
-        if scaler is not None and scaler.cap(FP16_SEED_LIMIT, reason):
-            _log.warning("the loss scale is kept at or below %g: %s", FP16_SEED_LIMIT, reason)
+        if scaler is None or before is None or not scaler.cap(FP16_SEED_LIMIT, reason):
+            return
+        _log.warning("the loss scale is kept at or below %g: %s", FP16_SEED_LIMIT, reason)
+        held = [grad for shard in shards for grad in (shard.param.grad, shard.main_grad) if grad is not None]
+        if held and not self.several:
+            torch_private.foreach_mul_(held, scaler.scale / before)
+        self._restart_log()
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The state of each scaler."""
@@ -135,6 +159,7 @@ class LossScales:
         """Continue exactly where `state_dict` was taken."""
         for scaler, state in zip(self.scalers, states, strict=True):
             scaler.load_state_dict(state)
+        self._restart_log()
 
     def refuse_unknown(self, loss_id: int) -> None:
         """Raise InputError unless `loss_id` is that of one of the losses."""

@@ -72,6 +72,7 @@ class MixedPrecisionOptimizer:
         self._ranks = ranks or OneRank()
         self._clip_once: tuple[float, Verdict | None] | None = None
         self._stepping = False
+        self._begun = False  # an update has gradients
         self._first_grad: torch.Tensor | None = None
         self._grad_stamp = (0, 0)
         self._warned = False
@@ -86,12 +87,9 @@ class MixedPrecisionOptimizer:
 
     def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
         """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
-        if self._clip_once is not None:
-            self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
+        self._begin()
         if loss.dtype in HALF:
             loss = loss.float()  # a scaled seed does not fit into half precision
-        self.holdings.take_in_new()
-        self.losses.set_aside(self.holdings.trained)
         loss.backward(gradient=self.losses.seed(loss, loss_id, divisor), retain_graph=retain_graph)
         self.losses.collect(loss_id, self.holdings.trained)
         self._note_gradients()
@@ -117,6 +115,7 @@ class MixedPrecisionOptimizer:
             NonFiniteError: inf or nan, as `rules` say.
         """
         self._warn_of_edited_gradients()
+        self.take_in_new()
         if self.holdings.changed():
             self.holdings.refresh()
         self.holdings.take_edits()
@@ -145,15 +144,36 @@ class MixedPrecisionOptimizer:
         self._apply(grads, None if total is None else total.float(), found_inf)
         if verdict is not None:
             self.losses.update(verdict)
+        self._begun = False
         return result
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters that the optimizer holds."""
         self._clip_once = None
         self.losses.forget()
-        self.holdings.take_in_new()
+        self._begun = False
+        self.take_in_new()
         for shard in self.holdings.trained:
             shard.clear_grad()
+
+    def take_in_new(self) -> None:
+        """Take in parameters that were added to the optimizer. What earlier backwards left in them does not count.
+
+        Raises:
+            InputError: gradients of this update are there already; theirs would be scaled otherwise, or not reduced.
+        """
+        if not self.holdings.grew:
+            return
+        if self._begun:
+            raise InputError(
+                "parameters were added to the optimizer between backward and step, where gradients are only half "
+                "done; add them before the first backward of an update, or after its step"
+            )
+        known = {id(shard) for shard in self.holdings.trained}
+        self.holdings.refresh()
+        for shard in self.holdings.trained:
+            if id(shard) not in known:
+                shard.clear_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer state, masters by parameter name, loss scalers and counters."""
@@ -185,12 +205,20 @@ class MixedPrecisionOptimizer:
         rules = self.rules
         return self.recipe.skips or rules.track_grad_norm or rules.on_nonfinite != "auto" or self.recipe.count_zeros
 
+    def _begin(self) -> None:
+        """Before a backward."""
+        if self._clip_once is not None:
+            self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
+        self.take_in_new()
+        self.losses.set_aside(self.holdings.trained)
+        self._begun = True
+
     def _gradients(self) -> _Grads:
         taken = ((shard, shard.take_grad()) for shard in self.holdings.trained)
         return [(shard, grad) for shard, grad in taken if grad is not None]
 
     def _measure(self, grads: _Grads) -> Verdict:
-        by_loss = self.losses.nonfinite()
+        by_loss = self.losses.by_loss()
         return measure(grads, self._ranks, self.device, self.rules.norm_type, self.recipe.count_zeros, by_loss)
 
     def _scale(self, divisor: float | torch.Tensor) -> torch.Tensor | None:

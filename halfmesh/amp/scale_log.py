@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -15,9 +16,10 @@ _log = get_logger(__name__)
 class ScaleLog:
     """Logs each change of the loss scales once it is known on the host."""
 
-    def __init__(self, scales: list[float]) -> None:
-        self._pending: deque[HostCopy] = deque()
-        self._last = scales
+    def __init__(self, scales: Sequence[torch.Tensor]) -> None:
+        """`scales`: those before the first update (0-dim, one per loss)."""
+        self._pending = deque([HostCopy(torch.stack(list(scales)))])
+        self._last: list[float] = []
 
     def note(self, scales: torch.Tensor) -> None:
         """The scales after an update (1-D, one per loss). Logs what has arrived so far."""
@@ -26,7 +28,7 @@ class ScaleLog:
             self._tell(self._pending.popleft().read())
 
     def _tell(self, scales: list[float]) -> None:
-        before, self._last = self._last, scales
+        before, self._last = self._last or scales, scales
         for loss_id, (old, new) in enumerate(zip(before, scales, strict=True)):
             if old != new:
                 which = f" of loss {loss_id}" if len(scales) > 1 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -25,17 +25,18 @@ def watch_state(
     Args:
         dtypes: the original dtype of each tensor that was cast.
     """
-    for module in model.modules() if dtypes or holdings.keeps_masters else ():
-        tensors = chain(
+    for module in model.modules():
+        own = chain(
             module.named_parameters(recurse=False, remove_duplicate=False),
             module.named_buffers(recurse=False, remove_duplicate=False),
         )
-        given = {name: dtypes.get(tensor) for name, tensor in tensors}
-        if given:
+        given = {name: dtypes.get(tensor) for name, tensor in own}
+        if given and (dtypes or holdings.keeps_masters):
             yield module.register_state_dict_post_hook(FullPrecision(given, holdings.masters))
-    yield model.register_load_state_dict_pre_hook(LoadHook(holdings.adopt))
-    trained = [shard.param for shard in holdings.trained]
-    yield model.register_load_state_dict_post_hook(AssignCheck(trained))
+            yield module.register_load_state_dict_pre_hook(LoadHook(holdings.masters))
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if params:
+            yield module.register_load_state_dict_post_hook(AssignCheck(params))
 
 
 class FullPrecision:
@@ -70,17 +71,22 @@ class FullPrecision:
 
 
 class LoadHook:
-    """Takes what is loaded into the model to the masters too, or the next step would undo it.
+    """Takes what is loaded into a module to its masters too: in full precision, and before the next step undoes it.
 
-    A copy of the model gets a hook without masters to reach.
+    A copy of the model gets a hook without masters.
     """
 
-    def __init__(self, adopt: Callable[[Mapping[str, torch.Tensor], str], None] | None) -> None:
-        self._adopt = adopt
+    def __init__(self, masters: Mapping[nn.Parameter, nn.Parameter] | None) -> None:
+        self._masters = {} if masters is None else masters
 
-    def __call__(self, module: nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: Any) -> None:
-        if self._adopt is not None:
-            self._adopt(state, prefix)
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            value, master = state.get(prefix + name), self._masters.get(param)
+            if master is None or not isinstance(value, torch.Tensor) or value.shape != master.shape:
+                continue
+            if value.dtype != param.dtype:  # else it is no more exact than what the parameter gets, see take_edits
+                master.copy_(value)
 
     def __deepcopy__(self, memo: Any) -> LoadHook:
         return LoadHook(None)
@@ -90,21 +96,24 @@ class LoadHook:
 
 
 class AssignCheck:
-    """After `model.load_state_dict(..., assign=True)` the optimizer would step parameters that nobody uses."""
+    """After `load_state_dict(..., assign=True)` the optimizer would step parameters that nobody uses.
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params = list(params)
+    A copy of the model may do as it likes.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter] | None) -> None:
+        self._params = dict(params or {})
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        theirs = {id(param) for param in module.parameters()}
-        if not all(id(param) in theirs for param in self._params):
+        now = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if any(now.get(name) is not param for name, param in self._params.items()):
             raise InputError(
                 "load_state_dict(..., assign=True) has replaced the model's parameters, which the optimizer does not "
                 "know; load without assign, or load before initialize"
             )
 
     def __deepcopy__(self, memo: Any) -> AssignCheck:
-        return AssignCheck([])
+        return AssignCheck(None)
 
-    def __reduce__(self) -> tuple[type[AssignCheck], tuple[list[nn.Parameter]]]:
-        return AssignCheck, ([],)
+    def __reduce__(self) -> tuple[type[AssignCheck], tuple[None]]:
+        return AssignCheck, (None,)

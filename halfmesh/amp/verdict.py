@@ -29,7 +29,8 @@ class Verdict:
     num_zeros: torch.Tensor | None
     """Number of gradient elements over all ranks that are exactly zero (float64), if it was asked for."""
     by_loss: torch.Tensor | None = None
-    """Nonzero for each loss whose own gradients held inf or nan on any rank (1-D), if they were counted."""
+    """For each loss, nonzero if its own gradients held inf or nan on any rank, and if it was used on any (shape
+    [2, losses]), if the losses were told apart."""
 
 
 @torch.no_grad()
@@ -48,11 +49,12 @@ def measure(
     loss); for the maximum norm of two numbers per rank.
 
     Args:
-        by_loss: what each loss's own gradients held of inf or nan on this rank (1-D); it counts like theirs.
+        by_loss: for each loss what its own gradients held of inf or nan on this rank, which counts like theirs, and
+            whether it was used (shape [2, losses]).
     """
     power, bad = _local_sums(grads, device, norm_type)
     zeros = [_zeros(grads, device)] if count_zeros else []
-    rest = [torch.stack([bad, *zeros]), *([] if by_loss is None else [by_loss])]
+    rest = [torch.stack([bad, *zeros]), *([] if by_loss is None else [by_loss.flatten()])]
     if math.isinf(norm_type):
         # SUM over one slot per rank, because a MAX all-reduce loses nan on gloo.
         slots = torch.zeros(ranks.size, dtype=torch.float64, device=device)
@@ -64,8 +66,8 @@ def measure(
         joined = torch.cat([power.unsqueeze(0), *rest])
         ranks.all_reduce(joined)
         norm, sums = joined[0] ** (1 / norm_type), joined[1:]
-    losses = None if by_loss is None else sums[-len(by_loss) :]
-    bad = sums[0] if losses is None else sums[0] + losses.sum()
+    losses = None if by_loss is None else sums[-by_loss.numel() :].view_as(by_loss)
+    bad = sums[0] if losses is None else sums[0] + losses[0].sum()
     return Verdict(norm, (bad > 0).float(), sums[1] if count_zeros else None, losses)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,42 @@ import torch
 
 from ..errors import InputError
 
+UPDATE_KEYS = ("optimizer", "masters", "scalers", "skips")
 KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random")
 
 
 def refuse_unfit(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not one of an engine like this."""
+    """Raise InputError if `state` is not one of an engine with so many loss scalers."""
+    _refuse_missing(state, KEYS, "engine", "(for a model's own state use engine.model.load_state_dict)")
+    _refuse_other_scales(state["update"], scalers, "its weights: engine.model.load_state_dict(state['model'])")
+
+
+def refuse_unfit_update(state: Mapping[str, Any], scalers: int) -> None:
+    """Raise InputError if `state` is not one of an update, as of convert_to_amp, with so many loss scalers."""
+    _refuse_missing(state, UPDATE_KEYS, "optimizer", "of convert_to_amp")
+    _refuse_other_scales(state, scalers, "the model's state dict")
+
+
+def _refuse_missing(state: Mapping[str, Any], keys: Sequence[str], owner: str, hint: str) -> None:
     if not isinstance(state, Mapping):
-        raise InputError(
-            f"engine.load_state_dict takes what engine.state_dict() gave, but a {type(state).__name__} came"
-        )
-    missing = [key for key in KEYS if key not in state]
+        kind = type(state).__name__
+        raise InputError(f"{owner}.load_state_dict takes what {owner}.state_dict() gave, but a {kind} came")
+    missing = [key for key in keys if key not in state]
     if missing:
         raise InputError(
-            f"this is not the state of an engine: {', '.join(missing)} missing; pass what engine.state_dict() gave "
-            "(for a model's own state use engine.model.load_state_dict)"
+            f"this is not the state of an {owner}: {', '.join(missing)} missing; pass what {owner}.state_dict() gave "
+            f"{hint}"
         )
-    saved = len(state["update"]["scalers"])
+
+
+def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) -> None:
+    saved = len(update["scalers"])
     if saved != scalers:
         words = {0: "without a loss scale", 1: "with a loss scale"}
         raise InputError(
-            f"the state was saved {words.get(saved, f'with {saved} loss scales')}, but this engine trains "
-            f"{words.get(scalers, f'with {scalers} (num_losses)')}; initialize with the "
-            "precision it was saved with, or load only its weights: engine.model.load_state_dict(state['model'])"
+            f"the state was saved {words.get(saved, f'with {saved} loss scales')}, but this run trains "
+            f"{words.get(scalers, f'with {scalers} (num_losses)')}; take the precision that it was saved with, or "
+            f"load only {weights}"
         )
 
 

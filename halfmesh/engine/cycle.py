@@ -69,7 +69,7 @@ class GradientCycle:
             self._keep_covered(self.reducer)
             self.reducer.open(sends)
         if self._precision.starts_in_fp16(loss):
-            update.losses.cap(loss_id)
+            update.losses.cap(loss_id, update.holdings.trained)
         self._complete = False
         try:
             with self._precision.backward():
@@ -108,11 +108,10 @@ class GradientCycle:
 
     def _keep_covered(self, reducer: Reducer) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
-        holdings = self._update.holdings
-        if holdings.changed():
-            holdings.refresh()
-        if not reducer.covers(holdings.trained):
-            reducer.cover(holdings.trained)
+        self._update.take_in_new()
+        trained = self._update.holdings.trained
+        if not reducer.covers(trained):
+            reducer.cover(trained)
 
 
 def refuse_inside(cycle: GradientCycle, call: str) -> None:

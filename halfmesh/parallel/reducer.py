@@ -267,7 +267,8 @@ class _Bucket:
         for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
             if index in self._absent and flags[index] == 0:
                 continue
-            if self.dtype.itemsize > shard.param.dtype.itemsize:
+            half = shard.param.dtype.itemsize < torch.float32.itemsize
+            if half and self.dtype != shard.param.dtype:  # bf16 and fp16 do not fit into each other either
                 shard.main_grad = view
             else:
                 shard.param.grad = view.to(shard.param.dtype)

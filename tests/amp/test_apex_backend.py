@@ -521,8 +521,8 @@ def test_parameters_added_later(amp, level):
         train(engine, BATCHES[:3])
         engine.optimizer.add_param_group({"params": [model.again.weight, model.last.weight], "lr": 0.01})
         train(engine, BATCHES[3:8])
-        engine.backward(engine.criterion(engine(BATCHES[8][0]), BATCHES[8][1]))
         engine.optimizer.add_param_group({"params": [extra], "lr": 0.01})
+        engine.backward(engine.criterion(engine(BATCHES[8][0]), BATCHES[8][1]))
         norm = engine.step().grad_norm
         masters = sorted(engine.state_dict()["update"]["masters"])
         return masters, [p.dtype for p in engine.master_params()], norm, state_of(engine)

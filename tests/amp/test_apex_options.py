@@ -87,7 +87,8 @@ def test_dynamic_scale_keys():
 
 
 def test_disabled_does_nothing_at_all():
-    assert recipe_of(enabled=False, opt_level="O2", loss_scale=128.0, num_losses=2) == FP32
+    assert recipe_of(enabled=False, opt_level="O2", loss_scale=128.0) == FP32
+    assert recipe_of(enabled=False, opt_level="O2", num_losses=2) == replace(FP32, num_losses=2)
 
 
 O1_WEIGHTS = (

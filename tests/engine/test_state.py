@@ -83,7 +83,7 @@ def test_state_refusals():
     with pytest.raises(InputError, match=r"not the state of an engine: model, update, .* missing"):
         engine.load_state_dict({"epoch": 1})
     state = make_engine().state_dict()
-    with pytest.raises(InputError, match="saved without a loss scale, but this engine trains with a loss scale"):
+    with pytest.raises(InputError, match="saved without a loss scale, but this run trains with a loss scale"):
         engine.load_state_dict(state)
 
 

@@ -173,7 +173,7 @@ def test_half_precision_gradients_do_not_overflow():
         assert result == {
             "fp32": ([40000.0] * 4, torch.float32, 20),
             "fp16": ([40000.0] * 4, torch.float16, 10),
-            "bf16": ([39936.0] * 4, torch.float16, 10),
+            "bf16": ([39936.0] * 4, torch.bfloat16, 10),
         }
 
 
