@@ -13,4 +13,4 @@ fp16 = dict(
     opt_level="O3",
     keep_batchnorm_fp32=True,  # apex's advice for O3: fp32 BatchNorm costs little, and cuDNN likes it
 )
-ADAM_EPS = 1e-4  # 1e-8 is zero in fp16, and Adam divides by it
+ADAM_EPS = 1e-4  # 1e-8 is zero in fp16, Adam divides by it, and halfmesh refuses that

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -182,7 +183,8 @@ def test_losses_with_their_own_scales():
     optimizer.backward(criterion(model(x), y), loss_id=0)
     optimizer.backward(model(x).float().square().mean() * math.inf, loss_id=1)
     assert optimizer.step().skipped
-    assert optimizer._update.losses.current() == (256.0, 128.0)
+    assert optimizer.loss_scales == (256.0, 128.0)
+    assert optimizer.loss_scale == 256.0
 
 
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
@@ -260,6 +262,7 @@ def test_misuse():
             "criterion: the class MSELoss was given, not a criterion; write MSELoss()",
         ),
         ({"criterion": "mse"}, InputError, "criterion: a callable (outputs, targets) -> loss is needed, but a str"),
+        ({"amp_config": "O1"}, InputError, "amp_config='O1' is not a dict; write for example dict(opt_level='O2')"),
         ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has mode='naive', but mode='torch' was given"),
     ],
 )
@@ -282,6 +285,71 @@ def test_one_conversion_at_a_time():
         halfmesh.initialize(model.module, optimizer.optimizer, None, None, {}, device="cpu")
 
 
+def test_master_params_cannot_be_clipped_before_the_step():
+    model, optimizer, criterion = converted("apex_o2")
+    x, y = make_data(4)
+    optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip call optimizer.clip_grad_norm"):
+        nn.utils.clip_grad_norm_(optimizer.master_params(), 1.0)
+
+
+def test_closed_means_closed():
+    model, optimizer, criterion = converted("apex_o2")
+    train(model, optimizer, criterion, batches(1))
+    optimizer.close()
+    optimizer.close()
+    x, y = make_data(4)
+    assert torch.equal(model(x), model.module(x))  # an fp32 model again
+    for call in (lambda: optimizer.backward(criterion(model(x), y)), optimizer.step):
+        with pytest.raises(InputError, match="this optimizer is closed"):
+            call()
+
+
+def test_copies_of_the_optimizer_are_refused():
+    _, optimizer, _ = converted("naive_fp16")
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="an AMPOptimizer cannot be"):
+            copying(optimizer)
+    train(*converted("naive_fp16"), batches(1))  # the class is as it was
+
+
+def test_states_that_do_not_fit():
+    model, optimizer, criterion = converted("torch_fp16")
+    with pytest.raises(InputError, match="not the state of an optimizer: optimizer, masters, scalers, skips missing"):
+        optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    other = converted("apex_o1", num_losses=2)[1]
+    with pytest.raises(InputError, match="saved with 2 loss scales, but this run trains with a loss scale"):
+        optimizer.load_state_dict(other.state_dict())
+    x, y = make_data(4)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.backward(criterion(model(x), y))
+    optimizer.load_state_dict(optimizer.state_dict())  # the gradients were of another scale
+    with pytest.raises(InputError, match="there is nothing to step with"):
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, nn.Sequential, optim.swa_utils.AveragedModel], ids=["alone", "in", "ema"]
+)
+def test_wrapped_state_dicts_come_back(wrap):
+    model, *_ = converted("apex_o2")
+    outer = wrap(model)
+    state = {name: value + 1 if value.is_floating_point() else value for name, value in outer.state_dict().items()}
+    assert not [name for name in state if "module.first" in name and wrap is nn.Sequential]
+    outer.load_state_dict(state)
+    tolerance = 1e-3 if wrap is optim.swa_utils.AveragedModel else 0  # a copy has no masters
+    torch.testing.assert_close(dict(outer.state_dict()), state, rtol=tolerance, atol=tolerance)
+
+
+def test_what_was_converted_is_not_converted_again():
+    model, optimizer, _ = converted("apex_o1")
+    with pytest.raises(InputError, match=r"model: it comes from convert_to_amp; pass its .module"):
+        convert_to_amp(model, optimizer)
+    with pytest.raises(InputError, match="optimizer: it comes from convert_to_amp; pass the one that was given there"):
+        halfmesh.initialize(model.module, optimizer, None, None, {}, device="cpu")
+
+
 def under_ddp(rank, world_size):
     results = {}
     for name in ("torch_fp16", "naive_fp16", "apex_o2"):
@@ -293,6 +361,36 @@ def under_ddp(rank, world_size):
         keys = {key.removeprefix("module.") for key in parallel.state_dict()}
         assert keys == set(model.state_dict())
     return results
+
+
+def accumulated_under_ddp(rank, world_size):
+    """The first of two backwards is not averaged by DDP: it is with the second."""
+    results = {}
+    for name in ("torch_fp16", "naive_fp16", "apex_o1", "apex_o2"):
+        model, optimizer, criterion = converted(name)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        for x, y in batches(4):
+            x, y = x[rank::world_size], y[rank::world_size]
+            with parallel.no_sync():
+                optimizer.backward(criterion(parallel(x[:2]), y[:2]) / 2)
+            optimizer.backward(criterion(parallel(x[2:]), y[2:]) / 2)
+            optimizer.step()
+        parallel.load_state_dict(parallel.state_dict())
+        results[name] = model.state_dict()
+    model, optimizer, criterion = converted("apex_o2", num_losses=2)
+    x, y = make_data(4)
+    optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match="several losses with scales of their own cannot be averaged by Distributed"):
+        optimizer.backward(criterion(model(x), y), loss_id=1)
+    return results
+
+
+@pytest.mark.distributed
+def test_no_sync_under_ddp():
+    first, second = run_ranks(accumulated_under_ddp, 2, timeout=120)
+    for name, weights in first.items():
+        torch.testing.assert_close(second[name], weights, rtol=0, atol=0)
+        assert difference(weights, reference(batches(4))) < TOLERANCES[name]
 
 
 @pytest.mark.distributed

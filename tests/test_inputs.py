@@ -164,6 +164,23 @@ def test_a_device_without_the_dtype(monkeypatch):
     halfmesh.initialize(MLP(), sgd, config={"bf16": {"mode": "torch"}}, device="cpu")
 
 
+@pytest.mark.parametrize("make", [optim.Adam, optim.AdamW, optim.RMSprop])
+def test_an_eps_that_half_precision_loses(make):
+    o3 = {"fp16": {"mode": "apex", "opt_level": "O3"}}
+    model = MLP()
+    with pytest.raises(
+        InputError, match=r"eps=1e-08 of param_groups\[0\] is zero in float16.*set eps=1e-4 or so, or keep"
+    ):
+        halfmesh.initialize(model, make(model.parameters()), None, None, o3, device="cpu")
+    for config, eps in ((o3, 1e-4), ({"fp16": {"mode": "apex", "opt_level": "O2"}}, 1e-8), (FP16_NAIVE, 1e-8)):
+        model = MLP()
+        engine = halfmesh.initialize(model, make(model.parameters(), eps=eps), None, None, config, device="cpu")
+        for _ in range(3):
+            engine.backward(engine(torch.zeros(2, 8))[:, 0].float().sum() * 1e-3)
+            engine.step()
+        assert all(value.isfinite().all() for value in engine.state_dict()["model"].values())
+
+
 def test_the_probe_asks_the_device():
     inputs.probe_dtype(torch.device("cpu"), torch.float16)
     with pytest.raises((RuntimeError, NotImplementedError)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -100,7 +101,9 @@ def cast_model(model: nn.Module, recipe: Recipe) -> None:
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
-    model.to(recipe.param_dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")  # put back below
+        model.to(recipe.param_dtype)
     for tensor, data in kept:
         tensor.data = data
     # `to` makes new buffers: one for each place, of complex ones too, whose imaginary part is lost.

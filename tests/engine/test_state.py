@@ -207,3 +207,23 @@ def test_parameters_added_later_are_saved_in_full():
     saved = engine.model.state_dict()["first.weight"]
     assert saved.dtype == torch.float32
     assert saved.half().float().ne(saved).any()
+
+
+def test_a_submodule_loads_in_full_precision():
+    """The masters of a layer take what is loaded into that layer alone, not what is left of it in fp16."""
+    engine = make_engine(FP16_NAIVE)
+    saved = MLP(seed=5).last.state_dict()
+    engine.model.last.load_state_dict(saved)
+    torch.testing.assert_close(engine.model.last.state_dict(), saved, rtol=0, atol=0)
+    torch.testing.assert_close(full_weights(engine)["last.weight"], saved["weight"], rtol=0, atol=0)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert (full_weights(engine)["last.weight"] - saved["weight"]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("mode", ["none", "torch_fp16", "apex_o1", "apex_o2"])
+def test_a_submodule_cannot_be_assigned_either(mode):
+    engine = make_engine(MODES[mode])
+    with pytest.raises(InputError, match=r"load_state_dict\(..., assign=True\) has replaced the model's parameters"):
+        engine.model.last.load_state_dict(copy.deepcopy(engine.model.last.state_dict()), assign=True)
