@@ -49,7 +49,7 @@ def measure(
     loss); for the maximum norm of two numbers per rank.
 
     Args:
-        by_loss: for each loss what its own gradients held of inf or nan on this rank, which counts like theirs, and
+        by_loss: for each loss what its own gradients, which are in `grads`, held of inf or nan on this rank, and
             whether it was used (shape [2, losses]).
     """
     power, bad = _local_sums(grads, device, norm_type)
@@ -67,8 +67,7 @@ def measure(
         ranks.all_reduce(joined)
         norm, sums = joined[0] ** (1 / norm_type), joined[1:]
     losses = None if by_loss is None else sums[-by_loss.numel() :].view_as(by_loss)
-    bad = sums[0] if losses is None else sums[0] + losses[0].sum()
-    return Verdict(norm, (bad > 0).float(), sums[1] if count_zeros else None, losses)
+    return Verdict(norm, (sums[0] > 0).float(), sums[1] if count_zeros else None, losses)
 
 
 def count_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device) -> torch.Tensor:

@@ -273,3 +273,20 @@ def test_wide_gradients_follow_what_is_unfrozen():
         update.backward(b.sum())
     update.step()
     assert -update.holdings.masters[b].item() == 356.0
+
+
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw"])
+def test_half_precision_without_masters_is_left_to_the_plain_optimizer(name):
+    """The fused kernel rounds once where the plain one rounds after each operation: another result."""
+    params = make_params()
+    update = make_update(params, OPTIMIZERS[name], Recipe(torch.float16, torch.float16))
+    assert not update.holdings.folds
+    assert update.optimizer.param_groups[0]["fused"] is None
+    plain = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = OPTIMIZERS[name](plain)
+    for step in range(3):
+        give(params, gradients(step))
+        give(plain, gradients(step))
+        update.step()
+        optimizer.step()
+    assert_close(params, plain, 0, 0)

@@ -104,3 +104,11 @@ def test_cap_refuses_a_static_scale_above_it():
     with pytest.raises(InputError, match=r"static loss_scale 65536 cannot be used: why; the largest .* 32768"):
         scaler.cap(2.0**15, "why")
     assert not LossScaler(LossScale(initial=128.0, dynamic=False), CPU).cap(2.0**15, "why")
+
+
+def test_without_a_floor_the_scale_stays_a_number():
+    """Some 165 halvings take 2**16 to zero in fp32, by which no gradient can be divided."""
+    scaler = LossScaler(LossScale(), torch.device("cpu"))
+    for _ in range(300):
+        scaler.update(torch.ones(()))
+    assert scaler.scale.item() == 2.0**-126

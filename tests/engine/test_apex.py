@@ -1,6 +1,7 @@
 """Mode APEX through the engine: O2's BatchNorm rule, casts of nested inputs, losses with scales of their own."""
 
 import copy
+import gc
 import logging
 import math
 from collections import namedtuple
@@ -301,7 +302,33 @@ def test_verbosity(verbosity, lines, caplog):
         for factor in (1.0, math.inf, 1.0):
             engine.backward(engine.criterion(engine(x), y) * factor)
             engine.step()
-    assert [record.getMessage() for record in caplog.records] == lines
+        state = engine.state_dict()
+        other = make_engine(apex("O2", verbosity=verbosity))  # a scale that is loaded was not lowered by a step
+        other.load_state_dict(state)
+        other.backward(other.criterion(other(x), y))
+        other.step()
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("halfmesh.amp")]
+    assert told == lines
+
+
+def test_cast_weights_are_freed_after_backward():
+    """Also in a scope of the user's around the whole loop, which would keep them."""
+    engine = make_engine(apex("O1"))
+    x, y = make_data(8)
+    shapes = {p.shape for p in engine.model.parameters() if p.dim() == 2}
+
+    def find_casts():
+        gc.collect()
+        halves = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == HALF]
+        return {id(t) for t in halves if t.shape in shapes}
+
+    before = find_casts()
+    with engine.autocast():
+        loss = engine.criterion(engine.model(x), y)
+        assert len(find_casts() - before) >= 3
+        engine.backward(loss)
+        del loss
+        assert not find_casts() - before
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -327,7 +354,7 @@ def test_a_state_with_other_losses_is_refused():
 
 def test_a_sum_that_overflows_is_every_losses_fault():
     """Two finite gradients whose sum is not: the step is skipped, and both scales are lowered."""
-    engine = make_engine(apex("O0", loss_scale="dynamic", num_losses=2, max_loss_scale=2.0, min_loss_scale=1.0))
+    engine = make_engine(apex("O0", loss_scale="dynamic", num_losses=2, max_loss_scale=1.5, min_loss_scale=1.0))
     for loss_id in (0, 1):
         engine.backward(engine.model.last.bias.sum() * 2e38, loss_id=loss_id)
     assert engine.step().skipped
