@@ -9,7 +9,8 @@ from models import make_engine
 from test_readme import find_python, find_rows, stand_ins
 
 import halfmesh
-from halfmesh.amp.apex_amp import OPT_LEVELS, ApexAMP, ApexOptions
+from halfmesh.amp.apex_amp import ApexAMP
+from halfmesh.amp.apex_options import OPT_LEVELS, ApexOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 APEX = (ROOT / "docs" / "coming-from-apex.md").read_text()

@@ -33,7 +33,7 @@ from .rules import UpdateRules
 from .state_hooks import watch_state
 
 if TYPE_CHECKING:
-    from .apex_amp import ApexOptions
+    from .apex_options import ApexOptions
 
 DEVICES = frozenset({"cuda"})
 
@@ -114,7 +114,8 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         # Unscaled in `step` only: before the ranks' gradients are averaged, each would come to a verdict of its own.
         with self.apex.amp.scale_loss(loss.float() / divisor, self.optimizer, delay_unscale=True) as scaled:
             scaled.backward(retain_graph=retain_graph)
-        self._note_gradients()
+        if self.losses.scale is not None:
+            self._edits.note(self.holdings.trained)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -125,7 +126,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
         with self.apex.casts_off():
-            self._warn_of_edited_gradients()  # before apex edits them
+            self._edits.warn(self.holdings.trained)  # before apex edits them
             if self.holdings.changed():
                 self.holdings.refresh()
             self._put_back()

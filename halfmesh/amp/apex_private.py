@@ -15,7 +15,7 @@ from ..errors import InputError, shorten
 from ..shard import ParamShard
 
 if TYPE_CHECKING:
-    from .apex_amp import ApexOptions
+    from .apex_options import ApexOptions
 
 # What it replaces or adds in model and optimizer.
 _PATCHED = (

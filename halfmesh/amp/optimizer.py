@@ -10,8 +10,8 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..errors import InputError
-from ..log import get_logger
 from ..shard import OneRank, ParamShard, Ranks
+from .edit_watch import EditWatch
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales
@@ -23,7 +23,6 @@ from .skips import SkipWatch
 from .verdict import Verdict, measure
 
 _Grads = list[tuple[ParamShard, torch.Tensor]]
-_log = get_logger(__name__)
 
 
 class MixedPrecisionOptimizer:
@@ -73,9 +72,7 @@ class MixedPrecisionOptimizer:
         self._clip_once: tuple[float, Verdict | None] | None = None
         self._stepping = False
         self._begun = False  # an update has gradients
-        self._first_grad: torch.Tensor | None = None
-        self._grad_stamp = (0, 0)
-        self._warned = False
+        self._edits = EditWatch()
         self.on_close: Callable[[], None] | None = None
         """Undoes what was done to make this, in `close`."""
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
@@ -92,7 +89,8 @@ class MixedPrecisionOptimizer:
             loss = loss.float()  # a scaled seed does not fit into half precision
         loss.backward(gradient=self.losses.seed(loss, loss_id, divisor), retain_graph=retain_graph)
         self.losses.collect(loss_id, self.holdings.trained)
-        self._note_gradients()
+        if self.losses.scale is not None:
+            self._edits.note(self.holdings.trained)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -114,7 +112,7 @@ class MixedPrecisionOptimizer:
         Raises:
             NonFiniteError: inf or nan, as `rules` say.
         """
-        self._warn_of_edited_gradients()
+        self._edits.warn(self.holdings.trained)
         self.take_in_new()
         if self.holdings.changed():
             self.holdings.refresh()
@@ -283,26 +281,6 @@ class MixedPrecisionOptimizer:
             self._stepping = False
             for name in attributes:
                 delattr(self.optimizer, name)
-
-    def _note_gradients(self) -> None:
-        """Remember one gradient as backward left it; reduced ones come later and are not looked at."""
-        if self.losses.scale is None or self._warned:
-            return
-        grads = (shard.param.grad for shard in self.holdings.trained)
-        self._first_grad = next((g for g in grads if g is not None and g.layout == torch.strided), None)
-        if self._first_grad is not None:
-            self._grad_stamp = torch_private.edit_stamp(self._first_grad)
-
-    def _warn_of_edited_gradients(self) -> None:
-        grad, self._first_grad = self._first_grad, None
-        if grad is None or torch_private.edit_stamp(grad) == self._grad_stamp:
-            return
-        if any(shard.param.grad is grad for shard in self.holdings.trained):
-            self._warned = True
-            _log.warning(
-                "gradients were changed between engine.backward and engine.step, where they are still multiplied by "
-                "the loss scale; to clip them use clip_grad_norm in the config, or engine.clip_grad_norm_(max_norm)"
-            )
 
     def _refuse_other_steps(self, *_: Any) -> None:
         if not self._stepping:

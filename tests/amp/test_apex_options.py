@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfmesh.amp.apex_amp import OPT_LEVELS, ApexAMP, ApexOptions
+from halfmesh.amp.apex_amp import ApexAMP
+from halfmesh.amp.apex_options import OPT_LEVELS, ApexOptions
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.config.load import load_config
 from halfmesh.errors import ConfigError

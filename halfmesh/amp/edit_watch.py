@@ -1,0 +1,43 @@
+"""Notices gradients that were changed by others while the loss scale is still in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import torch_private
+from ..log import get_logger
+from ..shard import ParamShard
+
+_log = get_logger(__name__)
+
+
+class EditWatch:
+    """Looks at one gradient as backward left it, and again before the step; warns once."""
+
+    def __init__(self) -> None:
+        self._grad: torch.Tensor | None = None
+        self._stamp = (0, 0)
+        self._warned = False
+
+    def note(self, shards: Sequence[ParamShard]) -> None:
+        """After a backward. Reduced gradients come later and are not looked at."""
+        if self._warned:
+            return
+        grads = (shard.param.grad for shard in shards)
+        self._grad = next((g for g in grads if g is not None and g.layout == torch.strided), None)
+        if self._grad is not None:
+            self._stamp = torch_private.edit_stamp(self._grad)
+
+    def warn(self, shards: Sequence[ParamShard]) -> None:
+        """Before the step: warn if the gradient was changed and is still the one that will be used."""
+        grad, self._grad = self._grad, None
+        if grad is None or torch_private.edit_stamp(grad) == self._stamp:
+            return
+        if any(shard.param.grad is grad for shard in shards):
+            self._warned = True
+            _log.warning(
+                "gradients were changed between engine.backward and engine.step, where they are still multiplied by "
+                "the loss scale; to clip them use clip_grad_norm in the config, or engine.clip_grad_norm_(max_norm)"
+            )
