@@ -144,11 +144,11 @@ class Holdings:
             self.refresh()
 
     @torch.no_grad()
-    def adopt(self, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take new values for the masters, and round them into the model; names that are missing stay."""
         taken = []
         for shard in self.trained:
-            value, master = weights.get(prefix + shard.name), self.masters.get(shard.param)
+            value, master = weights.get(shard.name), self.masters.get(shard.param)
             if master is not None and value is not None and value.shape == master.shape:
                 master.copy_(value)
                 taken.append(shard)
