@@ -313,6 +313,21 @@ def test_copies_of_the_optimizer_are_refused():
     train(*converted("naive_fp16"), batches(1))  # the class is as it was
 
 
+class ScalarMLP(MLP):
+    """Returns its own loss, in fp16 under NAIVE, which is remembered."""
+
+    def forward(self, x):
+        return super().forward(x).sum()
+
+
+def test_a_converted_model_can_be_pickled():
+    given = ScalarMLP()
+    model, _, _ = convert_to_amp(given, sgd(given.parameters()), None, "naive")
+    loss = model(make_data(2)[0])
+    other = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(other(make_data(2)[0]), loss, rtol=0, atol=0)
+
+
 def test_states_that_do_not_fit():
     model, optimizer, criterion = converted("torch_fp16")
     with pytest.raises(InputError, match="not the state of an optimizer: optimizer, masters, scalers, skips missing"):

@@ -34,6 +34,9 @@ class Precision:
         """O1's lists, with additions; None where torch.autocast or nothing casts."""
         self._fp16_scalars: list[weakref.ref[torch.Tensor]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_fp16_scalars": []}  # a copy has returned nothing yet
+
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in: casts where the recipe has them, else nothing.
 
