@@ -50,6 +50,10 @@ class AMPModel(nn.Module):
         """O1's lists of functions, to which your own can be added; None for other modes."""
         return self._precision.casts
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; masters take over what is loaded. (Hooks do it where the wrapper is wrapped itself.)"""
+        return self.module.load_state_dict(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -60,16 +64,16 @@ class AMPModel(nn.Module):
 def _leave_out_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """What is saved has the names of the model itself, in whatever the wrapper is wrapped."""
     inner = f"{prefix}module."
-    for key in [key for key in state if key.startswith(inner)]:
-        state[prefix + key.removeprefix(inner)] = state.pop(key)
-    metadata = getattr(state, "_metadata", {})
-    for key in [key for key in metadata if f"{key}.".startswith(inner)]:
-        metadata[(prefix + f"{key}.".removeprefix(inner)).rstrip(".")] = metadata.pop(key)
+    moved = [(key, state.pop(key)) for key in list(state) if key.startswith(inner)]
+    state.update({prefix + key.removeprefix(inner): value for key, value in moved})
+    metadata = getattr(state, "_metadata", {})  # the versions of modules; under both names, for a load into either
+    versions = {key: value for key, value in metadata.items() if f"{key}.".startswith(inner)}
+    metadata.update({(prefix + f"{key}.".removeprefix(inner)).rstrip("."): value for key, value in versions.items()})
 
 
 def _put_prefix_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+    moved = [(key, state.pop(key)) for key in list(state) if key.startswith(prefix)]
+    state.update({f"{prefix}module.{key.removeprefix(prefix)}": value for key, value in moved})
 
 
 class AMPCriterion(nn.Module):

@@ -56,6 +56,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
+def assigns(metadata: dict[str, Any]) -> bool:
+    """Whether the `local_metadata` of a load hook says `assign=True`."""
+    return bool(metadata.get("assign_to_params_buffers", False))
+
+
 def is_functorch_tensor(tensor: torch.Tensor) -> bool:
     """Whether `tensor` lives only as long as a torch.func transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

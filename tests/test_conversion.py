@@ -357,6 +357,64 @@ def test_wrapped_state_dicts_come_back(wrap):
     torch.testing.assert_close(dict(outer.state_dict()), state, rtol=tolerance, atol=tolerance)
 
 
+class Versioned(nn.Module):
+    """Migrates weights that were saved by its first version."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.weight
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["alone", "in"])
+def test_versions_of_modules_survive(wrap):
+    plain = nn.Sequential(Versioned())
+    model, *_ = convert_to_amp(plain, sgd(plain.parameters()), None, "torch")
+    outer = wrap(model)
+    outer.load_state_dict(outer.state_dict())
+    assert plain[0].weight.tolist() == [1.0] * 3
+    fresh = nn.Sequential(Versioned())
+    fresh.load_state_dict(model.state_dict())
+    assert fresh[0].weight.tolist() == [1.0] * 3
+
+
+class HasModule(nn.Module):
+    """Names that the wrapper uses itself."""
+
+    def __init__(self, head_first):
+        super().__init__()
+        backbone = nn.Module()
+        backbone.head = nn.Linear(2, 2)
+        parts = {"head": nn.Linear(2, 2), "module": backbone}
+        for name in sorted(parts, reverse=not head_first):
+            setattr(self, name, parts[name])
+
+    def forward(self, x):
+        return self.head(self.module.head(x))
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["alone", "in"])
+def test_models_with_a_child_called_module(wrap, head_first):
+    plain = HasModule(head_first)
+    expected = copy.deepcopy(plain.state_dict())
+    model, *_ = convert_to_amp(plain, sgd(plain.parameters()), None, "naive")
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+    outer = wrap(model)
+    state = {name: value + 1 for name, value in outer.state_dict().items()}
+    outer.load_state_dict(state)
+    torch.testing.assert_close(dict(model.state_dict()), {n: v + 1 for n, v in expected.items()}, rtol=0, atol=0)
+
+
 def test_what_was_converted_is_not_converted_again():
     model, optimizer, _ = converted("apex_o1")
     with pytest.raises(InputError, match=r"model: it comes from convert_to_amp; pass its .module"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -110,3 +111,11 @@ def test_is_compiled():
 def test_fused_steps_are_what_fused_optimizers_call():
     names = {function.__name__ for function in torch_private.FUSED_STEPS}
     assert {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"} <= names
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_load_hooks_are_told_of_assign(assign):
+    seen, layer = [], nn.Linear(2, 2)
+    layer.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(torch_private.assigns(metadata)))
+    layer.load_state_dict(layer.state_dict(), assign=assign)
+    assert seen == [assign]

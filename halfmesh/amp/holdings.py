@@ -85,16 +85,16 @@ class Holdings:
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         self._seen = self._signature()
-        self._sizes = self._count()
+        self._known = self._members()
 
     def changed(self) -> bool:
         """Whether parameters were added since the last `refresh`, or settings that decide the implementation."""
         return self._signature() != self._seen
 
     @property
-    def grew(self) -> bool:
-        """Whether parameters were added since the last `refresh`: a part of `changed` that costs nothing to ask."""
-        return self._count() != self._sizes
+    def regrouped(self) -> bool:
+        """Whether the groups hold other parameters than at the last `refresh`."""
+        return self._members() != self._known
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`."""
@@ -159,8 +159,8 @@ class Holdings:
         fused.switch_back(self.optimizer, self._switched)
         self._load_hook.remove()
 
-    def _count(self) -> list[int]:
-        return [len(group["params"]) for group in self.optimizer.param_groups]
+    def _members(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
 
     def _signature(self) -> list[tuple[Any, ...]]:
         return [

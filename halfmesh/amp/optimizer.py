@@ -155,17 +155,17 @@ class MixedPrecisionOptimizer:
             shard.clear_grad()
 
     def take_in_new(self) -> None:
-        """Take in parameters that were added to the optimizer. What earlier backwards left in them does not count.
+        """Take in parameters that were put into the optimizer. What earlier backwards left in them does not count.
 
         Raises:
             InputError: gradients of this update are there already; theirs would be scaled otherwise, or not reduced.
         """
-        if not self.holdings.grew:
+        if not self.holdings.regrouped:
             return
         if self._begun:
             raise InputError(
-                "parameters were added to the optimizer between backward and step, where gradients are only half "
-                "done; add them before the first backward of an update, or after its step"
+                "parameters were added to the optimizer, or exchanged, between backward and step, where gradients are "
+                "only half done; do that before the first backward of an update, or after its step"
             )
         known = {id(shard) for shard in self.holdings.trained}
         self.holdings.refresh()

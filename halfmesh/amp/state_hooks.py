@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import torch_private
 from ..errors import InputError
 from .holdings import Holdings
 from .master_weights import current_value
@@ -26,6 +27,8 @@ def watch_state(
         dtypes: the original dtype of each tensor that was cast.
     """
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no such hooks
+            continue
         own = chain(
             module.named_parameters(recurse=False, remove_duplicate=False),
             module.named_buffers(recurse=False, remove_duplicate=False),
@@ -33,10 +36,8 @@ def watch_state(
         given = {name: dtypes.get(tensor) for name, tensor in own}
         if given and (dtypes or holdings.keeps_masters):
             yield module.register_state_dict_post_hook(FullPrecision(given, holdings.masters))
-            yield module.register_load_state_dict_pre_hook(LoadHook(holdings.masters))
-        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if params:
-            yield module.register_load_state_dict_post_hook(AssignCheck(params))
+        if given:
+            yield module.register_load_state_dict_pre_hook(LoadHook(holdings))
 
 
 class FullPrecision:
@@ -73,16 +74,25 @@ class FullPrecision:
 class LoadHook:
     """Takes what is loaded into a module to its masters too: in full precision, and before the next step undoes it.
 
-    A copy of the model gets a hook without masters.
+    Refuses `assign=True`, after which the optimizer would step parameters that nobody uses. A copy of the model gets a
+    hook that does nothing.
     """
 
-    def __init__(self, masters: Mapping[nn.Parameter, nn.Parameter] | None) -> None:
-        self._masters = {} if masters is None else masters
+    def __init__(self, holdings: Holdings | None) -> None:
+        self._holdings = holdings
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        if self._holdings is None:
+            return
+        held = {id(shard.param) for shard in self._holdings.trained}
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            value, master = state.get(prefix + name), self._masters.get(param)
+            value, master = state.get(prefix + name), self._holdings.masters.get(param)
+            if value is not None and id(param) in held and torch_private.assigns(metadata):
+                raise InputError(
+                    "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
+                    "go on stepping the old ones; load without assign, or load before initialize"
+                )
             if master is None or not isinstance(value, torch.Tensor) or value.shape != master.shape:
                 continue
             if value.dtype != param.dtype:  # else it is no more exact than what the parameter gets, see take_edits
@@ -93,27 +103,3 @@ class LoadHook:
 
     def __reduce__(self) -> tuple[type[LoadHook], tuple[None]]:
         return LoadHook, (None,)
-
-
-class AssignCheck:
-    """After `load_state_dict(..., assign=True)` the optimizer would step parameters that nobody uses.
-
-    A copy of the model may do as it likes.
-    """
-
-    def __init__(self, params: Mapping[str, nn.Parameter] | None) -> None:
-        self._params = dict(params or {})
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        now = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if any(now.get(name) is not param for name, param in self._params.items()):
-            raise InputError(
-                "load_state_dict(..., assign=True) has replaced the model's parameters, which the optimizer does not "
-                "know; load without assign, or load before initialize"
-            )
-
-    def __deepcopy__(self, memo: Any) -> AssignCheck:
-        return AssignCheck(None)
-
-    def __reduce__(self) -> tuple[type[AssignCheck], tuple[None]]:
-        return AssignCheck, (None,)

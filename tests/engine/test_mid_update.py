@@ -34,7 +34,9 @@ def test_parameters_are_added_between_updates_only(config):
     engine = pair_engine(config)
     engine.backward(engine(torch.ones(4)))
     engine.optimizer.add_param_group({"params": [engine.model.second]})
-    with pytest.raises(InputError, match="parameters were added to the optimizer between backward and step"):
+    with pytest.raises(
+        InputError, match="parameters were added to the optimizer, or exchanged, between backward and step"
+    ):
         engine.step()
     engine.backward(engine(torch.ones(4)))  # a new update
     engine.step()
@@ -107,6 +109,32 @@ def test_a_static_scale_above_the_cap_is_refused_whatever_the_shape(shape):
     engine(make_data(4)[0])  # another forward in between
     with pytest.raises(InputError, match="the static loss_scale 65536 cannot be used: the loss itself is fp16"):
         engine.backward(loss)
+
+
+def exchanged(rank, world_size):
+    """Between two updates one group's parameters give way to as many others, of the same shape."""
+    results = []
+    for config in ({}, TWO_LOSSES):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        groups = [{"params": list(layer.parameters())} for layer in model[:2]]
+        engine = make_engine(config, model=model, optimizer=lambda _, g=groups: optim.SGD(g, lr=0.1), criterion=None)
+        x = torch.full((2, 4), float(rank + 1))
+        for update in range(3):
+            if update == 1:
+                engine.optimizer.param_groups[1]["params"] = list(model[2].parameters())
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        results.append({name: value.clone() for name, value in engine.state_dict()["model"].items()})
+        engine.close()
+    return results
+
+
+@pytest.mark.distributed
+def test_exchanged_parameters_are_reduced_and_unscaled():
+    first, second = run_ranks(exchanged, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first[0], first[1], rtol=2e-3, atol=2e-3)
 
 
 def one_sided(rank, world_size):

@@ -24,6 +24,7 @@ from models import (
     train,
 )
 from torch import nn, optim
+from torch.nn.utils import prune
 
 import halfmesh
 from halfmesh.errors import InputError
@@ -225,5 +226,42 @@ def test_a_submodule_loads_in_full_precision():
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "apex_o1", "apex_o2"])
 def test_a_submodule_cannot_be_assigned_either(mode):
     engine = make_engine(MODES[mode])
-    with pytest.raises(InputError, match=r"load_state_dict\(..., assign=True\) has replaced the model's parameters"):
+    with pytest.raises(
+        InputError, match=r"load_state_dict\(..., assign=True\) would replace parameters that the optimizer"
+    ):
         engine.model.last.load_state_dict(copy.deepcopy(engine.model.last.state_dict()), assign=True)
+
+
+class Partly(nn.Module):
+    """A scripted layer, which takes no hooks of a state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 4)))
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o0", "apex_o2"])
+def test_scripted_layers_train_and_load(mode):
+    engine = make_engine(MODES[mode], model=Partly())
+    train(engine, max_batches=2)
+    state = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    engine.model.load_state_dict(state)
+    train(engine, max_batches=1)
+    engine.close()
+    assert engine.model.first.weight.dtype == torch.float32
+
+
+def test_loads_of_changed_models():
+    """Pruned after initialize, a layer that the optimizer never held, and that layer assigned: nothing is lost."""
+    engine = make_engine({}, optimizer=lambda p: optim.SGD(p[:1], lr=0.1))
+    model = engine.model
+    prune.identity(model.first, "weight")
+    model.last.weight = nn.Parameter(torch.ones_like(model.last.weight))
+    model.load_state_dict(model.state_dict())
+    model.last.load_state_dict(copy.deepcopy(model.last.state_dict()), assign=True)
+    with pytest.raises(InputError, match="assign=True"):
+        model.first.load_state_dict(copy.deepcopy(model.first.state_dict()), assign=True)
