@@ -243,7 +243,7 @@ class Partly(nn.Module):
         return self.last(self.first(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o0", "apex_o2"])
 def test_scripted_layers_train_and_load(mode):
     engine = make_engine(MODES[mode], model=Partly())
