@@ -18,6 +18,7 @@ from .amp.result import StepResult
 from .engine import checkpoint
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
+from .engine.readings import UpdateReadings
 from .errors import InputError
 from .shard import OneRank
 
@@ -88,7 +89,7 @@ class AMPCriterion(nn.Module):
         return self._precision.criterion(self.criterion, *args, **kwargs)
 
 
-class AMPOptimizer(optim.Optimizer):
+class AMPOptimizer(UpdateReadings, optim.Optimizer):
     """The optimizer of a converted model: the one that was given, with scaled losses and checked gradients.
 
     What is not defined here is the given optimizer's: `param_groups`, `state`, `defaults`, hooks.
@@ -106,7 +107,6 @@ class AMPOptimizer(optim.Optimizer):
         self._precision = precision
         self._closed = False
         self._cycle = GradientCycle(update, precision, Accumulation(1, "sum", OneRank()), None)
-        self._last: StepResult | None = None
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     def backward(self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False) -> None:
@@ -147,10 +147,9 @@ class AMPOptimizer(optim.Optimizer):
                 "in place of loss.backward(), which does not scale the loss"
             )
         try:
-            self._last = self._update.step()
+            return self._update.step()
         finally:
             self._cycle.clear()
-        return self._last
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; they are always freed."""
@@ -178,21 +177,6 @@ class AMPOptimizer(optim.Optimizer):
                 "call optimizer.clip_grad_norm(max_norm)"
             )
         return (param for group in self.param_groups for param in group["params"])
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
-        return self.loss_scales[0]
-
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        """The current loss scale of each loss. Reads the device."""
-        return self._update.losses.current()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped so far because of inf or nan. Reads the device."""
-        return self._update.watch.skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the given optimizer's: parameters of the model that it did not hold so far."""

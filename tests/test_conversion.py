@@ -415,6 +415,14 @@ def test_models_with_a_child_called_module(wrap, head_first):
     torch.testing.assert_close(dict(model.state_dict()), {n: v + 1 for n, v in expected.items()}, rtol=0, atol=0)
 
 
+def test_a_load_names_what_is_missing_as_the_model_does():
+    model, *_ = converted("naive_fp16")
+    state = model.state_dict()
+    state["last.scale"] = state.pop("last.bias")
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["last.bias"], ["last.scale"])
+
+
 def test_what_was_converted_is_not_converted_again():
     model, optimizer, _ = converted("apex_o1")
     with pytest.raises(InputError, match=r"model: it comes from convert_to_amp; pass its .module"):

@@ -37,17 +37,18 @@ class ApexAMP(AMPPlugin):
             return Recipe(num_losses=options.num_losses)  # a script that names its losses goes on
         properties = options.properties
         param_dtype = _dtype(properties.cast_model_type)
-        is_half = properties.patch_torch_functions or param_dtype == torch.float16
+        casts_model = param_dtype == torch.float16
+        masters = properties.master_weights and casts_model
         return Recipe(
-            compute_dtype=torch.float16 if is_half else torch.float32,
+            compute_dtype=torch.float16 if casts_model or properties.patch_torch_functions else torch.float32,
             param_dtype=param_dtype,
             autocast=properties.patch_torch_functions,
             cast_lists="apex" if properties.patch_torch_functions else "torch",
-            keep_batchnorm_fp32=properties.keep_batchnorm_fp32 and param_dtype == torch.float16,
-            master_weights=properties.master_weights and param_dtype == torch.float16,
+            keep_batchnorm_fp32=properties.keep_batchnorm_fp32 and casts_model,
+            master_weights=masters,
             loss_scale=_loss_scale(options, properties.loss_scale),
             num_losses=options.num_losses,
-            wide_gradients=properties.master_weights and param_dtype == torch.float16,  # in the masters' gradients
+            wide_gradients=masters,  # apex adds them up in the masters' gradients
             output_dtype=_dtype(options.cast_model_outputs) or (torch.float32 if param_dtype else None),
         )
 

@@ -28,9 +28,10 @@ class LossScales:
 
     One scaler: gradients of all losses add up with its scale, and the update divides by it.
 
-    Several, as in apex: after each backward its gradients are divided by that loss's scale and added in fp32
-    (`main_grad`) to those of the other losses. An overflow in any of them skips the step; only the scale of the loss
-    that overflowed is lowered, and a loss without a backward in this update leaves its scale as it was.
+    Several, as in apex: after each backward its gradients are divided by that loss's scale and added in fp32 to those
+    of the other losses: in `param.grad` where that is fp32, else in `main_grad`. An overflow in any of them skips the
+    step; only the scale of the loss that overflowed is lowered, and a loss without a backward in this update leaves its
+    scale as it was.
 
     Attributes:
         scalers: empty where nothing is scaled.

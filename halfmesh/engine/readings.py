@@ -17,13 +17,33 @@ from .dataloader import EngineDataLoader
 from .scheduling import LRAdvance
 
 
-class Readings:
+class UpdateReadings:
+    """What can be read of an update, in an engine or without one."""
+
+    _update: MixedPrecisionOptimizer
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.losses.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.watch.skipped
+
+
+class Readings(UpdateReadings):
     """The engine's read-only half."""
 
     model: nn.Module
     _dataloader: EngineDataLoader | None
     _eval_dataloader: EngineDataLoader | None
-    _update: MixedPrecisionOptimizer
     _precision: Precision
     _cycle: GradientCycle
     _lr: LRAdvance
@@ -78,21 +98,6 @@ class Readings:
         return self.model.training
 
     @property
-    def loss_scale(self) -> float:
-        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
-        return self.loss_scales[0]
-
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        """The current loss scale of each loss. Reads the device."""
-        return self._update.losses.current()
-
-    @property
     def grad_norm(self) -> float | None:
         """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
         return None if self._last is None else self._last.grad_norm
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates skipped so far because of inf or nan. Reads the device."""
-        return self._update.watch.skipped
