@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .options import Options
     from .parallel.context import ParallelContext
     from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
+    from .parallel.tensor_plans import LayerPlan
     from .registry import Registry
 
 __version__ = "0.1.0"
@@ -90,6 +91,7 @@ _NAMES = {
     "options": ("Options",),
     "parallel.context": ("ParallelContext",),
     "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
+    "parallel.tensor_plans": ("LayerPlan",),
     "registry": ("Registry",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

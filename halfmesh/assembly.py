@@ -29,11 +29,15 @@ from .failures import told_to_torchrun
 from .key_checks import recipe_of
 from .launching import Launch
 from .log import get_logger
+from .parallel import elementwise
 from .parallel.context import ParallelContext
+from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
 from .parallel.random import separate_dp_ranks
-from .parallel.reducer import ReduceOptions, Reducer
+from .parallel.reducer import ReduceOptions
 from .parallel.registries import DATA_STRATEGIES
-from .shard import ParamShard
+from .parallel.tensor import TensorParallel, make_shards
+from .parallel.tensor_axis import TensorAxis
+from .parallel.tensor_checks import ResolvedPlan, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,16 +106,21 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     compat.raise_for(compat.check(settings, world_size, place.type))
     recipe = recipe_of(settings)
     given = _build(given)
-    _refuse_problems(given, recipe, settings, place)
+    plan = _refuse_problems(given, recipe, settings, place)
     group = launching.ensure_process_group(place, settings.timeout)
-    return _assemble(given, recipe, settings, place, group)
+    return _assemble(given, recipe, settings, place, group, plan)
 
 
 def _assemble(
-    given: _Given, recipe: Recipe, config: Config, device: torch.device, group: launching.OwnedGroup | None
+    given: _Given,
+    recipe: Recipe,
+    config: Config,
+    device: torch.device,
+    group: launching.OwnedGroup | None,
+    plan: ResolvedPlan | None,
 ) -> Engine:
     parallel = config.parallel
-    context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group)
+    context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
     loaders = [
@@ -119,28 +128,39 @@ def _assemble(
         _shard(given.eval_dataloader, context, config.seed, training=False),
     ]
     with _no_longer_usable():
-        return _convert(given, recipe, config, context, loaders)
+        return _convert(given, recipe, config, context, loaders, plan)
 
 
-def _convert(given: _Given, recipe: Recipe, config: Config, context: ParallelContext, loaders: list[Any]) -> Engine:
+def _convert(
+    given: _Given,
+    recipe: Recipe,
+    config: Config,
+    context: ParallelContext,
+    loaders: list[Any],
+    plan: ResolvedPlan | None,
+) -> Engine:
     """From here on the caller's objects change."""
+    context.start_equal(given.model, given.optimizer)
+    tensor = None
+    if plan is not None:  # before the model goes to the device, which may not have room for all of it
+        tensor = TensorParallel(given.model, given.optimizer, plan, TensorAxis(context.tp_group, context.device))
     given.model.to(context.device)
     _move_state(given.optimizer, context.device)
-    context.start_equal(given.model, given.optimizer)
     separate_dp_ranks(config.seed, context)
-    shards = [ParamShard(name, p, weight=1 / context.size) for name, p in given.model.named_parameters()]
+    shards = make_shards(given.model, tensor, context.size)
     backend = _backend(config)
     update = backend.convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
     precision = backend.precision(update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, context)
-    reducer = _reducer(given.model, update, context, config)
+    reducer = _reduction(given.model, update, context, config, tensor)
     engine = Engine(
         model=given.model,
         criterion=given.criterion,
         update=update,
         precision=precision,
         context=context,
+        tensor=tensor,
         cycle=GradientCycle(update, precision, accumulation, reducer),
         lr=lr,
         config=config,
@@ -180,7 +200,8 @@ def _has_params(model: Any) -> bool:
     return isinstance(model, nn.Module) and next(model.parameters(), None) is not None
 
 
-def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> None:
+def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> ResolvedPlan | None:
+    """Raise if anything is wrong with what was given. Returns how the model is divided, if it is."""
     mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     if device_problem:
@@ -194,6 +215,24 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     ]
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
+    return _plan(given, config)
+
+
+def _plan(given: _Given, config: Config) -> ResolvedPlan | None:
+    """How the model is divided over the tensor axis.
+
+    Raises:
+        IncompatibleConfigError: the model, or the optimizer, cannot be divided so.
+    """
+    tensor = config.parallel.tensor
+    if tensor.size == 1:
+        return None
+    plan, problems = resolve(given.model, tensor.size, tensor.plan, tensor.sequence_parallel)
+    if (problem := elementwise.find_problem(given.optimizer)) is not None:
+        problems.append(problem)
+    if problems:
+        raise IncompatibleConfigError(problems, "parallel.tensor with this model and optimizer")
+    return plan
 
 
 def _backend(config: Config) -> Backend:
@@ -214,11 +253,24 @@ def _rules(config: Config) -> UpdateRules:
     )
 
 
-def _reducer(
+def _reduction(
+    model: nn.Module,
+    update: MixedPrecisionOptimizer,
+    context: ParallelContext,
+    config: Config,
+    tensor: TensorParallel | None,
+) -> Reduction | None:
+    """What makes gradients complete: over the data ranks, then over the tensor group."""
+    over_data = _over_data(model, update, context, config) if context.dp_size > 1 else None
+    if tensor is None:
+        return over_data
+    over_tensor = TensorGradients(tensor, update.holdings.trained)
+    return over_tensor if over_data is None else CompleteGradients([over_data, over_tensor])
+
+
+def _over_data(
     model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config
-) -> Reducer | None:
-    if context.dp_size == 1:
-        return None
+) -> Reduction:
     data = config.parallel.data
     options = ReduceOptions(
         dtype=getattr(torch, data.reduce_dtype),

@@ -23,7 +23,7 @@ Cell = Literal["yes", "refused", "not built yet"]
 DEVICES = ("cpu", "cuda")
 HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
-UNBUILT_AXES = frozenset({"tensor", "pipeline"})
+UNBUILT_AXES = frozenset({"pipeline"})
 """Axes whose size must be 1 for now."""
 
 

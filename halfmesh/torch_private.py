@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,14 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks registered on `optimizer` that run around its `step`."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
+def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """A shallow copy of `optimizer` over `groups`, without its state and the hooks around its `step`."""
+    clone = copy.copy(optimizer)
+    clone.state, clone.param_groups = defaultdict(dict), groups
+    clone._optimizer_step_pre_hooks, clone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return clone
 
 
 def assigns(metadata: dict[str, Any]) -> bool:

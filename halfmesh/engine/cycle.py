@@ -9,7 +9,7 @@ import torch
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..errors import InputError
-from ..parallel.reducer import Reducer
+from ..parallel.gradients import Reduction
 from .accumulation import Accumulation
 
 
@@ -25,7 +25,7 @@ class GradientCycle:
         update: MixedPrecisionOptimizer,
         precision: Precision,
         accumulation: Accumulation,
-        reducer: Reducer | None,
+        reducer: Reduction | None,
     ) -> None:
         self.fresh = False
         self.reducer = reducer
@@ -106,7 +106,7 @@ class GradientCycle:
             self.reducer.forget()
         self.fresh = False
 
-    def _keep_covered(self, reducer: Reducer) -> None:
+    def _keep_covered(self, reducer: Reduction) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
         self._update.take_in_new()
         trained = self._update.holdings.trained

@@ -14,6 +14,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError
 from ..parallel.context import ParallelContext
+from ..parallel.tensor import TensorParallel
 from . import checkpoint
 from .cycle import GradientCycle, refuse_inside
 from .dataloader import EngineDataLoader
@@ -55,6 +56,7 @@ class Engine(Readings):
         cycle: GradientCycle,
         lr: LRAdvance,
         config: Config,
+        tensor: TensorParallel | None = None,
         dataloader: EngineDataLoader | None = None,
         eval_dataloader: EngineDataLoader | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Engine(Readings):
         self._precision = precision
         self._cycle = cycle
         self._lr = lr
+        self._tensor = tensor
         self._last: StepResult | None = None
         self._closed = False
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
@@ -227,12 +230,14 @@ class Engine(Readings):
     def close(self) -> None:
         """Give model and optimizer back as they came, with the trained weights, and free what this engine made.
 
-        A model that was fp32 is fp32 again, with the masters' values; the optimizer holds its parameters again.
+        A model that was fp32 is fp32 again, with the masters' values, and whole on every rank where its layers were
+        divided (all ranks call this together); the optimizer holds its parameters again.
         """
         self._give_back()
         self.context.close()
 
-    def _give_back(self) -> None:
+    def _give_back(self, whole: bool = True) -> None:
+        """Without `whole`, divided layers stay so: other ranks may be gone."""
         if self._closed:
             return
         self._cycle.clear()
@@ -241,6 +246,8 @@ class Engine(Readings):
         self._update.close()
         if self._cycle.reducer is not None:
             self._cycle.reducer.close()
+        if self._tensor is not None:
+            self._tensor.close(whole)
 
     def __enter__(self) -> Engine:
         return self
@@ -250,7 +257,7 @@ class Engine(Readings):
         if kind is None:
             self.close()
         else:
-            self._give_back()
+            self._give_back(whole=False)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InputError, shorten
+from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
 
 AXES = ("pp", "dp", "tp")
@@ -34,9 +35,12 @@ class ParallelContext:
         pp, tp: sizes of the pipeline and tensor axes; data parallelism takes the ranks that are left.
         device: this rank's device.
         group: the process group that was made for this context, if one was; `close` closes it.
+        timeout: seconds that a collective within an axis may take.
     """
 
-    def __init__(self, pp: int, tp: int, device: torch.device, group: Closes | None = None) -> None:
+    def __init__(
+        self, pp: int, tp: int, device: torch.device, group: Closes | None = None, timeout: float = 600.0
+    ) -> None:
         self.device = device
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -45,6 +49,13 @@ class ParallelContext:
         if self.pp_size * self.dp_size * self.tp_size != self.size:
             raise InputError(f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks")
         self._group = group
+        self._timeout = timedelta(seconds=timeout)
+        self._axis_groups: dict[str, dist.ProcessGroup] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The sizes of the axes, in the order of `AXES`."""
+        return self.pp_size, self.dp_size, self.tp_size
 
     @property
     def pp_rank(self) -> int:
@@ -66,18 +77,54 @@ class ParallelContext:
         """The DeviceMesh with axes "pp", "dp", "tp". Made when first used, which all ranks must do together."""
         if self.size == 1:
             raise InputError("one process has no DeviceMesh; start several with torchrun --nproc-per-node N")
-        return init_device_mesh(self.device.type, (self.pp_size, self.dp_size, self.tp_size), mesh_dim_names=AXES)
+        groups = [self.group(axis) for axis in AXES]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=self._grid, mesh_dim_names=AXES)
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same weights and see different data."""
-        # The world's own group where it is the same ranks: new groups do not inherit the configured time limit.
-        return dist.group.WORLD if self.dp_size == self.size else self.mesh.get_group("dp")  # type: ignore[return-value]
+        return self.group("dp")
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` in place over all ranks of the engine."""
-        if self.size > 1:
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the parts of one layer and see the same data."""
+        return self.group("tp")
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in their place on `axis` only. Made when first asked for, by all ranks
+        together."""
+        if axis not in self._axis_groups:
+            self._axis_groups[axis] = self._make_group(AXES.index(axis))
+        return self._axis_groups[axis]
+
+    @property
+    def _grid(self) -> torch.Tensor:
+        """All ranks, by their places on the axes."""
+        return torch.arange(self.size).view(self.shape)
+
+    def _make_group(self, dim: int) -> dist.ProcessGroup:
+        if self.shape[dim] == self.size:
+            return dist.group.WORLD  # type: ignore[return-value]
+        mine: Any = None
+        # Not init_device_mesh: its groups have torch's time limits, not the configured one.
+        for ranks in self._grid.movedim(dim, -1).flatten(0, 1).tolist():
+            group = dist.new_group(ranks, timeout=self._timeout)
+            mine = group if self.rank in ranks else mine
+        return mine
+
+    def all_reduce(self, tensor: torch.Tensor, axis: str | None = None) -> None:
+        """Sum `tensor` in place over all ranks of the engine, or over those of one axis.
+
+        Args:
+            axis: "dp" for what each data rank has counted in its own batches (the ranks of a tensor group see the same
+                ones), "tp" or "pp"; None for all ranks.
+        """
+        if axis is not None and axis not in AXES:
+            raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), AXES)}: {AXES}")
+        if axis is None and self.size > 1:
             dist.all_reduce(tensor)
+        elif axis is not None and self.shape[AXES.index(axis)] > 1:
+            dist.all_reduce(tensor, group=self.group(axis))
 
     def start_equal(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.
@@ -143,14 +190,13 @@ class ParallelContext:
 
     def close(self) -> None:
         """Free the groups that this context made."""
-        mesh = self.__dict__.pop("mesh", None)
+        self.__dict__.pop("mesh", None)
+        groups, self._axis_groups = self._axis_groups, {}
         if not dist.is_initialized():
             return
-        if mesh is not None:
-            for axis in AXES:
-                group = mesh.get_group(axis)
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
+        for group in groups.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
         if self._group is not None:
             self._group.close()
             self._group = None

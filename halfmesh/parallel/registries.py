@@ -22,6 +22,38 @@ PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
 DATA_STRATEGIES.register_lazy("replicate", "halfmesh.parallel.reducer:Reducer")
+for _name, _style in {
+    "colwise": "Colwise",
+    "fused_colwise": "FusedColwise",
+    "colwise_gather": "ColwiseGather",
+    "rowwise": "Rowwise",
+    "rowwise_split": "RowwiseSplit",
+    "vocab": "Vocab",
+    "heads": "Heads",
+    "partial": "Sequence",
+    "sequence": "Sequence",
+    "sequence_begin": "SequenceBegin",
+    "sequence_end": "SequenceEnd",
+    "region": "Region",
+    "config_heads": "ConfigHeads",
+    "off": "Off",
+}.items():
+    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor_styles:{_style}")
+TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.attention:Attention")
+for _name in (
+    "timm_attention",
+    "timm_mlp",
+    "timm_glu_mlp",
+    "timm_swiglu",
+    "timm_block",
+    "timm_vit",
+    "torch_attention",
+    "torch_encoder",
+    "torch_encoder_layer",
+    "torch_decoder_layer",
+    "hugging_face",
+):
+    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
 for _name in ("zero1", "fsdp"):
     DATA_STRATEGIES.register(_name, NotBuilt(f"parallel.data.strategy={_name!r}"))
 for _name in ("gpipe", "1f1b", "interleaved"):

@@ -1,0 +1,145 @@
+"""From the gradients that one rank has to complete ones: over the tensor group, and over the data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..errors import InputError, shorten
+from ..shard import ParamShard
+from .reducer import ReduceOptions, Reducer
+from .tensor import TensorParallel
+
+
+class Reduction(Protocol):
+    """One reduction of gradients, as `Reducer` does it over the data ranks."""
+
+    @property
+    def stale(self) -> bool: ...
+
+    def cover(self, shards: Sequence[ParamShard]) -> None: ...
+    def covers(self, shards: Sequence[ParamShard]) -> bool: ...
+    def open(self, last: bool) -> None: ...
+    def finish(self) -> None: ...
+    def forget(self) -> None: ...
+    def note_buffers(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorGradients:
+    """Sums the gradients of parameters that every rank of a tensor group has whole, while it sees only a part of the
+    activations (norms under sequence parallelism). One all-reduce in fp32 per update.
+
+    Before the first update it compares the gradients of the other whole parameters, which have to be equal: where they
+    are not, the plan is wrong.
+    """
+
+    def __init__(self, tensor: TensorParallel, shards: Sequence[ParamShard]) -> None:
+        self._tensor = tensor
+        self._compared = False
+        self._reducer = Reducer(self._of(shards), {}, tensor.axis.group, ReduceOptions(mean=False))
+        self._whole: list[ParamShard] = []
+        self.cover(shards)
+
+    @property
+    def stale(self) -> bool:
+        return self._reducer.stale
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        self._reducer.cover(self._of(shards))
+        self._whole = [s for s in shards if s.param not in self._tensor.splits and s.param not in self._tensor.partial]
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        return self._reducer.covers(self._of(shards))
+
+    def open(self, last: bool) -> None:
+        self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+
+    def finish(self) -> None:
+        self._reducer.finish()
+        if not self._compared:
+            self._compare_whole()
+
+    def forget(self) -> None:
+        self._reducer.forget()
+
+    def note_buffers(self) -> None:
+        self._reducer.note_buffers()
+
+    def close(self) -> None:
+        self._reducer.close()
+
+    def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        return [shard for shard in shards if shard.param in self._tensor.partial]
+
+    @torch.no_grad()
+    def _compare_whole(self) -> None:
+        """Raise InputError if gradients that have to be equal on all ranks of the group are not."""
+        shards = [shard for shard in self._whole if shard.param.requires_grad]
+        if not shards:
+            return
+        sums = torch.stack([_sums(shard.take_grad(), shard.param) for shard in shards])
+        everyone = torch.stack(self._tensor.axis.gathered(sums))
+        if not bool(everyone.isfinite().all()):
+            return  # an overflow is not comparable; the next update is
+        self._compared = True
+        apart = (everyone - everyone[0]).abs().amax(0).amax(-1) > 1e-2 * everyone[..., 1].amax(0)
+        names = [shard.name for shard, differs in zip(shards, apart.tolist(), strict=True) if differs]
+        if names:
+            raise InputError(
+                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, each of which has "
+                "these parameters whole: they work on activations that are divided, and the plan does not say so; give their "
+                "modules the style 'partial', which sums the gradients, or leave the layers around them whole"
+            )
+
+
+def _sums(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
+    """The sum of the gradient's elements, and of their absolute values."""
+    grad = torch.zeros_like(param) if grad is None else grad
+    return torch.stack([grad.double().sum(), grad.double().abs().sum()])
+
+
+class CompleteGradients:
+    """All reductions that gradients need, one after the other; itself one."""
+
+    def __init__(self, reductions: Sequence[Reduction]) -> None:
+        self._reductions = list(reductions)
+
+    @property
+    def stale(self) -> bool:
+        """Whether gradients arrived since `finish`."""
+        return any(reduction.stale for reduction in self._reductions)
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        """Take part with these shards from now on."""
+        self._each(lambda reduction: reduction.cover(shards))
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        """Whether all that `cover` would choose now take part."""
+        return all(reduction.covers(shards) for reduction in self._reductions)
+
+    def open(self, last: bool) -> None:
+        """A backward begins; `last`: it is the last before the update."""
+        self._each(lambda reduction: reduction.open(last))
+
+    def finish(self) -> None:
+        """Complete the gradients."""
+        self._each(lambda reduction: reduction.finish())
+
+    def forget(self) -> None:
+        """The gradients were used or cleared."""
+        self._each(lambda reduction: reduction.forget())
+
+    def note_buffers(self) -> None:
+        """What the buffers hold now was not put there by training."""
+        self._each(lambda reduction: reduction.note_buffers())
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self._each(lambda reduction: reduction.close())
+
+    def _each(self, call: Callable[[Reduction], None]) -> None:
+        for reduction in self._reductions:
+            call(reduction)

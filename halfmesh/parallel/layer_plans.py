@@ -1,0 +1,139 @@
+"""The tensor plans that halfmesh brings: timm's Vision Transformer, torch's transformer layers, Hugging Face models.
+
+Classes are named, not imported: none of these packages has to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..errors import InputError
+from .tensor_plans import LayerPlan
+
+
+def _scaled_norm(attention: nn.Module) -> str | None:
+    if not isinstance(attention.norm, nn.Identity):
+        return "its norm works on the features of all heads (scale_norm=True), which are divided; build it without"
+    return None
+
+
+TIMM_ATTENTION = LayerPlan(
+    layers=("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
+    styles={
+        "": "heads(num_heads, attn_dim)",
+        "qkv": "fused_colwise(3)",
+        "gate": "colwise",
+        "q_norm": "partial",
+        "k_norm": "partial",
+        "proj": "rowwise",
+    },
+    sequence={"": "region", "proj_drop": "sequence"},
+    find_problem=_scaled_norm,
+)
+
+_NORM_PROBLEM = "its norm works on all hidden features, which are divided; build it without (norm_layer=None)"
+
+
+def _hidden_norm(mlp: nn.Module) -> str | None:
+    return None if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
+
+
+TIMM_MLP = LayerPlan(
+    layers=("timm.layers.mlp.Mlp",),
+    styles={"fc1": "colwise", "fc2": "rowwise"},
+    sequence={"": "region", "drop2": "sequence"},
+    find_problem=_hidden_norm,
+)
+TIMM_GLU_MLP = LayerPlan(
+    layers=("timm.layers.mlp.GluMlp",),
+    styles={"fc1": "fused_colwise(2)", "fc2": "rowwise"},
+    sequence={"": "region", "drop2": "sequence"},
+    find_problem=_hidden_norm,
+)
+TIMM_SWIGLU = LayerPlan(
+    layers=("timm.layers.mlp.SwiGLU",),
+    styles={"fc1_g": "colwise", "fc1_x": "colwise", "fc2": "rowwise"},
+    sequence={"": "region", "drop2": "sequence"},
+    find_problem=_hidden_norm,
+)
+TIMM_BLOCK = LayerPlan(
+    layers=("timm.models.vision_transformer.Block",),
+    sequence={"norm1": "sequence", "ls1": "sequence", "norm2": "sequence", "ls2": "sequence"},
+)
+TIMM_VIT = LayerPlan(
+    layers=("timm.models.vision_transformer.VisionTransformer",),
+    sequence={"blocks.0": "sequence_begin", "norm": "sequence_end"},
+)
+
+TORCH_ATTENTION = LayerPlan(
+    layers=("torch.nn.modules.activation.MultiheadAttention",),
+    styles={"": "attention", "out_proj": "rowwise"},
+)
+TORCH_ENCODER = LayerPlan(
+    layers=("torch.nn.modules.transformer.TransformerEncoder",),
+    styles={"": "off(use_nested_tensor)"},
+)
+TORCH_ENCODER_LAYER = LayerPlan(
+    layers=("torch.nn.modules.transformer.TransformerEncoderLayer",),
+    styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
+)
+TORCH_DECODER_LAYER = LayerPlan(
+    layers=("torch.nn.modules.transformer.TransformerDecoderLayer",),
+    styles={"linear1": "colwise", "linear2": "rowwise"},
+)
+
+
+class HuggingFacePlan:
+    """The `tp_plan` that a Hugging Face model brings, in halfmesh's styles."""
+
+    STYLES: Mapping[str, str | None] = {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "colwise_rep": "colwise_gather",
+        "colwise_gather_output": "colwise_gather",
+        "rowwise_rep": "rowwise_split",
+        "rowwise_split_input": "rowwise_split",
+        "embedding_rowwise": "vocab",
+        "replicated_with_grad_allreduce": "partial",
+        "replicate": None,
+        "all_reduce": None,
+    }
+    SEQUENCE: Mapping[str, str] = {
+        "layers.0": "sequence_begin",
+        "layers.*.input_layernorm": "sequence",
+        "layers.*.post_attention_layernorm": "sequence",
+        "layers.*.self_attn": "region(hidden_states)",
+        "layers.*.mlp": "region(x)",
+        "norm": "sequence_end",
+    }
+    """For decoders with the modules of Llama's; where others differ, the checks of the plan say so."""
+
+    def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
+        plan = getattr(model, "tp_plan", None)
+        config = getattr(model, "config", None)
+        if not isinstance(plan, Mapping) or config is None:
+            return
+        names = [name for name, _ in model.named_modules()]
+        for pattern, theirs in plan.items():
+            if theirs not in self.STYLES:
+                raise InputError(
+                    f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
+                    "the layers yourself (parallel.tensor.plan = {pattern: style})"
+                )
+            style = self.STYLES[theirs]
+            if style is not None:
+                yield from ((name, style) for name in names if fnmatchcase(name, pattern))
+        for name in ("num_attention_heads", "num_key_value_heads"):  # attention takes their number from the shape
+            if plan and isinstance(getattr(config, name, None), int):
+                yield "", f"config_heads({name})"
+        if plan and sequence_parallel:
+            base = getattr(model, "base_model_prefix", "")
+            prefix = f"{base}." if base in names else ""
+            for pattern, style in self.SEQUENCE.items():
+                yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
+
+
+HUGGING_FACE = HuggingFacePlan()

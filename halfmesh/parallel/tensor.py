@@ -1,0 +1,174 @@
+"""Tensor parallelism: a model's layers are cut, each rank keeps its part, and gives it back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from ..errors import InputError
+from ..shard import ParamShard
+from ..tree import map_tensors
+from .split import Split
+from .tensor_axis import TensorAxis
+from .tensor_checks import ResolvedPlan
+from .tensor_styles import Undo
+
+
+class TensorParallel:
+    """A model that is divided over a tensor group, in place: parameters, their names, ties and the optimizer that holds
+    them stay the same objects.
+
+    Args:
+        model: equal on all ranks.
+        optimizer: over its parameters; state that it has is cut along.
+        plan: how each module is divided; without problems.
+        axis: the tensor group.
+
+    Attributes:
+        splits: how each cut parameter was cut.
+        partial: the parameters whose gradients have to be summed over the group.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, plan: ResolvedPlan, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.splits: dict[nn.Parameter, Split] = {}
+        self.partial: set[nn.Parameter] = set()
+        self._optimizer = optimizer
+        self._undo: list[Undo] = []
+        for a in plan.assignments:
+            own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
+            self.splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
+            self.partial |= set(a.style.partial(a.module, plan.in_region(a.name)))
+        for param, split in self.splits.items():
+            self._change(param, partial(split.cut, rank=axis.rank, size=axis.size))
+        for a in plan.assignments:
+            self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
+        self._undo += [_removal(hook) for hook in (*self._guard_forks(model, plan), *self._take_whole(model))]
+        self._undo.append(_removal(_SameInputs(axis).watch(model)))
+
+    def weight(self, param: nn.Parameter, dp_size: int) -> float:
+        """1 / (number of ranks that hold the same numbers as this one)."""
+        return 1 / (dp_size if param in self.splits else dp_size * self.axis.size)
+
+    def close(self, whole: bool = True) -> None:
+        """Give the layers back as they came, and each parameter whole with its optimizer state. All ranks together.
+
+        Args:
+            whole: False leaves the model as it is: other ranks may be gone.
+        """
+        self.axis.settle()
+        if not whole:
+            return
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        for param, split in self.splits.items():
+            self._change(param, partial(self._whole, split))
+
+    def _whole(self, split: Split, part: torch.Tensor) -> torch.Tensor:
+        return split.join(self.axis.gathered(part))
+
+    @torch.no_grad()
+    def _change(self, param: nn.Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change a parameter and those tensors of its optimizer state that have its shape."""
+        state = self._optimizer.state.get(param, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                state[name] = change(value)
+        param.data, param.grad = change(param.data), None
+
+    def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
+        """Random numbers are in common again where a module ends that divides features, also when it fails."""
+        modules = dict(model.named_modules())
+        parents = {_caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
+        for parent in sorted(parents | {""}):
+            yield modules[parent].register_forward_hook(lambda *_: self.axis.settle(), always_call=True)
+
+    def _take_whole(self, model: nn.Module) -> Iterator[Any]:
+        """State dicts with whole tensors can be loaded, too: each rank takes its part."""
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            cut = {name: self.splits[param] for name, param in own.items() if param in self.splits}
+            if cut:
+                yield module.register_load_state_dict_pre_hook(TakePart(self.axis, cut))
+
+
+class TakePart:
+    """Makes whole tensors in a state dict this rank's part, before they are loaded into a divided module."""
+
+    def __init__(self, axis: TensorAxis, splits: Mapping[str, Split]) -> None:
+        self._axis = axis
+        self._splits = dict(splits)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, split in self._splits.items():
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
+                state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
+
+
+class _SameInputs:
+    """Compares what the ranks of a tensor group put into the model, in the first call of each mode: ranks that see
+    different data would mix them up silently."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self._axis = axis
+        self._seen: set[bool] = set()
+
+    def watch(self, model: nn.Module) -> Any:
+        return model.register_forward_pre_hook(self._compare, with_kwargs=True)
+
+    @torch.no_grad()
+    def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training in self._seen:
+            return
+        self._seen.add(model.training)
+        digest = hashlib.sha256()
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            digest.update(_content(tensor))
+            return tensor
+
+        map_tensors(take, (args, kwargs))
+        everyone: list[Any] = [None] * self._axis.size
+        dist.all_gather_object(everyone, digest.hexdigest(), group=self._axis.group)
+        if len(set(everyone)) > 1:
+            raise InputError(
+                f"the {self._axis.size} ranks of a tensor group were given different inputs, but they compute one "
+                "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
+                "engine.context.dp_size"
+            )
+
+
+def make_shards(model: nn.Module, tensor: TensorParallel | None, copies: int) -> list[ParamShard]:
+    """The parameters of `model` on this rank, of which each whole one has `copies` on as many ranks."""
+    size = 1 if tensor is None else tensor.axis.size
+    return [
+        ParamShard(name, p, weight=1 / copies if tensor is None else tensor.weight(p, copies // size))
+        for name, p in model.named_parameters()
+    ]
+
+
+def _caller(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The nearest module above `name` that is called itself (a ModuleList is not)."""
+    while name:
+        name = name.rpartition(".")[0]
+        if type(modules[name]).forward is not nn.Module.forward:
+            break
+    return name
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes()
+
+
+def _removal(hook: Any) -> Undo:
+    return lambda: hook.remove()

@@ -1,0 +1,85 @@
+"""Layers of which each rank of a tensor group holds a part. They take the place of a layer's class, in place.
+
+The layer keeps its parameters (now this rank's part), hooks and name; `TensorParallel.close` gives its class back.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import collectives
+from .tensor_axis import TensorAxis
+
+SEQUENCE_DIM = 1
+"""The dimension of activations along which sequence parallelism divides them: [batch, sequence, ...]."""
+
+
+class DividedLayer(nn.Module):
+    """What all of them know.
+
+    Attributes:
+        axis: the ranks that hold the parts.
+        in_region: whether a layer around this one gathers and sums for it, along the sequence (sequence parallelism).
+    """
+
+    axis: TensorAxis
+    in_region: bool
+
+
+class ColwiseLinear(DividedLayer, nn.Linear):
+    """A linear layer of which this rank computes some of the output's features: rows of the weight.
+
+    Attributes:
+        gathers: whether the output is made whole.
+    """
+
+    gathers: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = F.linear(x if self.in_region else self.axis.copy_in(x), self.weight, self.bias)
+        if self.gathers:
+            return collectives.gather(output, -1, self.axis.group)
+        if self.training:
+            self.axis.fork.open()  # until the rowwise layer that follows, each rank drops features of its own
+        return output
+
+
+class RowwiseLinear(DividedLayer, nn.Linear):
+    """A linear layer of which this rank has some of the input's features: columns of the weight. The outputs are
+    summed over the ranks, then the bias, which every rank has whole, is added.
+
+    Attributes:
+        splits: whether the input is whole, and this rank takes its part of it.
+    """
+
+    splits: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.axis.settle()
+        group = self.axis.group
+        output = F.linear(collectives.split(x, -1, group) if self.splits else x, self.weight)
+        if self.in_region:
+            output = collectives.sum_and_split(output, SEQUENCE_DIM, group)
+        else:
+            output = collectives.sum_out(output, group)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class VocabEmbedding(DividedLayer, nn.Embedding):
+    """An embedding of which this rank holds some of the words. Others' are zero here, and summed up."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        words, rank, size = self.weight.shape[0], self.axis.rank, self.axis.size
+        local = ids - rank * words
+        elsewhere = torch.zeros_like(local, dtype=torch.bool)
+        # Ids outside the vocabulary stay so, for the first or the last rank to fail at, as in one process.
+        if rank > 0:
+            elsewhere |= local < 0
+        if rank < size - 1:
+            elsewhere |= local >= words
+        padding = None if self.padding_idx is None else self.padding_idx - rank * words
+        padding = padding if padding is not None and 0 <= padding < words else None
+        output = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        return collectives.sum_out(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis.group)
