@@ -30,7 +30,7 @@ from .key_checks import recipe_of
 from .launching import Launch
 from .log import get_logger
 from .parallel import elementwise
-from .parallel.context import ParallelContext
+from .parallel.context import AxisRanks, ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
 from .parallel.random import separate_dp_ranks
 from .parallel.reducer import ReduceOptions
@@ -152,7 +152,7 @@ def _convert(
     update = backend.convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
     precision = backend.precision(update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
-    accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, context)
+    accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
     reducer = _reduction(given.model, update, context, config, tensor)
     engine = Engine(
         model=given.model,
@@ -169,7 +169,7 @@ def _convert(
             None if loaders[1] is None else EngineDataLoader(loaders[1], context.device, may_be_empty=True)
         ),
     )
-    _log.info("%s", describe(engine, update, recipe, given.dataloader))
+    _log.info("%s", describe(engine, update, recipe, given.dataloader, tensor))
     return engine
 
 

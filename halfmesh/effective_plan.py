@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,17 +10,21 @@ import torch
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
 from .memory import readable, state_bytes
+from .parallel.tensor import TensorParallel
+from .parallel.tensor_plans import generalise
 
 if TYPE_CHECKING:
     from .engine.engine import Engine
 
 
-def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any) -> str:
+def describe(
+    engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, tensor: TensorParallel | None = None
+) -> str:
     """A few lines: precision, loss scale, layout, batch, optimizer, bytes per rank."""
     rows = {
         "precision": _precision(engine, recipe),
         "loss scale": _loss_scale(recipe),
-        "layout": _layout(engine),
+        "layout": _layout(engine, tensor),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),
@@ -51,12 +56,27 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(engine: Engine) -> str:
+def _layout(engine: Engine, tensor: TensorParallel | None) -> str:
     context, data = engine.context, engine.config.parallel.data
     mesh = f"pp {context.pp_size} x dp {context.dp_size} x tp {context.tp_size} on {context.device.type}"
-    if context.dp_size == 1:
+    if context.size == 1:
         return f"{mesh}; one process holds all of the model"
-    return f"{mesh}; every rank holds all of the model, gradients averaged in {data.reduce_dtype}"
+    held = "every rank holds all of the model" if tensor is None else _divided(engine, tensor)
+    averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
+    return f"{mesh}; {held}{averaged}"
+
+
+def _divided(engine: Engine, tensor: TensorParallel) -> str:
+    """Which layers are divided over the tensor group, and what part of the numbers that is."""
+    named = dict(engine.model.named_parameters())
+    own = sum(param.numel() for param in tensor.splits)
+    whole = sum(param.numel() for param in named.values() if param not in tensor.splits)
+    names = {name.rpartition(".")[0] for name, param in named.items() if param in tensor.splits}
+    kinds = Counter(generalise(name) for name in sorted(names))
+    layers = ", ".join(f"{kind} x {count}" if count > 1 else kind for kind, count in kinds.items())
+    share = own * tensor.axis.size / (own * tensor.axis.size + whole)
+    sequence = " and the sequence" if tensor.plan.regions else ""
+    return f"{share:.0%} of the numbers{sequence} divided over tp: {layers}"
 
 
 def _batch(engine: Engine, loader: Any) -> str:

@@ -13,7 +13,7 @@ import halfmesh
 
 SURFACE = """
 AMPPlugin AMP_PLUGINS AMP_TYPE Composes Config ConfigError CosineAnnealingWarmupLR DATA_STRATEGIES Engine HOOKS
-HalfmeshError IncompatibleConfigError InputError Launch LaunchError LinearWarmupLR LossScale MultiStepWarmupLR
+LayerPlan HalfmeshError IncompatibleConfigError InputError Launch LaunchError LinearWarmupLR LossScale MultiStepWarmupLR
 NonFiniteError Options PARTITIONERS ParallelContext PolynomialWarmupLR Recipe Registry RegistryError SCHEDULES
 StepResult TENSOR_PLANS TENSOR_STYLES __version__ convert_to_amp float_function get_dataloader get_default_parser
 get_logger half_function initialize launch promote_function

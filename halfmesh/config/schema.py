@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, Val
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near
 from ..options import Options, PositiveFloat, PositiveInt
-from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS
+from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..registry import Registry
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -135,6 +135,16 @@ def _to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _known_styles(value: Any) -> Any:
+    """A plan of patterns has styles that are registered; their arguments are checked with the model."""
+    for pattern, text in value.items() if isinstance(value, dict) else ():
+        name = text.partition("(")[0].strip()
+        if name != "auto" and name not in TENSOR_STYLES:
+            near = did_you_mean(name, ["auto", *TENSOR_STYLES.names()])
+            raise ValueError(f"{pattern!r}: {text!r} is not one of {list_names(TENSOR_STYLES, 'auto')}{near}")
+    return value
+
+
 def _freeze(value: Any) -> Any:
     return FrozenDict(value) if isinstance(value, dict) else value
 
@@ -158,7 +168,9 @@ class TensorConfig(Options):
     """`parallel.tensor`. `plan` is a name, or a dict from patterns of module names to tensor styles."""
 
     size: PositiveInt = 1
-    plan: Annotated[str | dict[str, str], AfterValidator(_freeze), _registered(TENSOR_PLANS, "auto")] = "auto"
+    plan: Annotated[
+        str | dict[str, str], AfterValidator(_known_styles), AfterValidator(_freeze), _registered(TENSOR_PLANS, "auto")
+    ] = "auto"
     sequence_parallel: bool = False
     mode: Annotated[Literal["1d"], BeforeValidator(lambda mode: "1d" if mode is None else mode)] = "1d"
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from ..errors import InputError
+from ..parallel.context import ParallelContext
 
 UPDATE_KEYS = ("optimizer", "masters", "scalers", "skips")
-KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random")
+KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random", "layout")
 
 
 def refuse_unfit(state: Mapping[str, Any], scalers: int) -> None:
@@ -47,6 +48,25 @@ def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) 
             f"the state was saved {words.get(saved, f'with {saved} loss scales')}, but this run trains "
             f"{words.get(scalers, f'with {scalers} (num_losses)')}; take the precision that it was saved with, or "
             f"load only {weights}"
+        )
+
+
+def layout(context: ParallelContext) -> dict[str, int]:
+    """Which part of the model this rank holds."""
+    return {"pp_size": context.pp_size, "pp_rank": context.pp_rank, "tp_size": context.tp_size} | {
+        "tp_rank": context.tp_rank
+    }
+
+
+def refuse_other_part(saved: Mapping[str, int], context: ParallelContext) -> None:
+    """Raise InputError if a state with the layout `saved` holds another part of the model than this rank."""
+    mine = layout(context)
+    if dict(saved) != mine:
+        raise InputError(
+            f"the state holds part {saved['tp_rank']} of {saved['tp_size']} (tensor) of stage {saved['pp_rank']} of "
+            f"{saved['pp_size']} of the model, and this rank part {mine['tp_rank']} of {mine['tp_size']} of stage "
+            f"{mine['pp_rank']} of {mine['pp_size']}; load what was saved by the rank at the same place of the same "
+            "layout. Whole weights go into any layout: engine.model.load_state_dict(weights)"
         )
 
 

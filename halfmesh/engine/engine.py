@@ -185,7 +185,8 @@ class Engine(Readings):
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for an exact resume in the same layout.
+        """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
+        rank's parts.
 
         The model's entry holds the fp32 masters where there are any, and the other weights in the dtype they came
         with; `engine.model.state_dict()` does, too. Tensors are not copied: save or copy them before the next step.
@@ -202,11 +203,13 @@ class Engine(Readings):
             "global_step": self.global_step,
             "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
             "random": checkpoint.random_state(self.context.device) | {"rank": self.context.rank},
+            "layout": checkpoint.layout(self.context),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken (with the epoch after the one it was taken in)."""
         checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
+        checkpoint.refuse_other_part(state["layout"], self.context)
         self._cycle.clear()
         self.model.load_state_dict(state["model"])
         self._update.load_state_dict(state["update"])

@@ -25,6 +25,21 @@ class Closes(Protocol):
     def close(self) -> None: ...
 
 
+class AxisRanks:
+    """`halfmesh.shard.Ranks` of one axis: the ranks that differ from this one in their place on it only."""
+
+    def __init__(self, context: ParallelContext, axis: str) -> None:
+        self._context = context
+        self._axis = axis
+        index = AXES.index(axis)
+        self.size = context.shape[index]
+        self.rank = (context.pp_rank, context.dp_rank, context.tp_rank)[index]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place over them."""
+        self._context.all_reduce(tensor, self._axis)
+
+
 class ParallelContext:
     """The layout of one engine: pp * dp * tp == world size, tp fastest.
 

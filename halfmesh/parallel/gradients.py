@@ -90,8 +90,8 @@ class TensorGradients:
         if names:
             raise InputError(
                 f"the gradients of {shorten(names)} differ between the ranks of a tensor group, each of which has "
-                "these parameters whole: they work on activations that are divided, and the plan does not say so; give their "
-                "modules the style 'partial', which sums the gradients, or leave the layers around them whole"
+                "these parameters whole: they work on activations that are divided, and the plan does not say so; give "
+                "their modules the style 'partial', which sums the gradients, or leave the layers around them whole"
             )
 
 

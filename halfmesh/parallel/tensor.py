@@ -36,6 +36,7 @@ class TensorParallel:
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, plan: ResolvedPlan, axis: TensorAxis) -> None:
+        self.plan = plan
         self.axis = axis
         self.splits: dict[nn.Parameter, Split] = {}
         self.partial: set[nn.Parameter] = set()

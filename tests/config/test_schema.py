@@ -249,7 +249,13 @@ MISTAKES = [
     ({"on_nonfinite": "skp"}, "on_nonfinite: 'skp' is not one of 'auto', 'skip', 'raise'; did you mean 'skip'?"),
     ({"gradient_dtype": "fp32"}, "gradient_dtype: 'fp32' is not one of 'auto', 'float32'; did you mean 'float32'?"),
     ({"parallel": {"tensor": {"mode": "2d"}}}, "parallel.tensor.mode: '2d' is not '1d'"),
-    ({"parallel": {"tensor": {"plan": "autp"}}}, "parallel.tensor.plan: 'autp' is not one of 'auto'; did you mean"),
+    ({"parallel": {"tensor": {"plan": "autp"}}}, "parallel.tensor.plan: 'autp' is not one of 'auto', 'timm_attention'"),
+    ({"parallel": {"tensor": {"plan": "autp"}}}, "did you mean 'auto'?"),
+    (
+        {"parallel": {"tensor": {"plan": {"*.fc1": "colwse", "*.fc2": "auto"}}}},
+        "parallel.tensor.plan: '*.fc1': 'colwse' is not one of 'auto', 'colwise'",
+    ),
+    ({"parallel": {"tensor": {"plan": {"*.fc1": "fused_colwis(3)"}}}}, "did you mean 'fused_colwise'?"),
     (
         {"parallel": {"pipeline": {"schedule": "1fb1"}}},
         "parallel.pipeline.schedule: '1fb1' is not one of 'gpipe', '1f1b', 'interleaved'; did you mean '1f1b'?",
