@@ -13,16 +13,15 @@ from torch import nn, optim
 
 from . import compat, inputs, launching
 from .amp.backend import Backend
-from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
+from .distribution import batch_seed, make_reduction, shard
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
 from .engine.dataloader import EngineDataLoader
 from .engine.engine import Engine
-from .engine.samplers import generators, shard_loader
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .failures import told_to_torchrun
@@ -31,10 +30,7 @@ from .launching import Launch
 from .log import get_logger
 from .parallel import elementwise
 from .parallel.context import AxisRanks, ParallelContext
-from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
 from .parallel.random import separate_dp_ranks
-from .parallel.reducer import ReduceOptions
-from .parallel.registries import DATA_STRATEGIES
 from .parallel.tensor import TensorParallel, make_shards
 from .parallel.tensor_axis import TensorAxis
 from .parallel.tensor_checks import ResolvedPlan, resolve
@@ -124,8 +120,8 @@ def _assemble(
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
     loaders = [
-        _shard(given.dataloader, context, config.seed, training=True),
-        _shard(given.eval_dataloader, context, config.seed, training=False),
+        shard(given.dataloader, context, config.seed, training=True),
+        shard(given.eval_dataloader, context, config.seed, training=False),
     ]
     with _no_longer_usable():
         return _convert(given, recipe, config, context, loaders, plan)
@@ -153,7 +149,8 @@ def _convert(
     precision = backend.precision(update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
-    reducer = _reduction(given.model, update, context, config, tensor)
+    reducer = make_reduction(given.model, update, context, config, tensor)
+    place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
     engine = Engine(
         model=given.model,
         criterion=given.criterion,
@@ -164,10 +161,8 @@ def _convert(
         cycle=GradientCycle(update, precision, accumulation, reducer),
         lr=lr,
         config=config,
-        dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], context.device, lr.end_epoch),
-        eval_dataloader=(
-            None if loaders[1] is None else EngineDataLoader(loaders[1], context.device, may_be_empty=True)
-        ),
+        dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, **place),
+        eval_dataloader=None if loaders[1] is None else EngineDataLoader(loaders[1], may_be_empty=True, **place),
     )
     _log.info("%s", describe(engine, update, recipe, given.dataloader, tensor))
     return engine
@@ -251,47 +246,6 @@ def _rules(config: Config) -> UpdateRules:
         fused=config.fused,
         wide_gradients=config.gradient_dtype == "float32",
     )
-
-
-def _reduction(
-    model: nn.Module,
-    update: MixedPrecisionOptimizer,
-    context: ParallelContext,
-    config: Config,
-    tensor: TensorParallel | None,
-) -> Reduction | None:
-    """What makes gradients complete: over the data ranks, then over the tensor group."""
-    over_data = _over_data(model, update, context, config) if context.dp_size > 1 else None
-    if tensor is None:
-        return over_data
-    over_tensor = TensorGradients(tensor, update.holdings.trained)
-    return over_tensor if over_data is None else CompleteGradients([over_data, over_tensor])
-
-
-def _over_data(
-    model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config
-) -> Reduction:
-    data = config.parallel.data
-    options = ReduceOptions(
-        dtype=getattr(torch, data.reduce_dtype),
-        bucket_bytes=int(data.bucket_mb * 2**20),
-        max_inflight=data.max_inflight,
-        mean=config.loss_reduction == "mean",
-    )
-    strategy = DATA_STRATEGIES.get(data.strategy)
-    return strategy(update.holdings.trained, dict(model.named_buffers()), context.dp_group, options)
-
-
-def _shard(loader: Any, context: ParallelContext, seed: int, training: bool) -> Any:
-    """This data rank's part of a loader; `training` pads it, so that no rank runs out before the others."""
-    if loader is None:
-        return None
-    for generator in generators(loader) if context.dp_size > 1 else ():
-        state = generator.get_state()
-        context.broadcast(state)  # the ranks must draw the same order to take disjoint parts of it
-        generator.set_state(state)
-    agree = context.agree if training else None
-    return shard_loader(loader, context.dp_rank, context.dp_size, seed, pad=training, agree=agree)
 
 
 def _move_state(optimizer: optim.Optimizer, device: torch.device) -> None:

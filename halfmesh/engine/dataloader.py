@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,11 +11,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
 from ..tree import map_tensors
-from .samplers import generators, set_epoch
+from .samplers import OwnRandomness, generators, set_epoch
+
+_EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
 
 
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
+
+    Args:
+        seed: batches are fetched with random numbers from it and the epoch alone, so that all ranks with the same seed
+            augment them alike, whatever else they draw. None: with those that are there.
 
     Attributes:
         loader: the loader that is iterated, as `halfmesh.engine.samplers.shard_loader` gives it.
@@ -28,9 +35,11 @@ class EngineDataLoader:
         device: torch.device,
         on_epoch_end: Callable[[], None] | None = None,
         may_be_empty: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.loader = loader
         self.device = device
+        self._seed = seed
         self.epoch = -1
         self.at_end = False
         self._on_epoch_end = on_epoch_end
@@ -67,7 +76,7 @@ class EngineDataLoader:
     def __iter__(self) -> Iterator[Any]:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         set_epoch(self.loader, self.epoch)
-        batches = iter(self.loader)
+        batches = self._fetched()
         nothing, at_end_outside = object(), self.at_end  # this may be a loop inside another over the same loader
         self.at_end = False
         batch = self._to_device(next(batches, nothing))
@@ -85,6 +94,19 @@ class EngineDataLoader:
             self.at_end = at_end_outside
         if self._on_epoch_end is not None and torch.is_grad_enabled():  # else it was a pass to evaluate
             self._on_epoch_end()
+
+    def _fetched(self) -> Iterator[Any]:
+        """The batches, with random numbers of their own where a seed is given."""
+        drawn = nullcontext() if self._seed is None else OwnRandomness(self._seed + _EPOCH_STEP * self.epoch)
+        with drawn:
+            batches = iter(self.loader)
+        nothing = object()
+        while True:
+            with drawn:
+                batch = next(batches, nothing)
+            if batch is nothing:
+                return
+            yield batch
 
     def _to_device(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)

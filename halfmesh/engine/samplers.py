@@ -132,6 +132,7 @@ def shard_loader(
     seed: int,
     pad: bool,
     agree: Agree | None = None,
+    copies: int = 1,
 ) -> Iterable[Any]:
     """A loader like `loader` that yields the part of data rank `rank` of `size`; the batch size stays.
 
@@ -139,11 +140,12 @@ def shard_loader(
 
     Args:
         agree: see `StridedBatches`.
+        copies: how many ranks see each part; where it is more than 1, they draw the same order, also of a single part.
 
     Raises:
         InputError: the loader already has a distributed sampler for another rank or number of ranks.
     """
-    if _is_sharded(loader, rank, size) or size == 1:
+    if _is_sharded(loader, rank, size) or size * copies == 1:
         return loader
     sharded = torch_private.without_workers(loader)  # a copy keeps what a subclass of DataLoader adds
     if isinstance(loader.dataset, IterableDataset):

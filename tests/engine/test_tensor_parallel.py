@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import random
 from typing import Any
 
 import pytest
@@ -291,3 +292,42 @@ def test_evaluation_counts_each_sample_once():
     for counts, batches in run_ranks(evaluate, 4):
         assert counts == [hits, 22]
         assert batches == 3
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Samples with noise from torch's and python's generators, whichever are in use."""
+
+    def __init__(self) -> None:
+        self.x, self.y = make_data(24)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + torch.randn(FEATURES) * random.random(), self.y[index]
+
+
+def augmented(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Rank 1 draws numbers of its own between the batches, as a script that plots or samples does."""
+    loader = torch.utils.data.DataLoader(Augmented(), 4, shuffle=True)
+    engine = make(tensor_config(), loader=loader)
+    seen = []
+    for _ in range(2):
+        for x, y in engine.dataloader:
+            if rank == 1:
+                torch.rand(3), random.random()
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+            seen.append(x)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_tensor_group_sees_the_same_batches_whatever_its_ranks_draw(world_size):
+    results = run_ranks(augmented, world_size)
+    for seen in results[1:2]:
+        torch.testing.assert_close(seen, results[0], rtol=0, atol=0)
+    epochs = len(results[0]) // 2
+    assert epochs == (6 if world_size == 2 else 3)
+    everything = torch.cat([torch.cat(seen) for seen in results[::2]])
+    assert len(everything.unique(dim=0)) == 48, "each sample comes once an epoch, with other noise each time"
