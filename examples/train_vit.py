@@ -145,7 +145,7 @@ def evaluate(engine: Any) -> float:
     for images, labels in engine.eval_dataloader:
         hits = (engine(images).argmax(1) == labels).sum()
         counts += torch.stack([hits, torch.full_like(hits, len(labels))])
-    engine.context.all_reduce(counts)  # each data rank has seen its own part
+    engine.context.all_reduce(counts, "dp")  # each data rank has seen its own part
     right, seen = counts.tolist()
     return 100 * right / seen
 

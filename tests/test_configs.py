@@ -6,22 +6,27 @@ import pytest
 import torch
 
 from halfmesh.amp.plugin import AMP_PLUGINS
-from halfmesh.compat import check
+from halfmesh.compat import Layout, check, get_layout
 from halfmesh.config.load import load_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-EXPECTED = {
-    "base": (None, None),
+PRECISIONS = {
     "fp32": (None, None),
     "torch_fp16": ("torch", "float16"),
     "torch_bf16": ("torch", "bfloat16"),
     "naive_fp16": ("naive", "float16"),
     "naive_bf16": ("naive", "bfloat16"),
+}
+APEX = {f"apex_o{level}": ("apex", "float16") for level in range(4)}
+EXPECTED = {
+    "base": (None, None),
+    **PRECISIONS,
+    **APEX,
+    **{f"{layout}_{name}": expected for layout in ("tensor", "data_tensor") for name, expected in PRECISIONS.items()},
     "accumulation_clipping": ("naive", "float16"),
     "vit_base_caltech101": ("naive", "float16"),
-    **{f"apex_o{level}": ("apex", "float16") for level in range(4)},
 }
-# What train_vit.py reads.
+# What the examples read.
 CONSTANTS = {"NUM_EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "WARMUP_EPOCHS", "WEIGHT_DECAY", "ADAM_EPS"}
 
 
@@ -40,30 +45,33 @@ def test_config(name):
     assert (mode, config.precision_dtype) == EXPECTED[name]
     assert set(config.user) == CONSTANTS
     assert config.WARMUP_EPOCHS < config.NUM_EPOCHS
+    ranks = 4 if name.startswith("data_tensor_") else 8
     for device in ("cpu", "cuda"):
-        assert check(config, 8, device) == []
+        assert check(config, ranks, device) == []
     assert (FOLDER / f"{name}.py").read_text().startswith('"""')
 
 
-PRECISIONS = [
-    "fp32",
-    "torch_fp16",
-    "torch_bf16",
-    "naive_fp16",
-    "naive_bf16",
-    "apex_o0",
-    "apex_o1",
-    "apex_o2",
-    "apex_o3",
-]
-
-
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", [*PRECISIONS, *APEX])
 def test_only_the_precision_differs(name):
     changed = load(name).to_dict()
     assert {key for key in changed if key.islower()} <= {"fp16", "bf16"}
     expected = load("base").to_dict() | ({"ADAM_EPS": 1e-4} if name == "apex_o3" else {})
     assert {key: changed[key] for key in CONSTANTS} == expected
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_layouts_of_a_precision(name):
+    """Each adds a layout to the precision's own config, the same for all precisions, and nothing else."""
+    alone, tensor, both = load(name), load(f"tensor_{name}"), load(f"data_tensor_{name}")
+    for config in (tensor, both):
+        assert {k: v for k, v in config.to_dict().items() if k != "parallel"} == alone.to_dict()
+    assert [get_layout(tensor, ranks) for ranks in (2, 4)] == [Layout(1, 1, 2), Layout(1, 2, 2)]
+    assert not tensor.parallel.tensor.sequence_parallel
+    assert get_layout(both, 4) == Layout(1, 2, 2)
+    assert both.parallel.tensor.sequence_parallel
+    assert both.parallel.data.reduce_dtype == "float32"
+    [finding] = check(both, 8)
+    assert finding.where == "parallel.data.size"
 
 
 @pytest.mark.parametrize("level", range(4))

@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +10,14 @@ import pytest
 import torch
 import train_vit
 import vit_data
-import vit_report
 from dist_harness import run_ranks
+from example_runs import CONFIGS, run
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
 import halfmesh
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "examples" / "train_vit.py")
 SIZE = 32  # pixels: a ViT-Tiny with patches of 16 sees four of them
-
-
-def run(*args, ranks=None, cwd):
-    """Run the script as a user would."""
-    start = [sys.executable]
-    if ranks is not None:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("DATA", None)
-    return subprocess.run(
-        [*start, SCRIPT, *map(str, args)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
-    )
 
 
 def draw(path, mode="RGB", seed=0):
@@ -94,8 +77,8 @@ def cifar10(tmp_path, monkeypatch):
 
 
 def test_two_processes_learn_the_digits(tmp_path):
-    args = ["--config", ROOT / "configs" / "naive_fp16.py", "--epochs", 6, "--min-accuracy", 80]
-    done = run(*args, ranks=2, cwd=tmp_path)
+    args = ["--config", CONFIGS / "naive_fp16.py", "--epochs", 6, "--min-accuracy", 80]
+    done = run("train_vit.py", *args, ranks=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     accuracy = float(lines[-1].removeprefix("test accuracy: ").removesuffix(" %"))
@@ -111,10 +94,34 @@ def test_two_processes_learn_the_digits(tmp_path):
     assert {point["loss_scale"] for point in metrics["training"]} <= {2.0**n for n in range(10, 18)}
 
 
+SHORT = ["--epochs", 4, "--limit", 320, "--min-accuracy", 50]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The metrics of a short run on one process in fp32."""
+    folder = tmp_path_factory.mktemp("reference")
+    done = run("train_vit.py", "--config", CONFIGS / "fp32.py", *SHORT, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "runs" / "fp32" / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize(("ranks", "config"), [(2, "tensor_naive_fp16"), (4, "data_tensor_torch_bf16")])
+def test_a_divided_model_learns_the_digits(ranks, config, reference, tmp_path):
+    args = ["--config", CONFIGS / f"{config}.py", "--batch-size", 64 // ranks]  # 32 on all data ranks together
+    done = run("train_vit.py", *args, *SHORT, ranks=ranks, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "runs" / config / "metrics.json").read_text())
+    losses = [point["loss"] for point in metrics["training"]]
+    assert losses == pytest.approx([point["loss"] for point in reference["training"]], rel=1e-2)
+    assert metrics["test_accuracy"] == pytest.approx(reference["test_accuracy"], abs=2)
+    assert metrics["tests"][-1]["update"] == 4 * 10
+
+
 @pytest.mark.parametrize("level", range(4))
 def test_apex_levels_learn_the_digits(level, tmp_path):
-    args = ["--config", ROOT / "configs" / f"apex_o{level}.py", "--epochs", 3, "--min-accuracy", 80]
-    done = run(*args, cwd=tmp_path)
+    args = ["--config", CONFIGS / f"apex_o{level}.py", "--epochs", 3, "--min-accuracy", 80]
+    done = run("train_vit.py", *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "runs" / f"apex_o{level}" / "metrics.json").read_text())
     assert 80 < metrics["test_accuracy"] <= 100
@@ -124,7 +131,7 @@ def test_apex_levels_learn_the_digits(level, tmp_path):
 def test_one_process_and_a_bar_that_is_too_high(tmp_path):
     picture = tmp_path / "here" / "a.png"
     args = ["--epochs", 1, "--limit", 64, "--batch-size", 16, "--seed", 3, "--out", picture, "--min-accuracy", 100.5]
-    done = run(*args, "--config", ROOT / "configs" / "fp32.py", cwd=tmp_path)
+    done = run("train_vit.py", *args, "--config", CONFIGS / "fp32.py", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("test accuracy: ")
     assert done.stderr.splitlines()[-1] == "the test accuracy is below --min-accuracy 100.5 %"
@@ -136,13 +143,13 @@ def test_one_process_and_a_bar_that_is_too_high(tmp_path):
 def test_images_in_folders_end_to_end(image_folder, tmp_path):
     args = ["--data", "imagefolder", "--data-root", image_folder, "--model", "vit_tiny_patch16_224"]
     args += ["--image-size", SIZE, "--epochs", 1, "--batch-size", 2, "--workers", 1, "--out", tmp_path / "a.png"]
-    done = run(*args, "--config", ROOT / "configs" / "torch_bf16.py", cwd=tmp_path)
+    done = run("train_vit.py", *args, "--config", CONFIGS / "torch_bf16.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "metrics.json").read_text())["tests"][0]["update"] == 3
 
 
 def test_missing_files_end_the_script_with_a_message(tmp_path):
-    done = run("--data", "caltech101", "--data-root", tmp_path / "nothing", cwd=tmp_path)
+    done = run("train_vit.py", "--data", "caltech101", "--data-root", tmp_path / "nothing", cwd=tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"no directory {tmp_path}/nothing/caltech101/101_ObjectCategories" in done.stderr
@@ -259,46 +266,3 @@ def evaluate_on_rank(rank, world_size):
 
 def test_accuracy_is_that_of_all_ranks():
     assert run_ranks(evaluate_on_rank, 2) == [(60.0, False)] * 2
-
-
-def test_the_meter_and_the_plain_lines(capsys, monkeypatch):
-    monkeypatch.setattr(vit_report, "LINE_EVERY_S", 0.0)
-    model = torch.nn.Linear(2, 2)
-    with halfmesh.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config={}) as engine:
-        meter = vit_report.Meter(engine)
-        right, wrong = torch.tensor([[2.0, 1.0]] * 3), torch.tensor([[1.0, 2.0]])
-        meter.add(torch.tensor(1.0), right, torch.zeros(3, dtype=torch.int64))
-        meter.add(torch.tensor(3.0), wrong, torch.zeros(1, dtype=torch.int64))
-        assert meter.batches == 2
-        point = meter.take(epoch=0.5)
-    assert (point.loss, point.accuracy, point.skipped, point.loss_scale) == (1.5, 75.0, 0, 1.0)
-    assert meter.batches == 0
-    report = vit_report.Report(epochs=2, batches=4, shown=True)
-    report.training(point, 2)
-    report.test(1, 4, 80.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("epoch 0.50/2  loss 1.500  accuracy  75.0 %  loss scale 1  skipped 0  ")
-    assert lines[1].endswith("test 80.0 %")
-
-
-def test_other_ranks_are_silent(capsys, tmp_path):
-    report = vit_report.Report(epochs=1, batches=1, shown=False)
-    report.training(vit_report.Point(1, 1.0, 0.5, 50.0, 1.0, 0, 10.0), 1)
-    report.test(1, 1, 50.0)
-    report.write(tmp_path / "a.png", "title", {})
-    report.close()
-    assert capsys.readouterr().out == ""
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("TERM", "xterm")
-    report = vit_report.Report(epochs=1, batches=2, shown=True)
-    report.training(vit_report.Point(1, 0.5, 0.25, 50.0, 1024.0, 1, 10.0), 1)
-    report.test(1, 2, 61.5)
-    report.close()
-    shown = capsys.readouterr().out
-    assert "test 61.5 %" in shown
-    assert "1/2" in shown
