@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--width", type=whole, default=64, help="features of each byte (default: 64)")
     parser.add_argument("--depth", type=whole, default=2, help="blocks (default: 2)")
     parser.add_argument("--heads", type=whole, default=4, help="attention heads of each block (default: 4)")
-    parser.add_argument("--dropout", type=share, default=0.0, help="share of activations dropped (default: 0)")
+    parser.add_argument("--dropout", type=share, default=0.1, help="share of activations dropped (default: 0.1)")
     parser.add_argument("--steps", type=whole, default=10, help="updates in each epoch (default: 10)")
     parser.add_argument("--epochs", type=whole, help="instead of the config's NUM_EPOCHS")
     parser.add_argument("--batch-size", type=whole, help="instead of the config's BATCH_SIZE, windows per data rank")
