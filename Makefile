@@ -1,7 +1,7 @@
 # Needs make and a Python of at least 3.11; everything else goes into .venv here.
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
-#   make test     all tests
+#   make test     all tests                    make test-composition   all modes in all layouts: half an hour or so
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -14,7 +14,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-composition lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -22,6 +22,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-composition: $(INSTALLED)
+	COMPOSITION=full $(BIN)/python -m pytest tests/composition
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -54,6 +54,35 @@ def test_step_hooks():
     assert len(torch_private.step_hooks(optimizer)) == 2
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Rprop])
+def test_bare_copy_steps_without_hooks_and_state(make):
+    param, other, ran = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2)), []
+    optimizer = make([param], lr=0.1)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.register_step_pre_hook(lambda *_: ran.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("post"))
+    state, groups = dict(optimizer.state), optimizer.param_groups
+    clone = torch_private.bare_copy(optimizer, [{**groups[0], "params": [other]}])
+    assert type(clone) is make
+    assert dict(clone.state) == {}
+    before = param.detach().clone()
+    other.grad = torch.ones(2)
+    clone.step()
+    assert ran == []
+    assert not torch.equal(other, torch.ones(2))
+    assert other.tolist() == pytest.approx(before.tolist()), "the same first step as the first one"
+    assert torch.equal(param, before)
+    assert optimizer.param_groups is groups
+    assert groups[0]["params"] == [param]
+    assert dict(optimizer.state).keys() == state.keys()
+    assert len(torch_private.step_hooks(optimizer)) == 2
+    clone.register_step_pre_hook(lambda *_: None)
+    assert len(torch_private.step_hooks(optimizer)) == 2
+    clone.zero_grad()
+    assert param.grad is not None
+
+
 def test_is_functorch_tensor_sees_what_lives_in_a_transform():
     seen = {}
 

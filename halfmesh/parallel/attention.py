@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..errors import InputError
 from . import collectives
 from .split import Split
 from .tensor_axis import TensorAxis
@@ -54,18 +55,24 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
         need_weights: bool = True,
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # a hint beside the mask, which torch asks for, too
+        is_causal: bool = False,  # a hint beside the mask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._refuse_misfits(query, key, value)
+        if is_causal and attn_mask is None:
+            raise InputError(
+                "is_causal=True is a hint that attn_mask is causal, and there is no attn_mask; pass "
+                "torch.nn.Transformer.generate_square_subsequent_mask(length)"
+            )
         batched = query.dim() == 3
         q, k, v = (self._heads(x, part, batched) for part, x in enumerate((query, key, value)))
-        mask = self._mask(key_padding_mask, attn_mask, q)
+        mask = self._mask(key_padding_mask, attn_mask, q, k)
         if self.training:
             self.axis.fork.open()  # until out_proj: each rank drops weights of its own heads
         dropout = self.dropout if self.training else 0.0
         if need_weights:
-            scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-            weights = (scores if mask is None else scores + mask).softmax(-1)
-            attended = F.dropout(weights, dropout) @ v
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            attended = weights @ v
         else:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))  # [batch, length, features]
@@ -74,6 +81,17 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
         elif not self.batch_first:
             output = output.transpose(0, 1)
         return output, self._whole_weights(weights, batched, average_attn_weights) if need_weights else None
+
+    def _refuse_misfits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise InputError for what torch refuses, too, and would be broadcast here."""
+        batch = 0 if self.batch_first else 1
+        fits = query.dim() in (2, 3) and key.dim() == query.dim() and key.shape == value.shape
+        if not fits or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise InputError(
+                f"query, key and value have the shapes {shapes}; they need 3 dimensions (2 without a batch), as many "
+                "samples, and keys as many as values"
+            )
 
     def _heads(self, x: torch.Tensor, part: int, batched: bool) -> torch.Tensor:
         """Queries (part 0), keys (1) or values (2) of this rank's heads: [batch, heads, length, features of a head]."""
@@ -87,17 +105,20 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
         return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(
-        self, key_padding: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tensor
+        self, key_padding: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor | None:
         """Both masks as one to add to the scores, of this rank's heads; True in a mask of booleans leaves out."""
+        samples, scores, heads = q.shape[0], (q.shape[2], k.shape[2]), self.num_heads * self.axis.size
         parts = []
         if key_padding is not None:
             key_padding = key_padding if key_padding.dim() == 2 else key_padding.unsqueeze(0)
+            _refuse_misfit("key_padding_mask", key_padding, [(samples, scores[1])])
             parts.append(_additive(key_padding, q.dtype)[:, None, None, :])
         if mask is not None:
+            _refuse_misfit("attn_mask", mask, [scores, (samples * heads, *scores)])
             mask = _additive(mask, q.dtype)
             if mask.dim() == 3:  # one for each head of each sample
-                each = mask.unflatten(0, (q.shape[0], -1))
+                each = mask.unflatten(0, (samples, heads))
                 mask = each[:, self.axis.rank * self.num_heads :][:, : self.num_heads]
             parts.append(mask)
         return sum(parts[1:], parts[0]) if parts else None
@@ -109,6 +130,16 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
         else:
             weights = collectives.gather(weights, 1, self.axis.group)
         return weights if batched else weights.squeeze(0)
+
+
+def _refuse_misfit(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """Raise InputError where the mask would be broadcast."""
+    if tuple(mask.shape) not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        allowed = " or ".join(map(str, shapes))
+        raise InputError(
+            f"{name} has the shape {tuple(mask.shape)} and dtype {mask.dtype}; it has to be of booleans or "
+            f"floating-point numbers, and of shape {allowed}"
+        )
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

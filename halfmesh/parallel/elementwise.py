@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import torch
@@ -10,21 +12,24 @@ from torch import nn, optim
 from .. import torch_private
 
 _STEPS = 3
+_SIDES = (4, 256)  # of the matrices; some optimizers look at rows and columns of large ones only
 
 
 def find_problem(optimizer: optim.Optimizer) -> str | None:
     """Why `optimizer` cannot step divided parameters, if it cannot.
 
     One that looks at a parameter as a whole (its norm, its rows, its singular values: LAMB, Adafactor, Muon) takes
-    another step on the parts than on the whole. A small matrix is stepped whole and in parts, and compared.
+    another step on the parts than on the whole. Matrices are stepped whole and in parts, and compared.
     """
     name = type(optimizer).__name__
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            apart = any(_differs(optimizer, group, dim) for group in optimizer.param_groups for dim in (0, 1))
+        try:
+            apart = _differs_anywhere(optimizer, with_state=False)
+        except LookupError:  # its state is made when it is built (Adagrad's, in older torch)
+            apart = _differs_anywhere(optimizer, with_state=True)
     except Exception as error:
         return (
-            f"optimizer: whether {name} can step divided parameters could not be tried out on a small matrix "
+            f"optimizer: whether {name} can step divided parameters could not be tried out on a matrix "
             f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense float32 "
             "matrices"
         )
@@ -36,25 +41,54 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     return None
 
 
-def _differs(optimizer: optim.Optimizer, group: dict[str, Any], dim: int) -> bool:
+def _differs_anywhere(optimizer: optim.Optimizer, with_state: bool) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        cells = itertools.product(optimizer.param_groups, _SIDES, (0, 1))
+        return any(_differs(optimizer, group, side, dim, with_state) for group, side, dim in cells)
+
+
+def _differs(optimizer: optim.Optimizer, group: dict[str, Any], side: int, dim: int, with_state: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(4, 4, generator=generator) for _ in range(_STEPS + 1))
-    # Halves of different size, or their norms would hardly differ.
-    tensors = [tensor * torch.tensor([1.0, 1.0, 9.0, 9.0]).view((4, 1) if dim == 0 else (1, 4)) for tensor in grads]
-    whole = _stepped(optimizer, group, start, tensors)
-    parts = zip(*(tensor.chunk(2, dim) for tensor in (start, *tensors)), strict=True)
-    halves = [_stepped(optimizer, group, part, list(grads)) for part, *grads in parts]
+    start, *grads = tensors = [torch.randn(side, side, generator=generator) for _ in range(_STEPS + 1)]
+    # Halves of different size, or their norms would hardly differ; in the weights otherwise than in the gradients.
+    for tensor in tensors:
+        tensor.narrow(dim, 0, side // 2).mul_(3.0 if tensor is start else 9.0)
+    whole = _stepped(optimizer, group, start, grads, with_state)
+    parts = zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True)
+    halves = [_stepped(optimizer, group, part, list(grads), with_state) for part, *grads in parts]
     return not torch.allclose(torch.cat(halves, dim), whole, rtol=1e-4, atol=1e-6)
 
 
 def _stepped(
-    optimizer: optim.Optimizer, group: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
+    optimizer: optim.Optimizer, group: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor], with_state: bool
 ) -> torch.Tensor:
     """`start` after a step with each of `grads`, by a copy of `optimizer` that has the settings of `group`."""
     param = nn.Parameter(start.clone())
-    lr = {"lr": 0.1} if "lr" in group else {}  # 0 at the start of a warm-up, where nothing would be seen
-    trial = torch_private.bare_copy(optimizer, [{**group, **lr, "params": [param]}])
+    settings = {
+        "lr": 0.1,  # may be 0 at the start of a warm-up, where nothing would be seen
+        "capturable": False,  # computes the same, and refuses parameters on the CPU
+    }
+    known = {name: value for name, value in settings.items() if name in group}
+    trial = torch_private.bare_copy(optimizer, [{**group, **known, "params": [param]}])
+    for name, value in vars(optimizer).items():  # settings that an optimizer keeps beside its groups
+        if isinstance(value, (bool, int, float, str)):
+            vars(trial).setdefault(name, value)
+    if with_state:
+        trial.state[param] = _state_like(optimizer, group, param)
     for grad in grads:
         param.grad = grad.clone()
         type(optimizer).step(trial)  # not the instance's: a scheduler may have wrapped it
     return param.detach()
+
+
+def _state_like(optimizer: optim.Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    """State for `param`, with the first numbers of that of a parameter of `group`."""
+    given = next((p for p in group["params"] if p in optimizer.state), param)
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.copy(value)
+        fits = value.dim() > 0 and value.shape == given.shape
+        return torch.full_like(param, value.flatten()[0].item()) if fits else value.detach().clone()
+
+    return {name: fit(value) for name, value in optimizer.state.get(given, {}).items()}

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..errors import InputError, shorten
 from ..shard import ParamShard
 from .reducer import ReduceOptions, Reducer
 from .tensor import TensorParallel
+
+_LOOKS = 5  # at gradients that are zero
 
 
 class Reduction(Protocol):
@@ -32,16 +35,15 @@ class TensorGradients:
     """Sums the gradients of parameters that every rank of a tensor group has whole, while it sees only a part of the
     activations (norms under sequence parallelism). One all-reduce in fp32 per update.
 
-    Before the first update it compares the gradients of the other whole parameters, which have to be equal: where they
-    are not, the plan is wrong.
+    Before the first updates it compares the gradients of the other whole parameters, which have to be equal: where they
+    are not, the plan is wrong. A gradient of zero (before a layer that starts at zero) is looked at again.
     """
 
     def __init__(self, tensor: TensorParallel, shards: Sequence[ParamShard]) -> None:
         self._tensor = tensor
-        self._compared = False
+        self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
         self._reducer = Reducer(self._of(shards), {}, tensor.axis.group, ReduceOptions(mean=False))
-        self._whole: list[ParamShard] = []
-        self.cover(shards)
+        self._whole = self._others(shards)
 
     @property
     def stale(self) -> bool:
@@ -49,18 +51,17 @@ class TensorGradients:
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         self._reducer.cover(self._of(shards))
-        self._whole = [s for s in shards if s.param not in self._tensor.splits and s.param not in self._tensor.partial]
+        self._whole = self._others(shards)
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return self._reducer.covers(self._of(shards))
+        return self._reducer.covers(self._of(shards)) and self._whole == self._others(shards)
 
     def open(self, last: bool) -> None:
         self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
 
     def finish(self) -> None:
         self._reducer.finish()
-        if not self._compared:
-            self._compare_whole()
+        self._compare_whole()
 
     def forget(self) -> None:
         self._reducer.forget()
@@ -74,18 +75,24 @@ class TensorGradients:
     def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         return [shard for shard in shards if shard.param in self._tensor.partial]
 
+    def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        return [s for s in shards if s.param not in self._tensor.splits and s.param not in self._tensor.partial]
+
     @torch.no_grad()
     def _compare_whole(self) -> None:
         """Raise InputError if gradients that have to be equal on all ranks of the group are not."""
-        shards = [shard for shard in self._whole if shard.param.requires_grad]
+        looks = self._looks
+        shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
         sums = torch.stack([_sums(shard.take_grad(), shard.param) for shard in shards])
         everyone = torch.stack(self._tensor.axis.gathered(sums))
         if not bool(everyone.isfinite().all()):
             return  # an overflow is not comparable; the next update is
-        self._compared = True
-        apart = (everyone - everyone[0]).abs().amax(0).amax(-1) > 1e-2 * everyone[..., 1].amax(0)
+        sizes = everyone[..., 1].amax(0)
+        for shard, size in zip(shards, sizes.tolist(), strict=True):
+            looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
+        apart = (everyone - everyone[0]).abs().amax(0).amax(-1) > 1e-2 * sizes
         names = [shard.name for shard, differs in zip(shards, apart.tolist(), strict=True) if differs]
         if names:
             raise InputError(
@@ -97,8 +104,10 @@ class TensorGradients:
 
 def _sums(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
     """The sum of the gradient's elements, and of their absolute values."""
-    grad = torch.zeros_like(param) if grad is None else grad
-    return torch.stack([grad.double().sum(), grad.double().abs().sum()])
+    if grad is None:
+        return torch.zeros(2, dtype=torch.float64, device=param.device)
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, 1, dtype=torch.float64)])
 
 
 class CompleteGradients:

@@ -127,13 +127,23 @@ class HuggingFacePlan:
             if style is not None:
                 yield from ((name, style) for name in names if fnmatchcase(name, pattern))
         for name in ("num_attention_heads", "num_key_value_heads"):  # attention takes their number from the shape
-            if plan and isinstance(getattr(config, name, None), int):
+            if plan and _counts(config, name):
                 yield "", f"config_heads({name})"
         if plan and sequence_parallel:
             base = getattr(model, "base_model_prefix", "")
             prefix = f"{base}." if base in names else ""
             for pattern, style in self.SEQUENCE.items():
                 yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
+
+
+def _counts(config: object, name: str) -> bool:
+    try:
+        return isinstance(getattr(config, name, None), int)
+    except RuntimeError as error:  # a config whose layers differ
+        raise InputError(
+            f"the model's config does not say one {name} for all layers ({error}); choose the layers yourself "
+            "(parallel.tensor.plan = {pattern: style})"
+        ) from error
 
 
 HUGGING_FACE = HuggingFacePlan()

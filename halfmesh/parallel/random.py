@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from .context import ParallelContext
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
 _WORD = 2**64
+_OFFSET_STEP = 4  # CUDA counts in steps of 4
+_OFFSET_FACTOR = 0xBF58476D1CE4E5B9  # odd, and no small multiple of _GOLDEN
+_REMEMBERED = 1024  # forks that a backward may still go back into, of 5 kB each on the CPU
 
 
 def separate_dp_ranks(seed: int, context: ParallelContext) -> None:
@@ -32,8 +36,10 @@ class RandomFork:
 
     Outside a fork torch's generator draws the same on all ranks of the group: what follows is dropped alike where
     activations are whole. Inside a fork it draws from a sequence of this rank's own, for activations that are divided.
-    The fork is a function of the common generator's state, so that activation checkpointing, which restores that
-    state, repeats it.
+    However much is drawn inside, the ranks agree again outside.
+
+    Whether a fork is open, and where its sequence begins, is told by the generator's own state. So activation
+    checkpointing, which goes back to that state, repeats a forward exactly, wherever in a fork it began or ended.
 
     Args:
         rank: this rank's place in the tensor group.
@@ -42,48 +48,46 @@ class RandomFork:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._generator = torch.default_generator if device.type != "cuda" else _cuda_generator(device)
         self._on_cuda = device.type == "cuda"
-        self._outside: torch.Tensor | int | None = None
+        self._generator = _cuda_generator(device) if self._on_cuda else torch.default_generator
+        self._outside: dict[int, Any] = {}  # the common state to go back to, by the seed inside
 
     @property
     def is_open(self) -> bool:
         """Whether random numbers are this rank's own now."""
-        return self._outside is not None
+        return self._generator.initial_seed() in self._outside
 
     def open(self) -> None:
         """Draw from a sequence of this rank's own. Does nothing within a fork."""
-        if self._outside is not None:
+        if self.is_open:
             return
         generator = self._generator
+        outside: Any
         if self._on_cuda:  # the state is a seed and a counter, both known to the host
-            self._outside, offset = generator.initial_seed(), generator.get_offset()
-            generator.manual_seed(_mixed(self._outside, self._rank))
-            generator.set_offset(offset)
+            seed, offset = generator.initial_seed(), generator.get_offset()
+            outside, begin = (seed, offset + _OFFSET_STEP), seed + offset * _OFFSET_FACTOR
         else:
-            drawn = int(torch.randint(2**62, (), generator=generator))
-            self._outside = generator.get_state()
-            generator.manual_seed(_mixed(drawn, self._rank))
+            begin = int(torch.randint(2**62, (), generator=generator))
+            outside = generator.get_state()
+        seed = (begin + (self._rank + 1) * _GOLDEN) % _WORD
+        self._outside[seed] = outside
+        if len(self._outside) > _REMEMBERED:
+            del self._outside[next(iter(self._outside))]
+        generator.manual_seed(seed)
 
     def close(self) -> None:
         """Draw in common again. Does nothing outside a fork."""
-        if self._outside is None:
+        outside = self._outside.get(self._generator.initial_seed())
+        if outside is None:
             return
-        generator = self._generator
-        if isinstance(self._outside, int):
-            offset = generator.get_offset()  # all ranks have drawn as much
-            generator.manual_seed(self._outside)
-            generator.set_offset(offset)
+        if self._on_cuda:
+            seed, offset = outside
+            self._generator.manual_seed(seed)
+            self._generator.set_offset(offset)
         else:
-            generator.set_state(self._outside)
-        self._outside = None
+            self._generator.set_state(outside)
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:
     torch.cuda.init()  # there are no generators before
     return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
-
-
-def _mixed(seed: int, rank: int) -> int:
-    """A seed (64 bits) far from those of the other ranks and from `seed`."""
-    return (seed + (rank + 1) * _GOLDEN) % _WORD

@@ -32,9 +32,5 @@ class Split:
         """The shape of the whole, from that of one of `size` parts."""
         return torch.Size(n * size if dim == self.dim else n for dim, n in enumerate(part))
 
-    def divides(self, whole: torch.Size, size: int) -> bool:
-        """Whether a tensor of shape `whole` has `size` equal parts."""
-        return whole[self.dim] % (self.blocks * size) == 0
-
     def __str__(self) -> str:
         return f"dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard
 from ..tree import map_tensors
@@ -46,6 +47,7 @@ class TensorParallel:
             own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
             self.splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
             self.partial |= set(a.style.partial(a.module, plan.in_region(a.name)))
+        self.partial -= self.splits.keys()  # what is cut has the whole gradient of its part
         for param, split in self.splits.items():
             self._change(param, partial(split.cut, rank=axis.rank, size=axis.size))
         for a in plan.assignments:
@@ -89,7 +91,7 @@ class TensorParallel:
         modules = dict(model.named_modules())
         parents = {_caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
         for parent in sorted(parents | {""}):
-            yield modules[parent].register_forward_hook(lambda *_: self.axis.settle(), always_call=True)
+            yield modules[parent].register_forward_hook(self.axis.settle, always_call=True)
 
     def _take_whole(self, model: nn.Module) -> Iterator[Any]:
         """State dicts with whole tensors can be loaded, too: each rank takes its part."""
@@ -107,10 +109,15 @@ class TakePart:
         self._axis = axis
         self._splits = dict(splits)
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for name, split in self._splits.items():
             value = state.get(prefix + name)
+            if value is not None and torch_private.assigns(metadata):
+                raise InputError(
+                    f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
+                    "part; load without assign, or load before initialize"
+                )
             if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
                 state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
 
@@ -167,6 +174,8 @@ def _caller(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def _content(tensor: torch.Tensor) -> bytes:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"{tensor.layout} {tensor.dtype}".encode()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes()
 

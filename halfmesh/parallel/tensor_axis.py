@@ -39,8 +39,11 @@ class TensorAxis:
             self._copied = x, stamp, collectives.copy_in(x, self.group)
         return self._copied[2]
 
-    def settle(self) -> None:
-        """A divided computation ends: random numbers are in common again, and its input is forgotten."""
+    def settle(self, *_: Any) -> None:
+        """A divided computation ends: random numbers are in common again, and its input is forgotten.
+
+        Takes what a forward hook is given.
+        """
         self.fork.close()
         self._copied = None
 

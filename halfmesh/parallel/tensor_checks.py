@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .attention import Attention
 from .split import Split
 from .tensor_plans import Assignment, assign, generalise
 from .tensor_styles import Colwise, Heads, Rowwise, SequenceBegin, SequenceEnd, Vocab
@@ -49,8 +50,8 @@ def resolve(
 ) -> tuple[ResolvedPlan, list[str]]:
     """How `model` is divided over `size` ranks, and every reason why it cannot be."""
     assignments, problems = assign(model, plan, sequence_parallel)
-    if plan == "auto" or not isinstance(plan, str):
-        assignments = [*assignments, *_shared_words(model, assignments, plan == "auto")]
+    if plan == "auto":
+        assignments = [*assignments, *_shared_words(model, assignments)]
     resolved = ResolvedPlan(tuple(assignments), size)
     if not problems and not any(a.style.splits(a.module) for a in assignments if _fits(a)):
         problems.append(_no_plan(model, plan))
@@ -80,15 +81,15 @@ def _cuts(assignments: Sequence[Assignment]) -> dict[tuple[str, str], Split]:
     return {(a.name, own): split for a in assignments if _fits(a) for own, split in a.style.splits(a.module).items()}
 
 
-def _shared_words(model: nn.Module, assignments: Sequence[Assignment], automatic: bool) -> Iterator[Assignment]:
+def _shared_words(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[Assignment]:
     """Under `plan="auto"`: an embedding and a head that share a weight are divided both when one is."""
-    if not automatic:
-        return
     modules, cuts = dict(model.named_modules()), _cuts(assignments)
+    known = {(a.name, a.text) for a in assignments}
     for owners in _owners(model).values():
         if any(cuts.get(owner) == Split(0) for owner in owners):
             for name, own in owners:
-                if (name, own) not in cuts and isinstance(modules[name], (nn.Embedding, nn.Linear)):
+                new = (name, own) not in cuts and (name, "vocab") not in known
+                if new and isinstance(modules[name], (nn.Embedding, nn.Linear)):
                     yield Assignment(name, modules[name], Vocab(), "vocab", "auto")
 
 
@@ -129,12 +130,23 @@ def _find_sequence_problems(model: nn.Module, plan: ResolvedPlan) -> Iterator[st
             "whole again ('sequence_end'); set sequence_parallel=False, or write a plan that does"
         )
         return
+    divided = _names_with_divided_sequence(model, plan)
     for a in plan.assignments:
-        divides = isinstance(a.style, Rowwise) or (isinstance(a.style, Colwise) and a.style.opens_fork)
-        if divides and not plan.in_region(a.name):
+        divides = isinstance(a.style, Rowwise) or a.style.opens_fork
+        if isinstance(a.style, Attention) and a.name in divided:
+            yield (
+                f"{a}: sequence_parallel=True does not know torch.nn.MultiheadAttention, whose keys and values are "
+                "inputs of their own; set sequence_parallel=False"
+            )
+        elif divides and a.name in divided and not plan.in_region(a.name):
             yield (
                 f"{a}: under sequence_parallel=True it has to be in a 'region', which makes the sequence whole; give "
                 "that style to the module around it"
+            )
+        elif a.style.is_region and a.name not in divided:
+            yield (
+                f"{a}: it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its "
+                "modules, so its sequence is whole already; set sequence_parallel=False, or write a plan without this"
             )
     handled = _handled_params(plan)
     blocks = {region.rpartition(".")[0] for region in plan.regions}
@@ -144,6 +156,18 @@ def _find_sequence_problems(model: nn.Module, plan: ResolvedPlan) -> Iterator[st
                 f"{name} is in a layer whose activations are divided along the sequence, and no plan says whether its "
                 "gradient is; give its module the style 'sequence' (outside a region) or 'partial' (inside one)"
             )
+
+
+def _names_with_divided_sequence(model: nn.Module, plan: ResolvedPlan) -> set[str]:
+    """The modules from each 'sequence_begin' to the next 'sequence_end', in the order in which the model has them."""
+    begins = {a.name for a in plan.assignments if isinstance(a.style, SequenceBegin)}
+    ends = {a.name for a in plan.assignments if isinstance(a.style, SequenceEnd)}
+    names, inside = set(), False
+    for name, _ in model.named_modules():
+        inside = (inside or name in begins) and name not in ends
+        if inside:
+            names.add(name)
+    return names
 
 
 def _handled_params(plan: ResolvedPlan) -> set[int]:
@@ -162,7 +186,7 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     for name, module in model.named_modules():
         own = sum(param.numel() for param in module.parameters(recurse=False))
         if own:
-            sizes[f"{generalise(name)} ({type(module).__name__})"] += own
+            sizes[f"{generalise(name) or 'the model itself'} ({type(module).__name__})"] += own
     largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5))
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} divides nothing of"
     return (

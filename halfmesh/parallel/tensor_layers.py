@@ -73,12 +73,8 @@ class VocabEmbedding(DividedLayer, nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         words, rank, size = self.weight.shape[0], self.axis.rank, self.axis.size
         local = ids - rank * words
-        elsewhere = torch.zeros_like(local, dtype=torch.bool)
-        # Ids outside the vocabulary stay so, for the first or the last rank to fail at, as in one process.
-        if rank > 0:
-            elsewhere |= local < 0
-        if rank < size - 1:
-            elsewhere |= local >= words
+        # Ids that no rank has stay outside, and fail on all ranks as in one process.
+        elsewhere = (ids >= 0) & (ids < words * size) & ((local < 0) | (local >= words))
         padding = None if self.padding_idx is None else self.padding_idx - rank * words
         padding = padding if padding is not None and 0 <= padding < words else None
         output = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import nn
 
-from ..errors import InputError, find_near
+from ..errors import InputError, RegistryError, find_near
 from .registries import TENSOR_PLANS
-from .tensor_styles import Style, parse_style
+from .tensor_styles import Heads, Style, parse_style
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Assignments:
         for plan in TENSOR_PLANS.names() if name is None else [name]:
             try:
                 styles = list(TENSOR_PLANS.get(plan).styles_in(self._model, sequence_parallel))
-            except InputError as error:
+            except (InputError, RegistryError) as error:
                 self.problems.append(str(error))
                 continue
             if within is not None:
@@ -135,9 +135,17 @@ class _Assignments:
             if old.name == new.name and old.text == new.text:
                 return
             if old.name == new.name and splits and old.style.splits(old.module):
+                registered = old.plan in TENSOR_PLANS and new.plan in TENSOR_PLANS
+                advice = f"choose one (parallel.tensor.plan={new.plan!r})" if registered else "leave one of them out"
                 self.problems.append(
                     f"{new.name!r} is divided in two ways: {old.text} by plan {old.plan!r}, {new.text} by plan "
-                    f"{new.plan!r}; choose one (parallel.tensor.plan={new.plan!r})"
+                    f"{new.plan!r}; {advice}"
+                )
+                return
+            if old.name == new.name and (twice := _counted_twice(old.style, new.style)):
+                self.problems.append(
+                    f"{new.name!r} has its {' and '.join(twice)} divided twice: {old.text} by plan {old.plan!r}, "
+                    f"{new.text} by plan {new.plan!r}; leave one of them out"
                 )
                 return
         self.assignments.append(new)
@@ -153,6 +161,13 @@ class _Assignments:
         general = sorted({generalise(known) for known in self._modules if known})
         near = find_near(generalise(name), general, cutoff=0.5)
         return f"; did you mean {near!r}?" if near else f"; it has {', '.join(general[:8])}"
+
+
+def _counted_twice(old: Style, new: Style) -> list[str]:
+    """What both styles would divide of a module's numbers."""
+    if isinstance(old, Heads) and isinstance(new, Heads):
+        return [name for name in old.attributes if name in new.attributes]
+    return []
 
 
 def generalise(name: str) -> str:

@@ -77,16 +77,13 @@ def parse_style(text: str) -> Style:
 class Colwise(Style):
     """A Linear by its output features. The output stays divided, for a `rowwise` layer to take.
 
-    Args:
+    Attributes:
         blocks: how many projections are fused into one weight, one below the other; each is divided by itself.
         gathers: whether the output is made whole.
     """
 
-    def __init__(self, blocks: int | str = 1, gathers: bool = False) -> None:
-        self.blocks = int(blocks)
-        self.gathers = gathers
-        if self.blocks < 1:
-            raise ValueError(f"{blocks} projections cannot be fused; give 1 or more")
+    blocks = 1
+    gathers: ClassVar[bool] = False
 
     @property
     def opens_fork(self) -> bool:
@@ -108,28 +105,32 @@ class Colwise(Style):
 
 
 class FusedColwise(Colwise):
-    """`colwise` of several projections in one weight (qkv: 3, gate and up: 2)."""
+    """`colwise` of several projections in one weight (qkv: 3, gate and up: 2).
+
+    Args:
+        blocks: how many.
+    """
 
     def __init__(self, blocks: int | str) -> None:
-        super().__init__(blocks)
+        self.blocks = int(blocks)
+        if self.blocks < 1:
+            raise ValueError(f"{blocks} projections cannot be fused; give 1 or more")
 
 
 class ColwiseGather(Colwise):
     """`colwise` whose output is made whole: for a head."""
 
-    def __init__(self) -> None:
-        super().__init__(gathers=True)
+    gathers = True
 
 
 class Rowwise(Style):
     """A Linear by its input features, after a `colwise` one. Its output is summed, and whole.
 
-    Args:
-        splits: whether the input is whole, too.
+    Attributes:
+        splits_input: whether the input is whole, too.
     """
 
-    def __init__(self, splits: bool = False) -> None:
-        self._splits = splits
+    splits_input: ClassVar[bool] = False
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         if (problem := _not_plain(module, nn.Linear)) is not None:
@@ -141,7 +142,7 @@ class Rowwise(Style):
         return {"weight": Split(1)}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        undo = change(module, RowwiseLinear, axis=axis, in_region=in_region, splits=self._splits)
+        undo = change(module, RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
         return both(undo, divide_attributes(module, ("in_features",), axis.size))
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
@@ -151,8 +152,7 @@ class Rowwise(Style):
 class RowwiseSplit(Rowwise):
     """`rowwise` whose input is whole."""
 
-    def __init__(self) -> None:
-        super().__init__(splits=True)
+    splits_input = True
 
 
 class Vocab(Style):

@@ -1,0 +1,160 @@
+"""The cells of the suite: which combinations there are, which of them are allowed, and which few stand for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from halfmesh.compat import Row, check, get_rows
+from halfmesh.config.load import load_config
+from halfmesh.key_checks import Finding
+
+from .workloads import WORKLOADS, find_workload
+
+GROWTH_INTERVAL = 4
+INITIAL_SCALE = 256.0
+# So that the scale falls and grows within ten updates. apex has no key for how often it grows.
+SCALES: dict[str | None, dict[str, Any]] = {
+    "torch": {"init_scale": INITIAL_SCALE, "growth_interval": GROWTH_INTERVAL},
+    "naive": {"initial_scale": INITIAL_SCALE, "growth_interval": GROWTH_INTERVAL, "hysteresis": 1},
+    "apex": {"max_loss_scale": INITIAL_SCALE},
+}
+# O0 is fp32, and O3 makes no promise about its weights.
+APEX_LEVELS = {"apex_o1": {"opt_level": "O1"}, "apex_o2": {"opt_level": "O2"}}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the composition table, with options of its mode."""
+
+    row: Row
+    options: dict[str, Any]
+
+    def config(self, **more: Any) -> dict[str, Any]:
+        return {self.row.key: {"mode": self.row.mode, **self.options, **more}} if self.row.key else {}
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled, and an overflow skips the update."""
+        return self.row.key == "fp16"
+
+
+def _modes() -> Iterator[tuple[str, Mode]]:
+    for row in get_rows():
+        variants = APEX_LEVELS if (row.mode, row.key) == ("apex", "fp16") else {str(row).replace(" ", "_"): {}}
+        for name, options in variants.items():
+            yield name, Mode(row, options | (SCALES.get(row.mode, {}) if row.key == "fp16" else {}))
+
+
+MODES = dict(_modes())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination. The names of the fields are the axes of the suite."""
+
+    mode: str = "none"
+    model: str = "mlp"
+    tensor: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    gradient_accumulation: int = 1
+    clip_grad_norm: bool = False
+    reduce_dtype: str = "float32"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.data
+
+    @property
+    def scaled(self) -> bool:
+        return MODES[self.mode].scaled
+
+    def config(self, **options: Any) -> dict[str, Any]:
+        """What a user would write; with more `options` of the mode."""
+        workload = find_workload(self.model)
+        return MODES[self.mode].config(**options) | {
+            "parallel": {
+                "tensor": {"size": self.tensor, "plan": workload.plan, "sequence_parallel": self.sequence_parallel},
+                "data": {"size": self.data, "reduce_dtype": self.reduce_dtype},
+            },
+            "gradient_accumulation": self.gradient_accumulation,
+            "clip_grad_norm": workload.max_norm if self.clip_grad_norm else 0.0,
+        }
+
+    def findings(self) -> list[Finding]:
+        """What halfmesh has against the config."""
+        return check(load_config(self.config()), self.world_size, "cpu")
+
+    @property
+    def divides_unknown_sequence(self) -> bool:
+        """Whether it asks for sequence parallelism of a model whose plan does not say where."""
+        return self.sequence_parallel and not find_workload(self.model).sequence
+
+    def __str__(self) -> str:
+        words = [self.mode, self.model, f"tp{self.tensor}", f"dp{self.data}"]
+        words += ["sp"] * self.sequence_parallel + [f"x{self.gradient_accumulation}"] + ["clip"] * self.clip_grad_norm
+        return "-".join(words + [f"reduce_{self.reduce_dtype}"] * (self.reduce_dtype != "float32"))
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "mode": tuple(MODES),
+    "model": tuple(WORKLOADS),
+    "tensor": (1, 2, 4),
+    "data": (1, 2),
+    "sequence_parallel": (False, True),
+    "gradient_accumulation": (1, 2),
+    "clip_grad_norm": (False, True),
+    "reduce_dtype": ("float32", "bfloat16", "float16"),
+}
+assert list(AXES) == [field.name for field in fields(Cell)]
+
+
+def without_idle_axes(cell: Cell) -> Cell:
+    """The same run, with the default on each axis that has no effect in it."""
+    if cell.tensor == 1:
+        cell = replace(cell, sequence_parallel=False)
+    return replace(cell, reduce_dtype="float32") if cell.data == 1 else cell
+
+
+@cache
+def every() -> tuple[Cell, ...]:
+    """All combinations, allowed or not, each run once."""
+    cells = (Cell(*values) for values in itertools.product(*AXES.values()))
+    return tuple(dict.fromkeys(map(without_idle_axes, cells)))
+
+
+@cache
+def product() -> tuple[Cell, ...]:
+    """All allowed combinations, small worlds first."""
+    allowed = (cell for cell in every() if not cell.divides_unknown_sequence and not cell.findings())
+    return tuple(sorted(allowed, key=lambda cell: cell.world_size))
+
+
+def pairs(cell: Cell) -> set[tuple[Any, ...]]:
+    """The values of each two axes."""
+    values = [(axis, getattr(cell, axis)) for axis in AXES]
+    return {(*one, *other) for one, other in itertools.combinations(values, 2)}
+
+
+@cache
+def covering() -> tuple[Cell, ...]:
+    """Few allowed combinations in which every possible pair of values of two axes occurs; and each mode with each
+    model where a tensor group divides it, which are three axes.
+
+    Greedy: the one with the most that is still missing, then the next. Of equals one that uses both kinds of
+    parallelism, and then the smallest world.
+    """
+    numbers: dict[tuple[Any, ...], int] = {}
+    masks: dict[Cell, int] = {}
+    for cell in sorted(product(), key=lambda cell: (-(cell.tensor > 1) - (cell.data > 1), cell.world_size)):
+        wanted = pairs(cell) | ({(cell.mode, cell.model)} if cell.tensor > 1 else set())
+        masks[cell] = sum(1 << numbers.setdefault(each, len(numbers)) for each in wanted)
+    missing, chosen = (1 << len(numbers)) - 1, []
+    while missing:
+        chosen.append(max(masks, key=lambda cell: (masks[cell] & missing).bit_count()))
+        missing &= ~masks[chosen[-1]]
+    return tuple(sorted(chosen, key=lambda cell: cell.world_size))

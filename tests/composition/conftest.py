@@ -1,0 +1,7 @@
+"""What several ranks import is imported once: by the server that they are forked from."""
+
+from __future__ import annotations
+
+from dist_harness import PRELOAD
+
+PRELOAD.extend(["timm.models.vision_transformer", "transformers.models.llama.modeling_llama"])

@@ -1,0 +1,163 @@
+"""Faults that are put into the engine on purpose, each with the cell that has to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfmesh.amp import optimizer as amp_optimizer
+from halfmesh.amp.holdings import Holdings
+from halfmesh.amp.loss_scales import LossScales
+from halfmesh.amp.optimizer import MixedPrecisionOptimizer
+from halfmesh.engine.scheduling import LRAdvance
+from halfmesh.parallel import collectives
+from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.gradients import TensorGradients
+from halfmesh.parallel.reducer import Reducer
+from halfmesh.parallel.tensor import TensorParallel
+from halfmesh.parallel.tensor_layers import RowwiseLinear, VocabEmbedding
+from halfmesh.shard import OneRank
+
+from .cells import Cell
+from .overflows import overflow
+from .training import Outcome, train
+
+
+def local_verdict(patch: pytest.MonkeyPatch) -> None:
+    """Each rank judges its own gradients only."""
+    inner = amp_optimizer.measure
+    patch.setattr(amp_optimizer, "measure", lambda grads, ranks, *rest: inner(grads, OneRank(), *rest))
+
+
+def data_divided_twice(patch: pytest.MonkeyPatch) -> None:
+    """The mean over the data ranks is divided by their number once more."""
+    inner = Reducer._all_reduce
+
+    def all_reduce(self: Reducer, flat: torch.Tensor, divide: bool = True) -> Any:
+        return inner(self, flat.div_(self.group.size()) if self.options.mean else flat, divide)
+
+    patch.setattr(Reducer, "_all_reduce", all_reduce)
+
+
+def norm_of_every_replica(patch: pytest.MonkeyPatch) -> None:
+    """What several ranks hold counts several times."""
+    patch.setattr(TensorParallel, "weight", lambda self, param, dp_size: 1.0)
+
+
+def scale_moved_first(patch: pytest.MonkeyPatch) -> None:
+    """The loss scale is updated before gradients are divided by it."""
+    update, measure = LossScales.update, MixedPrecisionOptimizer._measure
+
+    def measure_and_move(self: MixedPrecisionOptimizer, grads: Any) -> Any:
+        verdict = measure(self, grads)
+        update(self.losses, verdict)
+        return verdict
+
+    patch.setattr(MixedPrecisionOptimizer, "_measure", measure_and_move)
+    patch.setattr(LossScales, "update", lambda self, verdict: None)
+
+
+def partial_not_summed(patch: pytest.MonkeyPatch) -> None:
+    """Gradients from parts of the sequence are left as they are."""
+    patch.setattr(TensorGradients, "finish", lambda self: None)
+
+
+def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
+    """Every rank of a tensor group adds the bias, and then they are summed."""
+
+    def forward(self: RowwiseLinear, x: torch.Tensor) -> torch.Tensor:
+        x = collectives.split(x, -1, self.axis.group) if self.splits else x
+        return collectives.sum_out(F.linear(x, self.weight, self.bias), self.axis.group)
+
+    patch.setattr(RowwiseLinear, "forward", forward)
+
+
+def tied_gradient_dropped(patch: pytest.MonkeyPatch) -> None:
+    """A weight that embedding and head share learns from the head only."""
+    inner = VocabEmbedding.forward
+    patch.setattr(VocabEmbedding, "forward", lambda self, ids: inner(self, ids).detach())
+
+
+def input_gradient_not_summed(patch: pytest.MonkeyPatch) -> None:
+    """Layers that are divided by columns each hand back their part of the gradient."""
+    patch.setattr(collectives, "copy_in", lambda x, group: x)
+
+
+def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
+    """Each rank keeps the weights that it began with."""
+    patch.setattr(ParallelContext, "start_equal", lambda self, model, optimizer: None)
+
+
+def masters_not_published(patch: pytest.MonkeyPatch) -> None:
+    """The model never hears of what its masters have learned."""
+    patch.setattr(Holdings, "publish", lambda self, shards: None)
+
+
+def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:
+    """The learning rate moves on after an update that was skipped, too."""
+
+    def settle(self: LRAdvance) -> None:
+        result, self._pending = self._pending, None
+        if result is not None:
+            self._advance()
+
+    patch.setattr(LRAdvance, "settle", settle)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+        apply: puts it in.
+        cell: which has to see it.
+        seen_as: words of the problem that is found.
+        job: what is run; `train`, or `overflow`.
+    """
+
+    apply: Callable[[pytest.MonkeyPatch], None]
+    cell: Cell
+    seen_as: str
+    job: Callable[..., Any] = train
+
+    @property
+    def name(self) -> str:
+        return f"{self.apply.__name__}-{self.cell}" + ("-overflow" if self.job is overflow else "")
+
+
+WEIGHT, MOVED, NORM = "a weight differs", "a parameter moved otherwise", "a gradient norm differs"
+REFUSED = "differ between the ranks of a tensor group"  # the engine itself compares, before its first update
+MUTANTS = (
+    Mutant(local_verdict, Cell("torch_fp16", "gpt", tensor=2, data=2), "rank 0 has"),
+    Mutant(local_verdict, Cell("naive_fp16", "gpt", tensor=2, data=2), "the ranks differ", overflow),
+    Mutant(data_divided_twice, Cell("none", "mlp", data=2), WEIGHT),
+    Mutant(data_divided_twice, Cell("naive_bf16", "gpt", tensor=2, data=2), WEIGHT),
+    Mutant(norm_of_every_replica, Cell("none", "gpt", tensor=2, data=2, clip_grad_norm=True), NORM),
+    Mutant(norm_of_every_replica, Cell("torch_fp16", "vit", tensor=2, clip_grad_norm=True), NORM),
+    Mutant(scale_moved_first, Cell("torch_fp16", "mlp", tensor=2), MOVED),
+    Mutant(scale_moved_first, Cell("naive_fp16", "gpt", data=2), MOVED),
+    Mutant(partial_not_summed, Cell("none", "gpt", tensor=2, sequence_parallel=True), "other weights than rank 0"),
+    Mutant(partial_not_summed, Cell("naive_fp16", "llama", tensor=2, sequence_parallel=True), MOVED),
+    Mutant(partial_not_summed, Cell("naive_bf16", "vit", tensor=2), MOVED),
+    Mutant(bias_before_the_sum, Cell("none", "mlp", tensor=2), WEIGHT),
+    Mutant(bias_before_the_sum, Cell("torch_bf16", "mlp", tensor=2), WEIGHT),
+    Mutant(tied_gradient_dropped, Cell("none", "gpt", tensor=2), WEIGHT),
+    Mutant(tied_gradient_dropped, Cell("naive_fp16", "gpt", tensor=2, sequence_parallel=True), MOVED),
+    Mutant(input_gradient_not_summed, Cell("torch_bf16", "llama", tensor=2), REFUSED),
+    Mutant(weights_not_shared, Cell("none", "mlp", data=2), "other weights than rank 0"),
+    Mutant(masters_not_published, Cell("naive_fp16", "gpt", tensor=2), MOVED),
+    Mutant(scheduler_counts_skips, Cell("torch_fp16", "gpt", tensor=2), MOVED),
+)
+
+
+def run_mutant(rank: int, world_size: int, number: int) -> Outcome | Any:
+    """What a mutant does; the fault is taken out again afterwards."""
+    mutant = MUTANTS[number]
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.apply(patch)
+        return mutant.job(rank, world_size, mutant.cell)

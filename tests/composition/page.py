@@ -1,0 +1,130 @@
+"""Writes docs/composition.md from the composition table and the cells: python -m composition.page, within tests/."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from models import COMPUTE_DTYPES, TOLERANCES
+
+from halfmesh.compat import render_table
+
+from .cells import AXES, MODES, covering, product
+from .mutants import MUTANTS
+from .overflows import KINDS
+from .parity import MOVEMENT, NORM
+from .refusals import messages
+from .training import OVERFLOW_AT
+from .workloads import SAMPLES, UPDATES, WORKLOADS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
+
+MODELS = {
+    "mlp": "linear layers, divided by patterns in the config: by columns, by rows, a head made whole, one left alone",
+    "gpt": "`examples/gpt.py`: fused qkv, embedding and head tied",
+    "vit": "timm's VisionTransformer: norms of q and k, LayerScale",
+    "llama": "transformers' LlamaForCausalLM, with its own plan: 8 heads on 4 key-value heads, embedding and head tied",
+}
+assert MODELS.keys() == WORKLOADS.keys()
+REDUCED = """A `reduce_dtype` below float32 rounds each gradient twice, when it is sent and when it is summed: by its
+eps together. So weights may be off by eps times the longest way of a weight in addition."""
+
+
+def render() -> str:
+    """The page."""
+    parts = [_INTRODUCTION, render_table().strip(), *_trained(), *_refused(), *_how_to_run()]
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """# What composes with what
+
+<!-- Written by `python -m composition.page` within tests/; a test compares the two. -->
+
+Rows are precision modes, columns are ways to use several ranks. A cell that says *yes* is trained to the same weights
+as one process in fp32, by `tests/composition/`. Every other cell raises its message before anything runs. There is no
+third outcome."""
+
+
+def _trained() -> Iterator[str]:
+    modes = [mode for mode in MODES if mode in TOLERANCES]
+    axes = {name: ", ".join(f"`{value}`" for value in values) for name, values in AXES.items()}
+    axes["mode"] = ", ".join(f"`{mode}`" for mode in modes)
+    axes["data"] += " ranks, `replicate`"
+    axes["tensor"] += " ranks"
+    axes["clip_grad_norm"] = "off, or a norm that clips some of the updates"
+    yield "## What is trained"
+    yield _table(("axis", "values"), axes.items())
+    yield _fill(
+        f"""{len(product()):,} combinations of these are allowed. `make test` runs {len(covering())} of them, in which
+        each possible pair of values occurs, and each mode with each model on a tensor group. `make test-composition`
+        runs all."""
+    )
+    yield _table(("model", "what is in it"), MODELS.items())
+    yield _fill(
+        f"""Each cell takes {UPDATES} updates of SGD with momentum and a scheduler, on {SAMPLES} samples each, the same
+        in every layout. The ranks begin with different weights, of which rank 0's count. The largest differences that
+        are allowed from plain torch in one process, in fp32:"""
+    )
+    yield _table(("mode", "weights", "way of a parameter", "gradient norm"), map(_limits, modes))
+    yield _list(
+        """*weights*: the largest difference of a final weight (of a master, where there are any), relative to the
+        largest weight. *way of a parameter*: how far it ends from where it should, relative to how far it had to go;
+        this sees wrong gradients of small weights. *gradient norm*: of each update, relative.""",
+        REDUCED,
+        """Exactly the same on all ranks, bit by bit: skipped, loss scale, gradient norm and learning rate of each
+        update, and the weights in the end.""",
+        f"""In fp16 the last rank's loss is inf in update {OVERFLOW_AT}. All ranks skip it, the scale falls, the
+        scheduler waits. Later the scale grows (not in apex, which has no key for when). Where gradients are clipped,
+        some updates are and others are not.""",
+        "Matrix products run in the mode's dtype. The loss falls.",
+    )
+    yield "Beside the cells:"
+    yield _list(
+        f"""inf in one rank's complete gradient of one parameter, of each kind ({", ".join(KINDS)}) and on each rank in
+        turn: every rank skips, and nothing changes.""",
+        "Norms of type 2, 3 and inf, to 1e-6 of one process's: what ranks or layers share counts once.",
+        "Parameters without gradients: frozen ones, layers that only one data rank uses, layers that nobody uses.",
+    )
+    yield "And each of these faults, put into the engine on purpose, turns a cell red:"
+    faults = dict.fromkeys(mutant.apply for mutant in MUTANTS)
+    yield _list(*(inspect.getdoc(fault) or "" for fault in faults))
+
+
+def _refused() -> Iterator[str]:
+    yield "## What is refused, or not built yet"
+    rows = ((", ".join(f"`{where}`" for where in places), message) for message, places in messages().items())
+    yield _table(("combination", "message"), rows)
+
+
+def _how_to_run() -> Iterator[str]:
+    yield "## Run it"
+    yield """```
+make test                # with the few cells
+make test-composition    # with all of them: about half an hour on two cores
+```"""
+    yield f"One cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`"
+
+
+def _limits(mode: str) -> tuple[str, ...]:
+    dtype = COMPUTE_DTYPES[mode]
+    limits = (TOLERANCES[mode], MOVEMENT[dtype], NORM[dtype])
+    return f"`{mode}`", *(f"{limit:.0e}".replace("e-0", "e-") for limit in limits)
+
+
+def _fill(text: str, indent: str = "") -> str:
+    return textwrap.fill(" ".join(text.split()), 120, subsequent_indent=indent, break_long_words=False)
+
+
+def _list(*items: str) -> str:
+    return "\n".join(_fill(f"- {item}", indent="  ") for item in items)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

@@ -1,0 +1,151 @@
+"""The suite's check: whether what a cell did is what it has to do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from dist_harness import RankFailure
+from models import COMPUTE_DTYPES, TOLERANCES, difference
+
+from .cells import GROWTH_INTERVAL, INITIAL_SCALE, MODES, Cell
+from .reference import Reference, reference
+from .training import OVERFLOW_AT, Outcome
+from .workloads import UPDATES, find_workload
+
+# By the coarsest format that gradients go through: how far a parameter may be from where the reference moved it,
+# relative to that way; and a gradient norm from the reference's. About twice what was seen in all cells.
+MOVEMENT = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+NORM = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+STILL = 1e-5
+"""Parameters that move less, as attention's k.bias, have a gradient of zero but for rounding."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How far a cell is from its reference.
+
+    Attributes:
+        weights: the largest difference of a weight, relative to the largest weight.
+        movement: the largest of a parameter's way, relative to that way.
+        norm: the largest of a gradient norm, relative; 0 where none was asked for.
+    """
+
+    weights: float
+    movement: float
+    norm: float
+
+
+def tolerances(cell: Cell, expected: Reference) -> Differences:
+    """How far it may be.
+
+    A `reduce_dtype` below fp32 rounds each gradient twice, when it is sent and when it is summed: by eps together. The
+    weights are sums of gradients, so this comes to at most eps x the way that they go, on top of what the mode rounds.
+    """
+    coarsest = _coarsest(cell)
+    reduced = getattr(torch, cell.reduce_dtype)
+    rounded = torch.finfo(reduced).eps * expected.path if reduced != torch.float32 else 0.0
+    return Differences(TOLERANCES[cell.mode] + rounded, MOVEMENT[coarsest], NORM[coarsest])
+
+
+def differences(outcome: Outcome, expected: Reference) -> Differences:
+    """How far rank 0 is from the reference."""
+    assert outcome.weights is not None
+    norms = zip((step.grad_norm for step in outcome.steps), expected.norms, strict=False)
+    apart = [abs(norm - other) / other for norm, other in norms if norm is not None and other is not None]
+    return Differences(
+        difference(outcome.weights, expected.model),
+        max(_movements(outcome.weights, expected)),
+        max(apart, default=0.0),
+    )
+
+
+def find_problems(cell: Cell, result: list[Outcome] | RankFailure) -> list[str]:
+    """Everything that is wrong with what the ranks of `cell` did."""
+    if isinstance(result, RankFailure):
+        return [str(result)]
+    expected = reference(cell.model, cell.clip_grad_norm, cell.scaled)
+    return [
+        *_between_ranks(result),
+        *_from_reference(cell, result[0], expected),
+        *_in_time(cell, result[0]),
+        *_in_loss(result),
+        *_in_format(cell, result),
+    ]
+
+
+def _coarsest(cell: Cell) -> torch.dtype:
+    return max((COMPUTE_DTYPES[cell.mode], getattr(torch, cell.reduce_dtype)), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _movements(weights: dict[str, torch.Tensor], expected: Reference) -> Iterator[float]:
+    for name, param in expected.model.named_parameters():
+        way = (param.detach() - expected.start[name]).norm().item()
+        if way > STILL * param.numel() ** 0.5:
+            yield (weights[name] - param.detach()).norm().item() / way
+
+
+def _between_ranks(result: Sequence[Outcome]) -> Iterator[str]:
+    """What has to be the same bit by bit."""
+    first = result[0]
+    for rank, other in enumerate(result):
+        for number, (mine, theirs) in enumerate(itertools.zip_longest(first.steps, other.steps)):
+            if repr(mine) != repr(theirs):  # nan is nan here
+                yield f"update {number}: rank 0 has {mine}, and rank {rank} {theirs}"
+                break
+        if other.digest != first.digest:
+            yield f"rank {rank} ends with other weights than rank 0"
+
+
+def _from_reference(cell: Cell, outcome: Outcome, expected: Reference) -> Iterator[str]:
+    found, allowed = differences(outcome, expected), tolerances(cell, expected)
+    for what, words in {
+        "weights": "a weight differs from one process's",
+        "movement": "a parameter moved otherwise than in one process",
+        "norm": "a gradient norm differs from one process's",
+    }.items():
+        value, limit = getattr(found, what), getattr(allowed, what)
+        if not value <= limit:  # nan is not
+            yield f"{words} by {value:.1e}, which is more than {limit:.1e}"
+
+
+def _in_time(cell: Cell, outcome: Outcome) -> Iterator[str]:
+    """Which updates were skipped, what became of the scale, what was clipped."""
+    skipped = [number for number, step in enumerate(outcome.steps) if step.skipped]
+    if len(outcome.steps) != UPDATES or skipped != ([OVERFLOW_AT] if cell.scaled else []):
+        yield f"there were {len(outcome.steps)} updates, and {skipped} were skipped"
+    scales = [step.loss_scale for step in outcome.steps]
+    if scales != _expected_scales(cell):
+        yield f"the loss scales were {scales} and not {_expected_scales(cell)}"
+    if cell.clip_grad_norm:
+        norms = [step.grad_norm for step in outcome.steps if not step.skipped]
+        bites = {norm is not None and norm > find_workload(cell.model).max_norm for norm in norms}
+        if bites != {False, True}:
+            yield f"clipping has to bite in some updates and not in others; the norms were {norms}"
+
+
+def _expected_scales(cell: Cell) -> list[float]:
+    """One overflow halves it, GROWTH_INTERVAL updates without one double it."""
+    if not cell.scaled:
+        return [1.0] * UPDATES
+    low = UPDATES - OVERFLOW_AT - 1 if MODES[cell.mode].row.mode == "apex" else GROWTH_INTERVAL
+    scales = [INITIAL_SCALE] * (OVERFLOW_AT + 1) + [INITIAL_SCALE / 2] * low
+    return scales + [INITIAL_SCALE] * (UPDATES - len(scales))
+
+
+def _in_loss(result: Sequence[Outcome]) -> Iterator[str]:
+    """It falls: else equal weights would prove little."""
+    losses = torch.tensor([outcome.losses for outcome in result]).mean(0)
+    edge = max(1, len(losses) // 4)
+    begin, end = losses[:edge].mean().item(), losses[-edge:].mean().item()
+    if not end < begin or not math.isfinite(end):
+        yield f"the loss went from {begin:.3f} to {end:.3f}"
+
+
+def _in_format(cell: Cell, result: Sequence[Outcome]) -> Iterator[str]:
+    for rank, outcome in enumerate(result):
+        if outcome.dtypes != {COMPUTE_DTYPES[cell.mode]}:
+            yield f"rank {rank} multiplied matrices in {outcome.dtypes}"

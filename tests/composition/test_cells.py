@@ -1,0 +1,93 @@
+"""The composition table, its cells, and what is refused: a combination is trained to parity or raises its message."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch.distributed as dist
+
+import halfmesh
+from halfmesh.compat import HALF_DTYPES, composition_table, get_columns, get_rows, raise_for
+from halfmesh.errors import IncompatibleConfigError
+
+from .cells import AXES, MODES, Cell, covering, every, pairs, product, without_idle_axes
+from .refusals import findings_of_table, problems_with_sequence
+from .training import digest, make_optimizer
+from .workloads import WORKLOADS
+
+# Which cells show that a column works. A column that is built needs an axis in the suite, and a line here.
+SHOWN_BY = {"tensor": lambda cell: cell.tensor > 1, "replicate": lambda cell: cell.data > 1}
+
+
+def test_the_number_of_cells():
+    """So that none is lost by accident."""
+    assert (len(every()), len(product()), len(covering())) == (2560, 1352, 33)
+
+
+def test_every_possible_pair_of_values_is_in_a_covering_cell():
+    possible = {pair for cell in product() for pair in pairs(cell)}
+    assert {pair for cell in covering() for pair in pairs(cell)} == possible
+    values = {(axis, value) for axis in AXES for value in AXES[axis]}
+    assert {pair[:2] for pair in possible} | {pair[2:] for pair in possible} == values - {("mode", "apex_bf16")}
+
+
+def test_every_mode_divides_every_model():
+    divided = {(cell.mode, cell.model) for cell in covering() if cell.tensor > 1}
+    assert divided == {(mode, model) for mode in MODES if "apex" not in mode for model in WORKLOADS}
+
+
+def test_covering_cells_are_some_of_all_and_none_is_run_twice():
+    assert set(covering()) < set(product()) < set(every())
+    assert len(set(product())) == len(product())
+    assert all(without_idle_axes(cell) == cell for cell in product())
+
+
+@pytest.mark.parametrize("column", get_columns())
+@pytest.mark.parametrize("row", get_rows(), ids=str)
+def test_a_cell_of_the_table_is_trained_or_refused(row, column):
+    verdict = composition_table()[str(row)][column]
+    if verdict == "yes":
+        assert [cell for cell in covering() if MODES[cell.mode].row == row and SHOWN_BY[column](cell)]
+        return
+    error, words = NotImplementedError, "is not built yet"
+    if verdict == "refused":
+        why_not = row.plugin.composes.why_not
+        error, words = IncompatibleConfigError, why_not.get(HALF_DTYPES[row.key]) or why_not[column]
+    with pytest.raises(error, match=re.escape(words)):
+        raise_for(findings_of_table(row, column))
+
+
+def test_whatever_is_not_trained_is_refused():
+    refused = [cell for cell in set(every()) - set(product()) if not cell.divides_unknown_sequence]
+    assert {cell.mode for cell in refused} == {"none", "torch_bf16", "naive_bf16", "apex_o1", "apex_o2", "apex_bf16"}
+    for cell in refused:
+        with pytest.raises(IncompatibleConfigError):
+            raise_for(cell.findings())
+    for cell in [cell for cell in every() if cell.divides_unknown_sequence and not cell.findings()]:
+        assert "no plan says where the sequence is divided" in problems_with_sequence(cell)[0]
+
+
+REFUSALS = {
+    Cell("apex_o1", "gpt", tensor=2): "apex fp16 x tensor: apex's contract has no verdict shared by all ranks",
+    Cell("apex_bf16", "gpt", data=2): "apex bf16: apex has no bf16",
+    Cell("none", "gpt", data=2, reduce_dtype="float16"): "without a loss scale, gradients leave float16's range",
+    Cell("naive_bf16", "mlp", data=2, reduce_dtype="float16"): "without a loss scale",
+    Cell("none", "mlp", tensor=2, sequence_parallel=True): "no plan says where the sequence is divided",
+}
+
+
+@pytest.mark.parametrize("cell", REFUSALS, ids=str)
+def test_a_refusal_leaves_everything_as_it_was(cell, monkeypatch):
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
+    for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
+        monkeypatch.setenv(name, str(value))
+    model = WORKLOADS[cell.model].build()
+    optimizer = make_optimizer(model.parameters(), lr=0.1)
+    before, classes = digest(model.state_dict()), [type(module) for module in model.modules()]
+    with pytest.raises(IncompatibleConfigError, match=re.escape(REFUSALS[cell])):
+        halfmesh.initialize(model, optimizer, config=cell.config(), device="cpu")
+    assert not dist.is_initialized()
+    assert (digest(model.state_dict()), [type(module) for module in model.modules()]) == (before, classes)
+    held = optimizer.param_groups[0]["params"]
+    assert [id(param) for param in held] == [id(param) for param in model.parameters()]

@@ -1,0 +1,72 @@
+"""Gradient norms of each type are one process's, with what several ranks or layers share counted once."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import halfmesh
+
+from .cells import Cell
+from .launches import run_jobs
+from .training import make_optimizer
+from .workloads import SAMPLES, criterion, find_workload
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+UPDATES = 3
+CASES = [
+    (Cell("none", model, tensor=2, data=2, sequence_parallel=sequence), norm_type)
+    for model, sequence in (("mlp", False), ("gpt", False), ("gpt", True), ("vit", True), ("llama", True))
+    for norm_type in (2.0, 3.0, math.inf)
+]
+
+
+def measured(rank: int, world_size: int, cell: Cell, norm_type: float) -> list[float]:
+    workload = find_workload(cell.model)
+    model = workload.build()
+    optimizer = make_optimizer(model.parameters(), workload.lr)
+    config = cell.config() | {"clip_grad_norm": {"max_norm": 1e6, "norm_type": norm_type}}
+    loader = DataLoader(workload.dataset, SAMPLES // cell.data)
+    engine = halfmesh.initialize(model, optimizer, criterion, loader, config, device="cpu")
+    norms = []
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        norms.append(engine.step().grad_norm)
+        if len(norms) == UPDATES:
+            break
+    engine.close()
+    return norms
+
+
+def expected(name: str, norm_type: float) -> list[float]:
+    workload = find_workload(name)
+    model = workload.build()
+    optimizer = make_optimizer(model.parameters(), workload.lr)
+    x, y = workload.data()
+    norms = []
+    for inputs, targets in list(zip(x.split(SAMPLES), y.split(SAMPLES), strict=True))[:UPDATES]:
+        optimizer.zero_grad()
+        criterion(model(inputs), targets).backward()
+        grads = torch.cat([param.grad.flatten().double() for param in model.parameters()])
+        norms.append(torch.linalg.vector_norm(grads, norm_type).item())
+        optimizer.step()
+    return norms
+
+
+@pytest.fixture(scope="module")
+def results():
+    jobs = [partial(measured, cell=cell, norm_type=norm_type) for cell, norm_type in CASES]
+    return dict(zip(CASES, run_jobs(jobs, 4), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-norm{case[1]:g}")
+def test_norm_is_one_processs(case, results):
+    cell, norm_type = case
+    assert isinstance(results[case], list), str(results[case])
+    assert all(norms == results[case][0] for norms in results[case])
+    assert results[case][0] == pytest.approx(expected(cell.model, norm_type), rel=1e-6)

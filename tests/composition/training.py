@@ -1,0 +1,105 @@
+"""One cell on one rank: ten updates through the engine, and what came of them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from models import MatmulDtypes
+from torch import optim
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import halfmesh
+
+from .cells import Cell
+from .workloads import SAMPLES, criterion, find_workload
+
+OVERFLOW_AT = 3
+"""The update in which the last rank's loss is inf, where the loss is scaled."""
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an update says of itself. The same on every rank."""
+
+    skipped: bool
+    loss_scale: float
+    grad_norm: float | None
+    lr: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw.
+
+    Attributes:
+        losses: of its own microbatches.
+        dtypes: of the matrix products in its first forward.
+        digest: of its whole weights, in the end.
+        weights: these, from rank 0 only.
+    """
+
+    steps: list[Step]
+    losses: list[float]
+    dtypes: set[torch.dtype]
+    digest: str
+    weights: dict[str, torch.Tensor] | None
+
+
+def decay(update: int) -> float:
+    """A learning rate that every update which is taken changes."""
+    return 0.95**update
+
+
+def make_optimizer(params: Any, lr: float) -> optim.Optimizer:
+    return optim.SGD(params, lr=lr, momentum=MOMENTUM)
+
+
+def make_engine(cell: Cell, rank: int, **options: Any) -> halfmesh.Engine:
+    """Each rank begins with other weights; rank 0's count. `options` are the mode's."""
+    workload = find_workload(cell.model)
+    model = workload.build(seed=rank)
+    optimizer = make_optimizer(model.parameters(), workload.lr)
+    loader = DataLoader(workload.dataset, SAMPLES // (cell.data * cell.gradient_accumulation))
+    scheduler = LambdaLR(optimizer, decay)
+    return halfmesh.initialize(
+        model, optimizer, criterion, loader, cell.config(**options), lr_scheduler=scheduler, device="cpu"
+    )
+
+
+def train(rank: int, world_size: int, cell: Cell) -> Outcome:
+    """The loop of the README."""
+    engine = make_engine(cell, rank)
+    watch = MatmulDtypes()
+    steps: list[Step] = []
+    losses: list[float] = []
+    for x, y in engine.dataloader:
+        engine.zero_grad()
+        with nullcontext() if losses else watch:
+            output = engine(x)
+        loss = engine.criterion(output, y)
+        losses.append(loss.item())
+        if cell.scaled and len(steps) == OVERFLOW_AT and rank == world_size - 1:
+            loss = loss * math.inf
+        engine.backward(loss)
+        result = engine.step()
+        if result is not None:
+            steps.append(Step(result.skipped, result.loss_scale, result.grad_norm, result.lr))
+    engine.close()
+    weights = {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
+    return Outcome(steps, losses, watch.dtypes, digest(weights), weights if rank == 0 else None)
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """A short text that is the same for the same bits."""
+    hashed = hashlib.sha256()
+    for name, value in weights.items():
+        hashed.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        hashed.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()

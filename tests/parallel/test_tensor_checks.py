@@ -1,0 +1,282 @@
+"""Every reason why a plan does not fit a model, or itself, found before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from torch import nn
+
+from halfmesh.parallel.registries import TENSOR_PLANS
+from halfmesh.parallel.tensor_checks import HEAD_COUNTS, resolve
+from halfmesh.parallel.tensor_plans import LayerPlan
+
+
+class Attention(nn.Module):
+    def __init__(self, **counts: int) -> None:
+        super().__init__()
+        for name, count in counts.items():
+            setattr(self, name, count)
+        self.q, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.out(self.q(x))
+
+
+class Language(nn.Module):
+    """An embedding, a block, and a head with the embedding's weight."""
+
+    def __init__(self, tied: bool = True, **counts: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.attention = Attention(**counts)
+        self.head = nn.Linear(8, 12)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.attention(self.words(ids)))
+
+
+PLAN = {"attention.q": "colwise", "attention.out": "rowwise"}
+
+
+def problems(
+    model: nn.Module, plan: str | Mapping[str, str] = "auto", size: int = 2, sequence: bool = False
+) -> list[str]:
+    return resolve(model, size, plan, sequence)[1]
+
+
+def test_a_plan_without_problems():
+    resolved, found = resolve(Language(), 2, PLAN)
+    assert found == []
+    assert [(a.name, a.text) for a in resolved.assignments] == [
+        ("attention.q", "colwise"),
+        ("attention.out", "rowwise"),
+    ]
+    assert resolved.size == 2
+    assert resolved.regions == []
+    assert not resolved.in_region("attention.q")
+
+
+# -- models of which nothing is known --------------------------------------------------------------------------------
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Linear(30, 40)) for _ in range(3))
+        self.scale = nn.Parameter(nn.Linear(3, 3).weight)
+        self.tail = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return x
+
+
+ADVICE = (
+    "Write one: parallel = dict(tensor=dict(size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' "
+    "layers hand divided features to 'rowwise' ones"
+)
+LARGEST = (
+    "Its largest layers: layers.*.* (Linear) with 3,720 numbers, layers.*.* (Conv2d) with 228 numbers, tail (Linear) "
+    "with 10 numbers, the model itself (Strange) with 9 numbers"
+)
+
+
+def test_no_plan_for_a_model():
+    assert problems(Strange()) == [f"no plan is registered for any layer of Strange. {LARGEST}. {ADVICE}"]
+    assert problems(Strange(), "timm_mlp") == [f"plan 'timm_mlp' divides nothing of Strange. {LARGEST}. {ADVICE}"]
+    (message,) = problems(Strange(), {"tail": "heads()"})
+    assert message.startswith("plan {'tail': 'heads()'} divides nothing of Strange. ")
+
+
+def test_an_unknown_plan_is_named():
+    (message,) = problems(Language(), "timm_mpl")
+    assert message.startswith("no tensor plan named 'timm_mpl'; did you mean 'timm_mlp'?")
+
+
+# -- weights that modules share --------------------------------------------------------------------------------------
+
+
+def test_torn_ties():
+    (message,) = problems(Language(), {**PLAN, "head": "colwise_gather"})
+    assert message == (
+        "one weight is shared by words.weight (whole) and head.weight (dim 0), which would divide it differently; "
+        "give these modules styles that divide it alike ('vocab' for an embedding and its head), or leave all of them "
+        "whole"
+    )
+    (message,) = problems(Language(), {**PLAN, "words": "vocab", "head": "rowwise_split"})
+    assert "words.weight (dim 0) and head.weight (dim 1)" in message
+    assert problems(Language(), {**PLAN, "words": "vocab", "head": "vocab"}) == []
+    assert problems(Language(), {**PLAN, "words": "vocab", "head": "colwise_gather"}) == []
+    assert problems(Language(tied=False), {**PLAN, "head": "colwise_gather"}) == []
+
+
+@pytest.mark.parametrize("known", ["words", "head"])
+def test_auto_divides_both_modules_that_share_words(known):
+    TENSOR_PLANS.register("half", LayerPlan((Language,), {known: "vocab", **PLAN}))
+    try:
+        resolved, found = resolve(Language(), 2)
+        assert found == []
+        other = ({"words", "head"} - {known}).pop()
+        assert (other, "vocab", "auto") in [(a.name, a.text, a.plan) for a in resolved.assignments]
+        assert len(resolve(Language(tied=False), 2)[0].assignments) == 3
+    finally:
+        TENSOR_PLANS.unregister("half")
+
+
+class ScaledWords(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 2
+
+
+def test_words_that_cannot_be_divided_are_told_once():
+    model = Language(tied=False)
+    model.words = ScaledWords(12, 8)
+    model.head.weight = model.words.weight
+    TENSOR_PLANS.register("words", LayerPlan((Language,), {"words": "vocab", "head": "vocab"}))
+    try:
+        assert problems(model) == [
+            "words (vocab, from plan 'words'): it is a ScaledWords, and this style is for torch.nn.Embedding"
+        ]
+    finally:
+        TENSOR_PLANS.unregister("words")
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HEAD_COUNTS)
+def test_heads_that_nobody_divides(name):
+    model = Language(**{name: 4})
+    (message,) = problems(model, PLAN)
+    assert message == (
+        f"'attention' has {name}=4, and its features are divided; add 'attention': 'heads({name})' if its forward "
+        "reads that number, or 'heads()' if it takes the number of heads from the shape (-1)"
+    )
+    assert problems(model, {**PLAN, "attention": f"heads({name})"}) == []
+    assert problems(model, {**PLAN, "attention": "heads()"}) == []
+    assert problems(model, {"attention.q": "colwise_gather"}) == [], "features are whole again"
+
+
+def test_all_counts_are_named():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Attention(num_heads=4, n_kv_heads=2, heads=3)])})
+    (message,) = problems(model, {"layers.*.q": "colwise"})
+    assert "'layers.0' has num_heads=4, " in message
+    assert "add 'layers.*': 'heads(num_heads, n_kv_heads, heads)' if" in message
+
+
+def test_all_problems_are_told_together():
+    model = Language(num_heads=3)
+    found = problems(model, {**PLAN, "attention": "heads(num_heads)", "head": "colwise_gather"}, size=8)
+    assert [message.partition(":")[0] for message in found] == [
+        "attention (heads(num_heads), from plan 'attention')",
+        "head (colwise_gather, from plan 'head')",
+    ]
+
+
+# -- sequence parallelism --------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.other = nn.MultiheadAttention(8, 4)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.tail = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return x
+
+
+MLPS = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+SPAN = {"layers.0": "sequence_begin", "norm": "sequence_end"}
+REGIONS = {"layers.*.mlp": "region", "layers.*.norm": "sequence", "layers.*.other": "partial"}
+COMPLETE = {**MLPS, **SPAN, **REGIONS}
+
+
+def without(name: str) -> dict[str, str]:
+    return {pattern: style for pattern, style in COMPLETE.items() if pattern != name}
+
+
+NO_SPAN = (
+    "sequence_parallel=True, but no plan says where the sequence is divided ('sequence_begin') and where it is whole "
+    "again ('sequence_end'); set sequence_parallel=False, or write a plan that does"
+)
+
+
+def test_where_the_sequence_is_divided():
+    assert problems(Decoder(), COMPLETE, sequence=True) == []
+    assert problems(Decoder(), without("layers.0"), sequence=True) == [NO_SPAN]
+    assert problems(Decoder(), without("norm"), sequence=True) == [NO_SPAN]
+    assert problems(Decoder(), MLPS, sequence=True) == [NO_SPAN]
+    assert problems(Decoder(), MLPS) == []
+
+
+def test_divided_layers_outside_a_region():
+    found = problems(Decoder(), without("layers.*.mlp"), sequence=True)
+    assert found[0] == (
+        "layers.0.mlp.0 (colwise, from plan 'layers.*.mlp.0'): under sequence_parallel=True it has to be in a "
+        "'region', which makes the sequence whole; give that style to the module around it"
+    )
+    names = [message.split()[0] for message in found[:4]]
+    assert names == [f"layers.{i}.mlp.{j}" for j in (0, 2) for i in (0, 1)]
+    # Beyond the divided sequence they need none.
+    assert problems(Decoder(), {**COMPLETE, "tail.0": "colwise", "tail.1": "rowwise"}, sequence=True) == []
+    assert problems(Decoder(), {**COMPLETE, "neck.0": "colwise", "neck.1": "rowwise"}, sequence=True) == []
+    assert problems(Decoder(), {**COMPLETE, "tail.1": "colwise_gather"}, sequence=True) == []
+
+
+@pytest.mark.parametrize("name", ["neck", "tail"])
+def test_a_region_where_the_sequence_is_whole(name):
+    plan = {**COMPLETE, f"{name}.0": "colwise", f"{name}.1": "rowwise", name: "region"}
+    found = problems(Decoder(), plan, sequence=True)
+    assert found[0] == (
+        f"{name} (region, from plan {name!r}): it is not between 'sequence_begin' and 'sequence_end', in the order in "
+        "which the model has its modules, so its sequence is whole already; set sequence_parallel=False, or write a "
+        "plan without this"
+    )
+
+
+def test_attention_with_inputs_of_its_own():
+    plan = {**COMPLETE, "layers.*.other": "attention", "layers.*.other.out_proj": "rowwise"}
+    found = problems(Decoder(), plan, sequence=True)
+    assert found[0] == (
+        "layers.0.other (attention, from plan 'layers.*.other'): sequence_parallel=True does not know "
+        "torch.nn.MultiheadAttention, whose keys and values are inputs of their own; set sequence_parallel=False"
+    )
+    assert problems(Decoder(), plan) == []
+
+
+def test_parameters_that_nobody_mentions():
+    found = problems(Decoder(), without("layers.*.norm"), sequence=True)
+    assert found == [
+        f"layers.{i}.norm.{name} is in a layer whose activations are divided along the sequence, and no plan says "
+        "whether its gradient is; give its module the style 'sequence' (outside a region) or 'partial' (inside one)"
+        for i in (0, 1)
+        for name in ("weight", "bias")
+    ]
+    frozen = Decoder()
+    for layer in frozen.layers:
+        layer.norm.requires_grad_(False)
+    assert problems(frozen, without("layers.*.norm"), sequence=True) == []
+
+
+def test_regions():
+    resolved, _ = resolve(Decoder(), 2, COMPLETE, True)
+    assert resolved.regions == ["layers.0.mlp", "layers.1.mlp"]
+    assert resolved.in_region("layers.0.mlp.2")
+    assert resolved.in_region("layers.0.mlp")
+    assert not resolved.in_region("layers.0.mlpx.2")
+    assert not resolved.in_region("norm")
