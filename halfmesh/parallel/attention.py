@@ -12,9 +12,9 @@ from torch import nn
 from ..errors import InputError
 from . import collectives
 from .split import Split
+from .style import Style, Undo, both, change, divide_attributes, find_undivided
 from .tensor_axis import TensorAxis
 from .tensor_layers import DividedLayer
-from .tensor_styles import Style, Undo, both, change, divide_attributes, find_undivided
 
 
 class Attention(Style):

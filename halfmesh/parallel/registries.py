@@ -30,15 +30,18 @@ for _name, _style in {
     "rowwise_split": "RowwiseSplit",
     "vocab": "Vocab",
     "heads": "Heads",
+    "config_heads": "ConfigHeads",
+    "off": "Off",
+}.items():
+    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor_styles:{_style}")
+for _name, _style in {
     "partial": "Sequence",
     "sequence": "Sequence",
     "sequence_begin": "SequenceBegin",
     "sequence_end": "SequenceEnd",
     "region": "Region",
-    "config_heads": "ConfigHeads",
-    "off": "Off",
 }.items():
-    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor_styles:{_style}")
+    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.sequence_styles:{_style}")
 TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.attention:Attention")
 for _name in (
     "timm_attention",

@@ -16,9 +16,9 @@ from ..errors import InputError
 from ..shard import ParamShard
 from ..tree import map_tensors
 from .split import Split
+from .style import Undo, removal
 from .tensor_axis import TensorAxis
 from .tensor_checks import ResolvedPlan
-from .tensor_styles import Undo
 
 
 class TensorParallel:
@@ -52,8 +52,8 @@ class TensorParallel:
             self._change(param, partial(split.cut, rank=axis.rank, size=axis.size))
         for a in plan.assignments:
             self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
-        self._undo += [_removal(hook) for hook in (*self._guard_forks(model, plan), *self._take_whole(model))]
-        self._undo.append(_removal(_SameInputs(axis).watch(model)))
+        hooks = [*self._guard_forks(model, plan), *self._take_whole(model), _SameInputs(axis).watch(model)]
+        self._undo.append(removal(hooks))
 
     def weight(self, param: nn.Parameter, dp_size: int) -> float:
         """1 / (number of ranks that hold the same numbers as this one)."""
@@ -178,7 +178,3 @@ def _content(tensor: torch.Tensor) -> bytes:
         return f"{tensor.layout} {tensor.dtype}".encode()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes()
-
-
-def _removal(hook: Any) -> Undo:
-    return lambda: hook.remove()

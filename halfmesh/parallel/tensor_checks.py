@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .. import torch_private
 from .attention import Attention
+from .sequence_styles import SequenceBegin, SequenceEnd
 from .split import Split
 from .tensor_plans import Assignment, assign, generalise
-from .tensor_styles import Colwise, Heads, Rowwise, SequenceBegin, SequenceEnd, Vocab
+from .tensor_styles import Colwise, Heads, Rowwise, Vocab
 
 HEAD_COUNTS = (
     "num_heads",
@@ -50,6 +52,8 @@ def resolve(
 ) -> tuple[ResolvedPlan, list[str]]:
     """How `model` is divided over `size` ranks, and every reason why it cannot be."""
     assignments, problems = assign(model, plan, sequence_parallel)
+    if any(torch_private.is_compiled(module) for module in model.modules()):
+        problems.append("the model is compiled, and its layers cannot be divided any more; pass it uncompiled")
     if plan == "auto":
         assignments = [*assignments, *_shared_words(model, assignments)]
     resolved = ResolvedPlan(tuple(assignments), size)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..errors import InputError
 from . import collectives
 from .tensor_axis import TensorAxis
 
@@ -59,7 +60,13 @@ class RowwiseLinear(DividedLayer, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.axis.settle()
         group = self.axis.group
-        output = F.linear(collectives.split(x, -1, group) if self.splits else x, self.weight)
+        x = collectives.split(x, -1, group) if self.splits else x
+        if x.shape[-1] != self.in_features:
+            raise InputError(
+                f"a 'rowwise' layer takes this rank's {self.in_features} features, but {x.shape[-1]} came; give the "
+                "layer before it the style 'colwise', or this one 'rowwise_split' if its input is whole"
+            )
+        output = F.linear(x, self.weight)
         if self.in_region:
             output = collectives.sum_and_split(output, SEQUENCE_DIM, group)
         else:

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..errors import InputError, RegistryError, find_near
 from .registries import TENSOR_PLANS
-from .tensor_styles import Heads, Style, parse_style
+from .style import Style, parse_style
+from .tensor_styles import Heads
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,9 @@ def find_problems(cell: Cell, result: list[Outcome] | RankFailure) -> list[str]:
     if isinstance(result, RankFailure):
         return [str(result)]
     expected = reference(cell.model, cell.clip_grad_norm, cell.scaled)
+    kinds, whole = _kinds(result[0].weights), _kinds(expected.model.state_dict())
+    if kinds != whole:
+        return [f"the model is given back with {kinds.items() - whole.items()}"]
     return [
         *_between_ranks(result),
         *_from_reference(cell, result[0], expected),
@@ -75,6 +78,10 @@ def find_problems(cell: Cell, result: list[Outcome] | RankFailure) -> list[str]:
         *_in_loss(result),
         *_in_format(cell, result),
     ]
+
+
+def _kinds(weights: dict[str, torch.Tensor] | None) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in (weights or {}).items()}
 
 
 def _coarsest(cell: Cell) -> torch.dtype:

@@ -11,7 +11,7 @@ from dist_harness import run_ranks
 from tensor_parity import apart, divide, parity, random, refusal
 from torch import nn
 
-from halfmesh.parallel.tensor_styles import parse_style
+from halfmesh.parallel.style import parse_style
 
 pytestmark = pytest.mark.distributed
 

@@ -176,12 +176,14 @@ def test_masks(sequence):
             assert len(torch.stack(alike).unique(dim=0)) == len(alike)
 
 
+PARTS = {"none": ("block", "attention", "mlp", "hidden"), "torch_bf16": ("block", "hidden")}
+
+
 def checkpointed(rank: int, world_size: int, sequence: bool) -> dict[Any, Any]:
     """Losses, gradients and the next random number, with and without activation checkpointing."""
     found = {}
-    kinds = [("", False), *((part, kind) for part in ("block", "attention", "mlp", "hidden") for kind in (False, True))]
-    for mode in ("none", "torch_bf16"):
-        for part, reentrant in kinds:
+    for mode, parts in PARTS.items():
+        for part, reentrant in [("", False), *((part, kind) for part in parts for kind in (False, True))]:
             engine = make_engine(sequence, mode, Decoder(part, reentrant))
             losses, grads = [], {}
             for _ in range(2):
@@ -201,10 +203,10 @@ def checkpointed(rank: int, world_size: int, sequence: bool) -> dict[Any, Any]:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_activation_checkpointing_repeats_the_masks(sequence):
     for found in run_ranks(checkpointed, 2, sequence):
-        for mode in ("none", "torch_bf16"):
+        for mode, parts in PARTS.items():
             losses, grads, after = found[mode, "", False]
             assert losses[0] != losses[1]
-            for part in ("block", "attention", "mlp", "hidden"):
+            for part in parts:
                 for reentrant in (False, True):
                     got = found[mode, part, reentrant]
                     assert got[0] == losses, (mode, part, reentrant)

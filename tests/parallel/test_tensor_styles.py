@@ -12,7 +12,7 @@ from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.split import Split
-from halfmesh.parallel.tensor_styles import parse_style
+from halfmesh.parallel.style import parse_style
 
 
 def problems(text: str, module: nn.Module, size: int = 2) -> list[str]:
