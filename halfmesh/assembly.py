@@ -103,7 +103,10 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     recipe = recipe_of(settings)
     given = _build(given)
     plan = _refuse_problems(given, recipe, settings, place)
-    group = launching.ensure_process_group(place, settings.timeout)
+    parallel = settings.parallel
+    group = launching.ensure_process_group(
+        place, settings.timeout, pipeline=parallel.pipeline.size, tensor=parallel.tensor.size
+    )
     return _assemble(given, recipe, settings, place, group, plan)
 
 

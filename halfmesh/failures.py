@@ -1,23 +1,27 @@
-"""When a rank fails, all end within seconds and the first error is shown last.
+"""When a rank fails, all end within seconds, and all say which rank was the first, and why.
 
-Measured with gloo: when a process ends, its peers get "Connection closed by peer" at once. That echo must not be taken
-for the reason. And Ctrl-C does not reach Python while a collective blocks in C++: torchrun then waits 30 s before it
-kills. `FailureGuard` takes care of both, for the process that it is installed in.
+Measured with gloo: when a process ends, its peers get "Connection closed by peer" at once, and when it hangs, they get
+"Timed out waiting" after the time limit. Neither may be taken for the reason. `FailureGuard` finds it, in the process
+that it is installed in. It is an exception hook: NCCL's watchdog ends a process from C++, without it.
+
+A process that hangs cannot end itself. torchrun, srun and mpirun end it when another one has ended with an error.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-import signal
-import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from .causes import Cause, find_cause
+from .end_log import End, EndLog, Ends
+from .layout import Layout
+from .signals import end_soon, sigterm_held, watch_interrupts
 
 # What torch says when a *peer* is gone (gloo, its TCP store, NCCL).
 ECHOES = (
@@ -29,129 +33,148 @@ ECHOES = (
     "failed to recv, got 0 bytes",
     "remote process exited",
 )
-FIRST_ERROR = "halfmesh/first_error"  # key in the store
-ECHO_GRACE_S = 3.0  # how long a rank with an echo waits, for the launcher to see the rank with the reason end first
-SERVE_S = 1.0  # how long a failed rank that hosts the store keeps it up for the others to read its error
-EXIT_LIMIT_S = 8.0  # after an error: time for the above, atexit handlers and destructors (a broken group may block)
-INTERRUPT_LIMIT_S = 3.0  # after Ctrl-C: time to get back to Python
+# What it says when a peer has not come: gloo, also of collectives after the one that timed out, its TCP store, and NCCL
+# under TORCH_NCCL_BLOCKING_WAIT.
+TIMEOUTS = (
+    "ms for recv operation to complete",
+    "ms for send operation to complete",
+    "application timeout caused pair closure",
+    "wait timeout after",
+    "collective operation timeout",
+)
+GRACE_S = 3.0  # how long a rank waits for others to say how they end, and for the launcher to see the first one end
+SETTLED_S = 0.2  # how long a reason has to stay the same: a better one may be on its way
+SERVE_S = 1.5  # how long a failed rank that hosts the store keeps it up for the others to learn the reason
+READ_S = 0.2  # and for those that have just learned that there is something to read
+PARTING_S = 0.5  # the same for one that ends without an error; all ranks usually do so at the same time
 
 
 class FailureGuard:
     """Exception hook and Ctrl-C watch of one rank of several; `remove()` restores what was there before.
 
-    `store` is where the first error is left for the other ranks (None: torchrun's closing summary shows it);
-    `hosts_store` says that it ends with this process.
+    Args:
+        log: where the ranks tell each other how they end.
+        layout: to name them by.
+        timeout_s: the time limit of collectives, for messages.
     """
 
-    def __init__(self, rank: int, store: Any = None, hosts_store: bool = False) -> None:
-        self.rank = rank
-        self._store = store
-        self._hosts_store = hosts_store
+    def __init__(self, log: EndLog, layout: Layout, timeout_s: float) -> None:
+        self._log = log
+        self._layout = layout
+        self._timeout_s = timeout_s
+        self._name = layout.name(log.rank)
         self._active = True
+        self._process = os.getpid()
         self._hook = self._on_error
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
-        self._watch = _watch_interrupts(rank)
+        self._watch = watch_interrupts(self._name)
+        atexit.register(self._on_exit)
 
     def remove(self) -> None:
         """Put the previous hooks back. A hook that was installed on top of this one stays, and skips this one."""
         self._active = False
+        self._finish()
+        atexit.unregister(self._on_exit)
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
         if self._watch is not None:
             self._watch.remove()
 
+    def _on_exit(self) -> None:
+        if os.getpid() == self._process:  # not in a fork
+            self._finish()
+
+    def _finish(self) -> None:
+        self._log.finish()
+        if self._log.host == self._log.rank and not self._log.await_others(PARTING_S):
+            self._log.publish(find_cause(Ends({self._log.rank: End.FINISHED}), self._layout).text)
+            time.sleep(READ_S)
+
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._previous_hook(kind, error, trace)
-        if not self._active:
+        if not self._active or os.getpid() != self._process:
+            self._previous_hook(kind, error, trace)
             return
-        _end_soon()
-        if is_echo(error):
-            first = self._wait_for_first_error()
-            reason = f"the first error was:\n{first}" if first else "its own output tells why."
-            _say(f"[rank {self.rank}] ends because the connection to another rank was lost; {reason}")
+        with sigterm_held() as told_to_end:
+            end_soon()
+            if is_echo(error):
+                lost = "ends because the connection to another rank was lost"
+                self._find_reason(error, End.LOST, lost, told_to_end)
+            elif is_timeout(error):
+                waited = f"waited {self._timeout_s:g} s (config key timeout) for another rank"
+                self._find_reason(error, End.TIMED_OUT, waited, told_to_end)
+            else:
+                self._tell_reason(error)
+
+    def _tell_reason(self, error: BaseException) -> None:
+        """This rank is the first to fail, or one of the first."""
+        text = f"[{self._name}] {''.join(traceback.format_exception(error)).rstrip()}"
+        if self._layout.has_places:
+            error.add_note(f"raised on {self._name}")
+        self._previous_hook(type(error), error, error.__traceback__)
         if isinstance(error, Exception):
-            _record_for_torchrun(error, trace)
-            if not is_echo(error):
-                self._leave_for_the_others("".join(traceback.format_exception(kind, error, trace)))
+            _record_for_torchrun(error)
+            self._log.leave(End.FAILED, text)
+        else:
+            self._log.leave(End.INTERRUPTED)
+        self._log.publish(self._look_around(lambda: True).text)
+        self._serve()
 
-    def _wait_for_first_error(self) -> str:
-        """What the rank that failed first has left in the store, or nothing.
+    def _find_reason(self, error: BaseException, end: End, what: str, told_to_end: Callable[[], bool]) -> None:
+        """Another rank is the first to fail: say which."""
+        self._previous_hook(type(error), error, error.__traceback__)
+        self._look_around(told_to_end)  # whoever is gone by now is gone for a reason of its own
+        self._log.leave(end)
+        reason = self._await_cause(told_to_end).text
+        self._log.publish(reason)
+        text = f"[{self._name}] {what}; {reason}"
+        sys.stderr.write(f"{text}\n")  # in one go: other ranks write, too
+        sys.stderr.flush()
+        if isinstance(error, Exception) and not told_to_end():  # else its summary has an earlier one
+            error.add_note(text)
+            _record_for_torchrun(error)
+        self._serve()
 
-        Waits in any case: a launcher that sees the other rank end first ends this one and shows the other's error.
+    def _serve(self) -> None:
+        if self._log.host == self._log.rank:
+            self._log.await_others(SERVE_S)
+            time.sleep(READ_S)
+
+    def _await_cause(self, told_to_end: Callable[[], bool]) -> Cause:
+        """The reason, when it is certain, or the likely one after `GRACE_S`.
+
+        Under torchrun it waits in any case until the agent has seen another rank end, and ends this one: of the errors
+        that are recorded, its summary shows the first, in whole seconds.
         """
-        first, until = "", time.monotonic() + ECHO_GRACE_S
-        while time.monotonic() < until:
-            with contextlib.suppress(Exception):  # the store may have ended with its host
-                if self._store is not None and not first and self._store.check([FIRST_ERROR]):
-                    first = self._store.get(FIRST_ERROR).decode()
-            time.sleep(0.1)
-        return first
+        until = time.monotonic() + GRACE_S
+        pause = max(0.02, self._layout.world_size / 500)  # one store answers all ranks
+        seen, since = Cause("", certain=False), 0.0
+        while True:
+            cause, now = self._look_around(told_to_end), time.monotonic()
+            seen, since = (cause, now) if cause != seen else (seen, since)
+            in_a_hurry = told_to_end() or (not _under_torchrun() and now > since + SETTLED_S)
+            if now > until or (cause.certain and in_a_hurry):
+                return cause
+            time.sleep(pause)
 
-    def _leave_for_the_others(self, text: str) -> None:
-        if self._store is None:
-            return
-        with contextlib.suppress(Exception):
-            self._store.compare_set(FIRST_ERROR, "", f"[rank {self.rank}] {text}")
-        if self._hosts_store:
-            # The others notice only when this process's connections close, so those are closed before the store.
-            threading.Thread(target=_close_connections, daemon=True).start()
-            time.sleep(SERVE_S)
+    def _look_around(self, told_to_end: Callable[[], bool]) -> Cause:
+        """What can be said of the reason now. Ranks that are found dead are named to all."""
+        ends = self._log.read()
+        killed = self._log.find_killed()
+        if killed and not told_to_end():  # by then the launcher may have ended the others, too
+            self._log.leave_killed(killed)
+            ends = self._log.read()
+        if ends is None:
+            return self._published_cause()
+        return find_cause(ends, self._layout)
 
-
-class _InterruptWatch:
-    """Ends the process when Ctrl-C has not become a KeyboardInterrupt within `INTERRUPT_LIMIT_S`.
-
-    Python runs signal handlers between its own instructions, never while a collective blocks in C++. The byte that it
-    writes to the wake-up descriptor comes at once, and a thread can read it.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._delivered_at = 0.0
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handler = self._on_interrupt
-        signal.signal(signal.SIGINT, self._handler)
-        threading.Thread(target=self._wait, daemon=True, name="halfmesh interrupt watch").start()
-
-    def remove(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
-            if signal.getsignal(signal.SIGINT) == self._handler:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.set_wakeup_fd(self._previous_fd)
-        with contextlib.suppress(OSError):
-            self._writer.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes both
-
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._delivered_at = time.monotonic()
-        signal.default_int_handler(number, frame)
-
-    def _wait(self) -> None:
-        with self._reader, self._writer:
-            while received := self._reader.recv(1):
-                if received[0] == signal.SIGINT and not self._was_delivered(time.monotonic()):
-                    _say(f"[rank {self.rank}] interrupted while it waited for another rank or a device; it ends now")
-                    os._exit(128 + signal.SIGINT)
-
-    def _was_delivered(self, received_at: float) -> bool:
-        while time.monotonic() < received_at + INTERRUPT_LIMIT_S:
-            if self._delivered_at > received_at - 0.5:  # the handler may have run before this thread woke up
-                return True
-            time.sleep(0.05)
-        return False
-
-
-def _watch_interrupts(rank: int) -> _InterruptWatch | None:
-    """A watch, unless the user (or an event loop) handles Ctrl-C already, or this is not the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return None
-    used = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(used)
-    return _InterruptWatch(rank) if used == -1 else None
+    def _published_cause(self) -> Cause:
+        """The reason as far as it was known when the store ended."""
+        host = self._log.host
+        if host is None:
+            return Cause("the launcher is gone, too", certain=True)
+        ended_by_itself = find_cause(Ends({host: End.KILLED}), self._layout)
+        return Cause(self._log.published() or ended_by_itself.text, certain=True)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -159,17 +182,9 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error).lower() for words in ECHOES)
 
 
-def _record_for_torchrun(error: Exception, trace: TracebackType | None) -> None:
-    """Write the error file that torchrun shows in its closing summary, what its `record` decorator does."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise error  # the handler formats the exception in flight
-    except Exception:
-        error.__traceback__ = trace  # without the frame of this function
-        get_error_handler().record_exception(error)
+def is_timeout(error: BaseException) -> bool:
+    """Whether `error` only says that another rank did not come."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMEOUTS)
 
 
 @contextlib.contextmanager
@@ -178,25 +193,24 @@ def told_to_torchrun() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _record_for_torchrun(error, error.__traceback__)
+        if not is_echo(error):
+            _record_for_torchrun(error)
         raise
 
 
-def _close_connections() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_ERROR_FILE" in os.environ
 
 
-def _end_soon() -> None:
-    """Let the kernel end the process if its shutdown blocks: no Python code would run by then."""
-    sys.stderr.flush()
-    sys.stdout.flush()
-    if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, EXIT_LIMIT_S)
+def _record_for_torchrun(error: Exception) -> None:
+    """Write the error file that torchrun shows in its closing summary, what its `record` decorator does."""
+    if not _under_torchrun():
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    trace = error.__traceback__
+    try:
+        raise error  # the handler formats the exception in flight
+    except Exception:
+        error.__traceback__ = trace  # without the frame of this function
+        get_error_handler().record_exception(error)

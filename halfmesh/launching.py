@@ -6,33 +6,20 @@ import argparse
 import os
 import random
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import LaunchError
-from .failures import FailureGuard, told_to_torchrun
+from .failures import told_to_torchrun
 from .launchers import OPENMPI, SLURM, Place, check_place, read_int, read_place, torchrun_place
+from .layout import Layout
 from .log import get_logger
+from .process_group import Address, OwnedGroup, make_group
 
 if TYPE_CHECKING:
     from .config.load import Config
-
-
-class OwnedGroup:
-    """A process group that was made here, with its failure guard, and is destroyed by `close()`."""
-
-    def __init__(self, guard: FailureGuard) -> None:
-        self._guard: FailureGuard | None = guard
-
-    def close(self) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -92,7 +79,7 @@ def launch(
     if local_rank < 0:
         raise LaunchError(f"local_rank={local_rank}: expected the number of this process on its machine, from 0")
     place = Place(rank, world_size, local_rank)
-    return _launch(config, place, _Address(host, port), backend, seed, device, verbose)
+    return _launch(config, place, Address(host, port), backend, seed, device, verbose)
 
 
 def launch_from_torch(
@@ -122,14 +109,21 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
     return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
 
 
-def ensure_process_group(device: torch.device, timeout_s: float, backend: str | None = None) -> OwnedGroup | None:
+def ensure_process_group(
+    device: torch.device, timeout_s: float, backend: str | None = None, *, pipeline: int = 1, tensor: int = 1
+) -> OwnedGroup | None:
     """Make torchrun's process group if its variables ask for one and there is none; its owner has to close it.
 
     None if there was nothing to make: a world of 1, or a group of the user's own.
+
+    Args:
+        timeout_s: seconds that a collective may take.
+        pipeline, tensor: sizes of these axes, by which messages about failed ranks name their places.
     """
     if dist.is_initialized():
         return None
-    return _make_group(torchrun_place(), None, device, timeout_s, backend)
+    place = torchrun_place()
+    return make_group(place, None, device, timeout_s, backend, Layout(place.world_size, pipeline, tensor))
 
 
 def expected_world_size() -> int:
@@ -184,16 +178,10 @@ def get_default_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class _Address:
-    host: str
-    port: int
-
-
 def _launch(
     config: Any,
     place: Place,
-    address: _Address | None,
+    address: Address | None,
     backend: str | None,
     seed: int | None,
     device: torch.device | str | None,
@@ -205,80 +193,14 @@ def _launch(
         loaded = load_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)
         chosen = choose_device(device, place.local_rank)
-        group = _make_group(place, address, chosen, loaded.timeout, backend)
+        parallel = loaded.parallel
+        layout = Layout(place.world_size, parallel.pipeline.size, parallel.tensor.size)
+        group = make_group(place, address, chosen, loaded.timeout, backend, layout)
     _set_seeds(loaded.seed)
     if verbose:
         how = dist.get_backend() if dist.is_initialized() else "no process group"
         get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, loaded.seed)
     return Launch(loaded, chosen, place.rank, place.world_size, place.local_rank, group)
-
-
-def _make_group(
-    place: Place, address: _Address | None, device: torch.device, timeout_s: float, backend: str | None
-) -> OwnedGroup | None:
-    if dist.is_initialized():
-        _check_existing_group(place)
-        return None
-    backend = _check_backend(backend, device)
-    if place.world_size == 1:
-        return None
-    timeout = timedelta(seconds=timeout_s)
-    store = None
-    try:
-        if address is not None:
-            is_master = place.rank == 0
-            host = address.host.strip("[]")  # an IPv6 address as in a URL
-            store = dist.TCPStore(host, address.port, place.world_size, is_master=is_master, timeout=timeout)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=device if "nccl" in backend else None,
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
-        raise LaunchError(
-            f"rank {place.rank} of {place.world_size} could not join the {backend} process group at {where} within "
-            f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
-            "port, a port that is free on rank 0's machine and can be reached from the others"
-        ) from error
-    return OwnedGroup(FailureGuard(place.rank, store, hosts_store=store is not None and place.rank == 0))
-
-
-def _check_existing_group(place: Place) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (rank, world_size) != (place.rank, place.world_size):
-        raise LaunchError(
-            f"a process group exists already, with this process as rank {rank} of {world_size}, but the launch is for "
-            f"rank {place.rank} of {place.world_size}; call torch.distributed.destroy_process_group() first, or launch "
-            "with the same numbers"
-        )
-
-
-def _check_backend(backend: str | None, device: torch.device) -> str:
-    if backend is None:
-        return "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            f"backend='nccl' works on CUDA devices only, but the device is {device}; leave backend out or give 'gloo'"
-        )
-    parts = [part.rpartition(":")[2] for part in backend.split(",")]  # "cpu:gloo,cuda:nccl"
-    unknown = [part for part in parts if not _is_available(part)]
-    if unknown:
-        raise LaunchError(
-            f"backend={backend!r}: this torch has no {', '.join(unknown)}; leave backend out (nccl for CUDA, gloo for "
-            "the CPU), or give 'gloo'"
-        )
-    return backend
-
-
-def _is_available(backend: str) -> bool:
-    try:
-        return dist.is_backend_available(backend)
-    except ValueError:  # torch 2.11 to 2.13 on malformed names
-        return False
 
 
 def _set_seeds(seed: int) -> None:

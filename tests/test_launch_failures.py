@@ -12,10 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from dist_harness import LAUNCH_VARIABLES, free_port
 
-from halfmesh import failures
-from halfmesh.failures import FailureGuard, is_echo
+from halfmesh import signals
+from halfmesh.end_log import EndLog
+from halfmesh.failures import FailureGuard
+from halfmesh.layout import Layout
 
 pytestmark = pytest.mark.distributed
 
@@ -28,6 +31,7 @@ BOOM = """
 import time, torch, torch.distributed as dist
 if run.rank == %d:
     time.sleep(0.3)
+    print(f"fails at {time.monotonic()}", flush=True)
     raise ValueError(f"boom on rank {run.rank}")
 dist.all_reduce(torch.ones(1))
 """
@@ -64,18 +68,25 @@ def torchrun(script: Path) -> tuple[str, ...]:
     return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
 
 
+def failed_at(output: str) -> float:
+    return float(output.partition("fails at ")[2].split()[0])
+
+
 def write(folder: Path, text: str) -> Path:
     script = folder / "train.py"
     script.write_text(text)
     return script
 
 
+def make_guard() -> FailureGuard:
+    return FailureGuard(EndLog(dist.HashStore(), 0, 4), Layout(2), timeout_s=5.0)
+
+
 def test_torchrun_ends_at_once_and_shows_the_first_error_last(tmp_path: Path) -> None:
     script = write(tmp_path, UNDER_TORCHRUN + BOOM % 1)
-    start = time.monotonic()
     with started(*torchrun(script)) as process:
-        output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - start < 20
+        output, _ = process.communicate(timeout=100)
+        assert time.monotonic() < failed_at(output) + 25  # of the 60 that the ranks may wait for each other
     assert process.returncode != 0
     last = output[output.rindex("Traceback (most recent call last)") :]
     assert 'raise ValueError(f"boom on rank {run.rank}")' in last
@@ -105,14 +116,13 @@ def test_ctrl_c_ends_ranks_that_block_in_a_collective(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_without_torchrun_too(tmp_path: Path, bad_rank: int) -> None:
     script, port = write(tmp_path, PLAIN + BOOM % bad_rank), str(free_port())
-    start = time.monotonic()
     with (
         started(sys.executable, str(script), "0", port) as first,
         started(sys.executable, str(script), "1", port) as second,
     ):
-        outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
+        outputs = [process.communicate(timeout=100)[0] for process in (first, second)]
+        assert time.monotonic() < failed_at(outputs[bad_rank]) + 25
         assert [first.returncode, second.returncode] == [1, 1]
-    assert time.monotonic() - start < 20
     echo = outputs[1 - bad_rank]
     assert "onnection" in echo
     assert f"[rank {1 - bad_rank}] ends because the connection to another rank was lost; the first error was" in echo
@@ -123,7 +133,7 @@ def test_without_torchrun_too(tmp_path: Path, bad_rank: int) -> None:
 def test_the_guard_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     before = (sys.excepthook, signal.getsignal(signal.SIGINT))
-    guard = FailureGuard(0)
+    guard = make_guard()
     assert sys.excepthook is not before[0]
     assert signal.getsignal(signal.SIGINT) is not before[1]
     guard.remove()
@@ -136,7 +146,7 @@ def test_a_hook_of_the_users_on_top_stays_and_still_reaches_the_one_below(monkey
     alarm = signal.getsignal(signal.SIGALRM)
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
-    guard = FailureGuard(0)
+    guard = make_guard()
     below = sys.excepthook
 
     def users_hook(*error: object) -> None:
@@ -153,21 +163,14 @@ def test_a_hook_of_the_users_on_top_stays_and_still_reaches_the_one_below(monkey
 
 def test_ctrl_c_in_python_code_is_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
-    monkeypatch.setattr(failures, "INTERRUPT_LIMIT_S", 0.3)
-    guard = FailureGuard(0)
+    monkeypatch.setattr(signals, "INTERRUPT_LIMIT_S", 0.3)
+    guard = make_guard()
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         time.sleep(0.6)  # the watching thread sees that it was delivered, and does not end the process
     finally:
         guard.remove()
-
-
-def test_what_is_an_echo() -> None:
-    assert is_echo(RuntimeError("[...pair.cc:561] Connection closed by peer [127.0.0.1]:86. GLHF!"))
-    assert is_echo(ConnectionResetError("[Errno 104] Connection reset by peer"))
-    assert not is_echo(RuntimeError("Timed out waiting 60000ms for recv operation to complete"))
-    assert not is_echo(ValueError("connection closed by peer is my label"))
 
 
 BAD_CONFIG = """

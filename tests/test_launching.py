@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from dist_harness import free_port, run_ranks
 
-from halfmesh import launchers, launching
+from halfmesh import launchers, launching, process_group
 from halfmesh.errors import LaunchError
 from halfmesh.launching import (
     choose_device,
@@ -27,6 +27,7 @@ from halfmesh.launching import (
     launch_from_slurm,
     launch_from_torch,
 )
+from halfmesh.layout import Layout
 
 CPU = torch.device("cpu")
 TORCHRUN_VARIABLES = {
@@ -126,6 +127,28 @@ def test_slurm_and_open_mpi_tell_the_place(monkeypatch: pytest.MonkeyPatch) -> N
     assert launchers.read_place(launchers.SLURM) == launchers.Place(rank=5, world_size=8, local_rank=1)
     set_variables(monkeypatch, OPENMPI_VARIABLES)
     assert launch_from_openmpi({}, "host", 1, device="cpu").world_size == 1
+
+
+# ---- what a guard knows of the mesh
+
+
+def test_the_degrees_of_the_config_name_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts: list[Any] = []
+    monkeypatch.setattr(launching, "make_group", lambda *arguments: layouts.append(arguments[-1]))
+    config = {"parallel": {"tensor": 2, "pipeline": 3}}
+    launch(config, 0, 12, "host", 1, device="cpu")
+    set_variables(monkeypatch, TORCHRUN_VARIABLES, WORLD_SIZE="12")
+    launch_from_torch(config, device="cpu")
+    ensure_process_group(CPU, 60, pipeline=3, tensor=2)
+    assert layouts == [Layout(12, pipeline=3, tensor=2)] * 3
+    ensure_process_group(CPU, 60)
+    assert layouts[3] == Layout(12)
+
+
+def test_who_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not process_group._agent_hosts_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert process_group._agent_hosts_store()
 
 
 # ---- devices

@@ -87,7 +87,9 @@ class TensorParallel:
         param.data, param.grad = change(param.data), None
 
     def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
-        """Random numbers are in common again where a module ends that divides features, also when it fails."""
+        """Random numbers are in common again where a module ends that divides features, also when it fails; and where
+        the model begins: a backward may have left a fork open (checkpointing with preserve_rng_state=False)."""
+        yield model.register_forward_pre_hook(self.axis.settle)
         modules = dict(model.named_modules())
         parents = {_caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
         for parent in sorted(parents | {""}):

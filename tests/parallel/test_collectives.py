@@ -194,6 +194,8 @@ def sum_of_intermediates(rank: int, world_size: int) -> bool:
     mine = collectives.sum_out(torch.nn.functional.linear(x, weight[rank]), dist.group.WORLD)
     (grad,) = torch.autograd.grad(mine.tanh().sum(), weight)
     torch.testing.assert_close(grad[rank], expected[rank])
+    needed = collectives.sum_out(weight.tanh(), dist.group.WORLD)  # whose backward needs what it put out
+    assert "modified by an inplace operation" in refusal(needed.sum().backward)
     return bool(torch.allclose(mine.tanh(), whole))
 
 

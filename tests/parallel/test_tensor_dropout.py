@@ -218,6 +218,30 @@ def test_activation_checkpointing_repeats_the_masks(sequence):
                         )
 
 
+def careless(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Checkpointing that does not care for random numbers leaves a fork open after backward."""
+    model = Decoder()
+    mlp = model.blocks[0].mlp
+    mlp.run = lambda _, call, x: checkpoint(call, x, use_reentrant=False, preserve_rng_state=False)
+    engine = make_engine(sequence=False, model=model)
+    found: list[torch.Tensor] = []
+    engine.model.drop.register_forward_hook(lambda _, args, output: found.append(output == 0))
+    left_open = []
+    for _ in range(3):
+        engine.backward(engine.criterion(engine(ids()), ids()))
+        left_open.append(engine._tensor.axis.fork.is_open)
+        engine.step()
+    assert left_open == [True] * 3
+    return found
+
+
+def test_a_fork_that_a_backward_leaves_open():
+    first, second = run_ranks(careless, 2)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first[0], first[1])
+
+
 class BrokenError(RuntimeError):
     pass
 

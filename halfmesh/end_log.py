@@ -1,0 +1,184 @@
+"""How each rank of a run ended, left by the ranks for each other in the store that they met in.
+
+The store holds one log of lines "<rank> <end> ...". Of a rank's lines the last one counts, so that what an earlier run
+has left in the same store (torchrun's outlives a group) means nothing: every rank begins with "running".
+
+A store that rank 0 hosts ends with it, and only then do ranks that block in a collective with rank 0 notice that
+something is wrong. So a thread of each rank waits for the reason, which the first one that knows it has to publish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+LOG = "halfmesh/ends"
+ERROR_OF = "halfmesh/error_of_rank_"
+REASON_FOR = "halfmesh/reason_for_rank_"
+T = TypeVar("T")
+
+
+class End(StrEnum):
+    """How a rank ended, or that it has not."""
+
+    RUNNING = "running"
+    FINISHED = "finished"  # closed its group, or left the program, without an error
+    FAILED = "failed"  # by an error of its own
+    INTERRUPTED = "interrupted"
+    LOST = "lost"  # its connection to another rank
+    TIMED_OUT = "timed_out"  # waiting for another rank
+    KILLED = "killed"  # found by others on its machine: its process is gone and has left nothing
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the log says: how each rank ended, in the order in which they did, and the first error of a rank's own."""
+
+    of_rank: dict[int, End]
+    first_error: str = ""
+
+
+class EndLog:
+    """One rank's access to the log.
+
+    Args:
+        store: the same for all ranks. It may end before this process does; torch then prints a stack of its C++ code,
+            once, because nothing more is asked of it.
+        rank, world_size: which rank of how many this is.
+        host: the rank whose process hosts the store; None if the launcher does.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, host: int | None = None) -> None:
+        self.rank = rank
+        self.host = host
+        self._store: Any = store  # torch's stubs know no `append`
+        self._left = False
+        self._store_is_gone = False
+        self._running_here: dict[int, int] = {}  # rank: process, on this machine
+        self._reason = ""
+        self._reason_keys = [f"{REASON_FOR}{other}" for other in range(world_size)]
+        self._thread: threading.Thread | None = None
+        self._append(rank, End.RUNNING, _machine(), str(os.getpid()))
+        if host is not None and host != rank:
+            waiting = store.clone()  # a connection of its own: it is in use as long as this rank runs
+            waiting.set_timeout(timedelta(days=20))  # torch counts milliseconds in 32 bits
+            self._thread = threading.Thread(
+                target=self._await_reason, args=(waiting,), daemon=True, name="halfmesh ends"
+            )
+            self._thread.start()
+
+    def leave(self, end: End, error: str = "") -> None:
+        """Tell the others how this rank ended; the first call counts. They can read it when this returns."""
+        if self._left:
+            return
+        self._left = True
+        if error:
+            self._ask(lambda: self._store.set(f"{ERROR_OF}{self.rank}", error))
+        self._ask(partial(self._append, self.rank, end))
+        self._ask(lambda: self._store.check([LOG]))  # has an answer, which the others do not wait for
+
+    def finish(self) -> None:
+        """Tell them that this rank ended without an error, if the store is still there. The last call in any case."""
+        if not self._left:
+            self._left = True
+            self._ask(partial(self._append, self.rank, End.FINISHED))
+        if self._thread is not None and self._thread.is_alive():
+            # A thread that came back from C++ during the shutdown of the interpreter would abort the process.
+            self._ask(lambda: self._store.set(self._reason_keys[self.rank], ""))
+            self._thread.join(1.0)
+
+    def read(self) -> Ends | None:
+        """What is known by now; None when the store is gone."""
+        log = self._ask(lambda: self._store.get(LOG).decode())
+        if log is None:
+            return None
+        of_rank: dict[int, End] = {}
+        self._running_here = {}
+        for line in log.splitlines():
+            number, end, *where = line.split(" ")
+            rank = int(number)
+            of_rank.pop(rank, None)  # so that it moves to the end of the order
+            of_rank[rank] = End(end)
+            self._running_here.pop(rank, None)
+            if where and where[0] and where[0] == _machine():
+                self._running_here[rank] = int(where[1])
+        failed = [rank for rank, end in of_rank.items() if end is End.FAILED]
+        error = self._ask(lambda: self._store.get(f"{ERROR_OF}{failed[0]}").decode()) if failed else ""
+        return Ends(of_rank, error or "")
+
+    def find_killed(self) -> list[int]:
+        """The ranks of this machine whose processes are gone, and which were running when the log was last read."""
+        return [rank for rank, process in self._running_here.items() if not _is_running(process)]
+
+    def leave_killed(self, ranks: Iterable[int]) -> None:
+        """Tell all ranks, also those of other machines, what `find_killed` found."""
+        for rank in ranks:
+            self._ask(partial(self._append, rank, End.KILLED))
+
+    def publish(self, reason: str) -> None:
+        """Let all ranks keep `reason`, for the time after the end of the store."""
+        if self.host is not None and not self._reason:
+            self._reason = reason
+            self._ask(lambda: self._store.multi_set(self._reason_keys, [reason] * len(self._reason_keys)))
+
+    def published(self) -> str:
+        """The reason that was published before the store ended; empty if its host ended without a word."""
+        if self._thread is not None:
+            self._thread.join(1.0)
+        return self._reason
+
+    def await_others(self, limit_s: float) -> bool:
+        """Wait until all ranks have ended, `limit_s` at most. Returns whether they have."""
+        until = time.monotonic() + limit_s
+        while (ends := self.read()) is not None and End.RUNNING in ends.of_rank.values():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _await_reason(self, store: dist.Store) -> None:
+        try:
+            reason = store.get(self._reason_keys[self.rank]).decode()
+            self._reason = self._reason or reason
+        except Exception:  # it has ended
+            self._store_is_gone = True
+
+    def _append(self, rank: int, end: End, *where: str) -> None:
+        self._store.append(LOG, " ".join([str(rank), end, *where]) + "\n")
+
+    def _ask(self, action: Callable[[], T]) -> T | None:
+        if self._store_is_gone:
+            return None
+        try:
+            return action()
+        except Exception:
+            self._store_is_gone = True
+            return None
+
+
+@cache
+def _machine() -> str:
+    """The same for all processes that see each other in /proc; empty where there is no /proc."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _is_running(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(") ")[2][0] not in "ZX"  # ended, and not yet seen by its parent

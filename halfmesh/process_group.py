@@ -1,0 +1,133 @@
+"""Making the process group of a launch, with its failure guard."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .end_log import EndLog
+from .errors import LaunchError
+from .failures import FailureGuard
+from .launchers import Place
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens."""
+
+    host: str
+    port: int
+
+
+class OwnedGroup:
+    """A process group that was made here, with its failure guard, and is destroyed by `close()`."""
+
+    def __init__(self, guard: FailureGuard) -> None:
+        self._guard: FailureGuard | None = guard
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def make_group(
+    place: Place,
+    address: Address | None,
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None,
+    layout: Layout,
+) -> OwnedGroup | None:
+    """Join the process group of `place`, at `address` or at the one in torchrun's variables.
+
+    None if there was nothing to make: a world of 1, or a group of the user's own.
+
+    Args:
+        timeout_s: seconds to join, and that a collective may take.
+        layout: by which messages about failed ranks name them.
+
+    Raises:
+        LaunchError: no group within `timeout_s`, no such backend, or an existing group with other numbers.
+    """
+    if dist.is_initialized():
+        _check_existing_group(place)
+        return None
+    backend = _check_backend(backend, device)
+    if place.world_size == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = _make_store(place, address, timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
+        )
+        host = None if address is None and _agent_hosts_store() else 0
+        log = EndLog(store, place.rank, place.world_size, host)
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} could not join the {backend} process group at {where} within "
+            f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
+            "port, a port that is free on rank 0's machine and can be reached from the others"
+        ) from error
+    return OwnedGroup(FailureGuard(log, layout, timeout_s))
+
+
+def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
+    if address is None:
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        return store
+    host = address.host.strip("[]")  # an IPv6 address as in a URL
+    return dist.TCPStore(host, address.port, place.world_size, is_master=place.rank == 0, timeout=timeout)
+
+
+def _agent_hosts_store() -> bool:
+    """Whether torchrun keeps the store, which then outlives rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_existing_group(place: Place) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (place.rank, place.world_size):
+        raise LaunchError(
+            f"a process group exists already, with this process as rank {rank} of {world_size}, but the launch is for "
+            f"rank {place.rank} of {place.world_size}; call torch.distributed.destroy_process_group() first, or launch "
+            "with the same numbers"
+        )
+
+
+def _check_backend(backend: str | None, device: torch.device) -> str:
+    if backend is None:
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(
+            f"backend='nccl' works on CUDA devices only, but the device is {device}; leave backend out or give 'gloo'"
+        )
+    parts = [part.rpartition(":")[2] for part in backend.split(",")]  # "cpu:gloo,cuda:nccl"
+    unknown = [part for part in parts if not _is_available(part)]
+    if unknown:
+        raise LaunchError(
+            f"backend={backend!r}: this torch has no {', '.join(unknown)}; leave backend out (nccl for CUDA, gloo for "
+            "the CPU), or give 'gloo'"
+        )
+    return backend
+
+
+def _is_available(backend: str) -> bool:
+    try:
+        return dist.is_backend_available(backend)
+    except ValueError:  # torch 2.11 to 2.13 on malformed names
+        return False

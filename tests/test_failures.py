@@ -1,0 +1,198 @@
+"""What the guard of one rank says and leaves for each kind of error. `test_mesh_failures.py` has real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from halfmesh import failures
+from halfmesh.end_log import End, EndLog
+from halfmesh.failures import FailureGuard, is_echo, is_timeout, told_to_torchrun
+from halfmesh.layout import Layout
+
+LOST = RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:86. GLHF!")
+LATE = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
+
+
+class Ranks:
+    """The guard of rank 0 of 4, in this process, and the logs of the others."""
+
+    def __init__(self, layout: Layout) -> None:
+        store = dist.HashStore()
+        self.logs = [EndLog(store, rank, 4) for rank in range(4)]
+        self.guard = FailureGuard(self.logs[0], layout, timeout_s=5.0)
+
+    def fail(self, error: BaseException) -> None:
+        """`error` ends rank 0."""
+        try:
+            raise error.with_traceback(None)
+        except BaseException as raised:
+            sys.excepthook(type(raised), raised, raised.__traceback__)
+
+    def ends(self) -> dict[int, End]:
+        ends = self.logs[1].read()
+        assert ends is not None
+        return ends.of_rank
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(failures, "end_soon", lambda: None)
+    monkeypatch.setattr(failures, "GRACE_S", 1.0)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    made = Ranks(Layout(4, tensor=2))
+    yield made
+    made.guard.remove()
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> Path:
+    """Where a rank under torchrun leaves its error for the closing summary."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+def test_an_error_of_its_own(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.fail(ValueError("boom"))
+    assert capsys.readouterr().err.endswith("ValueError: boom\nraised on rank 0 (dp 0, tp 0)\n")
+    ends = ranks.logs[1].read()
+    assert ends is not None
+    assert ends.of_rank[0] is End.FAILED
+    assert ends.first_error.startswith("[rank 0 (dp 0, tp 0)] Traceback (most recent call last)")
+    assert ends.first_error.endswith("ValueError: boom")
+
+
+def test_ctrl_c(ranks: Ranks) -> None:
+    ranks.fail(KeyboardInterrupt())
+    assert ranks.ends()[0] is End.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("error", "end", "said"),
+    [
+        (LOST, End.LOST, "ends because the connection to another rank was lost"),
+        (LATE, End.TIMED_OUT, "waited 5 s (config key timeout) for another rank"),
+    ],
+)
+def test_the_error_of_another(
+    ranks: Ranks, error: RuntimeError, end: End, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.logs[3].leave(End.FAILED, "[rank 3] Traceback\nValueError: boom")
+    ranks.fail(error)
+    shown = f"{error}\n[rank 0 (dp 0, tp 0)] {said}; the first error was:\n[rank 3] Traceback\nValueError: boom\n"
+    assert capsys.readouterr().err.endswith(shown)
+    assert ranks.ends()[0] is end
+
+
+def test_whoever_has_not_come_at_the_end_of_the_grace(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.logs[1].leave(End.TIMED_OUT)
+    ranks.logs[3].leave(End.LOST)
+    ranks.fail(LATE)
+    assert capsys.readouterr().err.endswith("likely hanging (or slower than that): rank 2 (dp 1, tp 0)\n")
+
+
+def test_the_dead_are_named_to_all_unless_the_launcher_ends_everyone(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EndLog, "find_killed", lambda self: [2])
+    ranks.fail(LOST)
+    assert "; rank 2 (dp 1, tp 0) ended without an error of its own" in capsys.readouterr().err
+    assert ranks.ends()[2] is End.KILLED
+
+
+def test_after_sigterm_nobody_is_said_to_be_killed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EndLog, "find_killed", lambda self: [2])
+    monkeypatch.setattr(failures, "end_soon", lambda: signal.raise_signal(signal.SIGTERM))
+    ranks.fail(LOST)
+    assert "not heard of, so likely the reason" in capsys.readouterr().err
+    assert ranks.ends()[2] is End.RUNNING
+
+
+def test_the_summary_of_torchrun_has_the_reason(ranks: Ranks, error_file: Path) -> None:
+    ranks.logs[3].finish()
+    ranks.fail(LOST)
+    trace = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert "Connection closed by peer" in trace
+    assert trace.rstrip().endswith(
+        "rank 3 (dp 1, tp 1) ended without an error while others waited for it (left its loop early?)"
+    )
+
+
+def test_once_torchrun_has_seen_another_end_its_summary_stays_as_it_is(
+    ranks: Ranks, error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "end_soon", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(failures, "GRACE_S", 1000.0)  # nor is there anything to wait for
+    ranks.logs[3].leave(End.FAILED, "boom")
+    ranks.fail(LOST)
+    assert not error_file.exists()
+
+
+@pytest.mark.parametrize(("error", "recorded"), [(LOST, False), (LATE, True), (ValueError("x"), True)])
+def test_what_is_recorded_before_there_is_a_guard(error_file: Path, error: Exception, recorded: bool) -> None:
+    with pytest.raises(type(error)), told_to_torchrun():
+        raise error
+    assert error_file.exists() == recorded
+
+
+def test_a_fork_does_not_speak_for_its_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    ranks.fail(ValueError("boom"))
+    ranks.guard._on_exit()
+    assert ranks.ends()[0] is End.RUNNING
+
+
+def test_an_end_without_an_error(ranks: Ranks) -> None:
+    ranks.guard._on_exit()
+    assert ranks.ends()[0] is End.FINISHED
+    assert ranks.ends()[1] is End.RUNNING
+
+
+def test_a_launcher_that_is_gone(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EndLog, "read", lambda self: None)
+    ranks.fail(LOST)
+    assert capsys.readouterr().err.endswith("; the launcher is gone, too\n")
+
+
+def test_a_removed_guard_has_finished(ranks: Ranks) -> None:
+    ranks.guard.remove()
+    assert ranks.ends()[0] is End.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("message", "echo", "timeout"),
+    [
+        (str(LOST), True, False),
+        ("Read error [127.0.0.1]:38284: Connection reset by peer", True, False),
+        (str(LATE), False, True),
+        ("[unbound_buffer.cc:129] Timed out waiting 2000ms for send operation to complete", False, True),
+        ("Application timeout caused pair closure", False, True),
+        ("wait timeout after 2000ms, keys: /default_pg/0//9//cpu//0/1", False, True),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)", False, True),
+        ("DataLoader timed out after 5 seconds", False, False),
+        ("boom", False, False),
+    ],
+)
+def test_what_only_says_that_another_rank_is_gone_or_late(message: str, echo: bool, timeout: bool) -> None:
+    assert (is_echo(RuntimeError(message)), is_timeout(RuntimeError(message))) == (echo, timeout)
+    assert not is_echo(ValueError(message))
+    assert not is_timeout(ValueError(message))
+
+
+def test_an_oserror_is_an_echo_too() -> None:
+    assert is_echo(ConnectionResetError("[Errno 104] Connection reset by peer"))
