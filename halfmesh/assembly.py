@@ -142,7 +142,8 @@ def _convert(
     context.start_equal(given.model, given.optimizer)
     tensor = None
     if plan is not None:  # before the model goes to the device, which may not have room for all of it
-        tensor = TensorParallel(given.model, given.optimizer, plan, TensorAxis(context.tp_group, context.device))
+        axis = TensorAxis(context.tp_group, context.device, config.seed + context.dp_rank)
+        tensor = TensorParallel(given.model, given.optimizer, plan, axis)
     given.model.to(context.device)
     _move_state(given.optimizer, context.device)
     separate_dp_ranks(config.seed, context)

@@ -18,6 +18,7 @@ from .amp.holdings import refuse_foreign_params
 from .amp.recipe import HALF, Recipe
 from .engine.dataloader import EMPTY
 from .errors import InputError, shorten
+from .parallel.tensor_layers import DividedLayer
 from .shard import ParamShard
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
+        return
+    divided = [name for name, module in model.named_modules() if isinstance(module, DividedLayer)]
+    if divided:
+        yield (
+            f"model: {shorten(divided)} are divided over the tensor group of another engine; close that one first (its "
+            "close() makes them whole), or, after an error, build the model again"
+        )
         return
     params = dict(model.named_parameters())
     lazy = [name for name, p in params.items() if isinstance(p, UninitializedParameter)]

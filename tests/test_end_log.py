@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dist_harness import free_port
 from halfmesh import end_log
 from halfmesh.end_log import End, EndLog, Ends
 
+NAME = "halfmesh ends"
 linux_only = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are seen in /proc")
 
 
@@ -131,10 +133,21 @@ def test_a_host_that_ends_without_a_word() -> None:
     assert other.read() is None
 
 
+def test_no_thread_is_left_at_the_end() -> None:
+    port = free_port()
+    hosted = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    other = EndLog(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 4, host=0)
+    assert NAME in [thread.name for thread in threading.enumerate()]
+    other.finish()
+    assert NAME not in [thread.name for thread in threading.enumerate()]
+    assert EndLog(hosted, 0, 4, host=0).published() == ""
+
+
 def test_a_store_of_the_launchers_needs_no_thread() -> None:
     log = EndLog(dist.HashStore(), 1, 4)
     log.publish("x")
     assert log.published() == ""
+    assert NAME not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("others_end", [False, True])

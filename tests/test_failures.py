@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,11 +103,12 @@ def test_whoever_has_not_come_at_the_end_of_the_grace(ranks: Ranks, capsys: pyte
     assert capsys.readouterr().err.endswith("likely hanging (or slower than that): rank 2 (dp 1, tp 0)\n")
 
 
-def test_the_dead_are_named_to_all_unless_the_launcher_ends_everyone(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("error", [LOST, LATE])  # LATE: the sockets of a dead rank may live on in its data workers
+def test_the_dead_are_named_to_all(
+    ranks: Ranks, error: RuntimeError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(EndLog, "find_killed", lambda self: [2])
-    ranks.fail(LOST)
+    ranks.fail(error)
     assert "; rank 2 (dp 1, tp 0) ended without an error of its own" in capsys.readouterr().err
     assert ranks.ends()[2] is End.KILLED
 
@@ -123,7 +125,9 @@ def test_after_sigterm_nobody_is_said_to_be_killed(
 
 def test_the_summary_of_torchrun_has_the_reason(ranks: Ranks, error_file: Path) -> None:
     ranks.logs[3].finish()
+    start = time.monotonic()
     ranks.fail(LOST)
+    assert time.monotonic() - start >= 1.0  # a rank with an error of its own comes first in the summary
     trace = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
     assert "Connection closed by peer" in trace
     assert trace.rstrip().endswith(

@@ -202,7 +202,8 @@ class Engine(Readings):
             "lr_scheduler": self._lr.state_dict(),
             "global_step": self.global_step,
             "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
-            "random": checkpoint.random_state(self.context.device) | {"rank": self.context.rank},
+            "random": checkpoint.random_state(self.context.device)
+            | {"rank": self.context.rank, "model": None if self._tensor is None else self._tensor.axis.common.state},
             "layout": checkpoint.layout(self.context),
         }
 
@@ -221,6 +222,8 @@ class Engine(Readings):
             self._cycle.reducer.note_buffers()
         if state["random"]["rank"] == self.context.rank:  # another rank's would repeat its dropout here
             checkpoint.set_random_state(state["random"], self.context.device)
+            if self._tensor is not None:
+                self._tensor.axis.common.state = state["random"]["model"].cpu()
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
         """Not built yet."""

@@ -14,6 +14,7 @@ from .reducer import ReduceOptions, Reducer
 from .tensor import TensorParallel
 
 _LOOKS = 5  # at gradients that are zero
+_SAMPLE = 256  # elements of each gradient
 
 
 class Reduction(Protocol):
@@ -85,14 +86,14 @@ class TensorGradients:
         shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
-        sums = torch.stack([_sums(shard.take_grad(), shard.param) for shard in shards])
-        everyone = torch.stack(self._tensor.axis.gathered(sums))
+        samples = torch.stack([_sample(shard.take_grad(), shard.param) for shard in shards])
+        everyone = torch.stack(self._tensor.axis.gathered(samples))
         if not bool(everyone.isfinite().all()):
             return  # an overflow is not comparable; the next update is
-        sizes = everyone[..., 1].amax(0)
+        sizes = everyone.norm(dim=-1).amax(0)
         for shard, size in zip(shards, sizes.tolist(), strict=True):
             looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
-        apart = (everyone - everyone[0]).abs().amax(0).amax(-1) > 1e-2 * sizes
+        apart = (everyone - everyone[0]).norm(dim=-1).amax(0) > 1e-2 * sizes  # far above what rounding does
         names = [shard.name for shard, differs in zip(shards, apart.tolist(), strict=True) if differs]
         if names:
             raise InputError(
@@ -102,12 +103,14 @@ class TensorGradients:
             )
 
 
-def _sums(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
-    """The sum of the gradient's elements, and of their absolute values."""
-    if grad is None:
-        return torch.zeros(2, dtype=torch.float64, device=param.device)
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, 1, dtype=torch.float64)])
+def _sample(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
+    """`_SAMPLE` of the gradient's elements, from all over it. (Sums would not do: those of large tensors are alike.)"""
+    sample = torch.zeros(_SAMPLE, dtype=torch.float64, device=param.device)
+    if grad is not None:
+        values = (grad.coalesce().values() if grad.is_sparse else grad).reshape(-1)
+        some = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
+        sample[: some.numel()] = some
+    return sample
 
 
 class CompleteGradients:

@@ -5,9 +5,11 @@ Classes are named, not imported: none of these packages has to be there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import InputError
@@ -37,8 +39,23 @@ TIMM_ATTENTION = LayerPlan(
 _NORM_PROBLEM = "its norm works on all hidden features, which are divided; build it without (norm_layer=None)"
 
 
-def _hidden_norm(mlp: nn.Module) -> str | None:
-    return None if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
+def _hidden_norm(mlp: Any) -> str | None:
+    return _looks_aside(mlp.act, mlp) if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
+
+
+def _activation(layer: Any) -> str | None:
+    return _looks_aside(layer.activation, layer)
+
+
+def _looks_aside(activation: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module) -> str | None:
+    """Why `activation` cannot work on some of the features only."""
+    param = next(layer.parameters())
+    features = torch.linspace(-2, 2, 8, dtype=param.dtype, device=param.device)
+    with torch.no_grad():
+        whole, parts = activation(features), [activation(part) for part in features.chunk(2)]
+    if whole.shape != features.shape or not torch.allclose(whole, torch.cat(parts)):
+        return "its activation looks at several features at once (softmax), which are divided; use one that does not"
+    return None
 
 
 TIMM_MLP = LayerPlan(
@@ -79,10 +96,12 @@ TORCH_ENCODER = LayerPlan(
 TORCH_ENCODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerEncoderLayer",),
     styles={"": "off(activation_relu_or_gelu)", "linear1": "colwise", "linear2": "rowwise"},  # no fused evaluation
+    find_problem=_activation,
 )
 TORCH_DECODER_LAYER = LayerPlan(
     layers=("torch.nn.modules.transformer.TransformerDecoderLayer",),
     styles={"linear1": "colwise", "linear2": "rowwise"},
+    find_problem=_activation,
 )
 
 

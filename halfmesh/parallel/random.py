@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from .context import ParallelContext
 
@@ -29,6 +30,35 @@ def separate_dp_ranks(seed: int, context: ParallelContext) -> None:
         np.random.seed((seed + context.dp_rank) % 2**32)
     if context.dp_size > 1 or context.tp_size > 1:
         torch.manual_seed(seed + context.dp_rank)
+
+
+class CommonRandom:
+    """The random numbers of the model's own forward in training: a sequence of their own, so that all ranks of a tensor
+    group drop alike, whatever else one of them draws (to write a sample, to pick a colour). What is drawn outside goes
+    on as if the model had drawn nothing.
+
+    Args:
+        seed: the same on all ranks of the group.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
+        self.state = torch.Generator(device).manual_seed(seed).get_state()
+        """Where the sequence is, between two calls of the model."""
+        self._outside: torch.Tensor | None = None
+
+    def enter(self, model: nn.Module, *_: Any) -> None:
+        """A forward hook: the model begins."""
+        if model.training and self._outside is None:
+            self._outside = self._generator.get_state()
+            self._generator.set_state(self.state)
+
+    def leave(self, *_: Any) -> None:
+        """A forward hook: the model ends."""
+        if self._outside is not None:
+            self.state = self._generator.get_state()
+            self._generator.set_state(self._outside)
+            self._outside = None
 
 
 class RandomFork:

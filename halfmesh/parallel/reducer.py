@@ -158,8 +158,8 @@ class Reducer:
     def _refuse_mixed_sums(self) -> None:
         if self.stale and not self.options.mean:
             raise InputError(
-                "gradients were added by a backward outside this engine after they had been summed over the data "
-                "ranks; call engine.backward(loss) for every loss, or use loss_reduction='mean'"
+                "gradients were added by a backward outside this engine after they had been summed over ranks; call "
+                "engine.backward(loss) for every loss (or, without sequence parallelism, use loss_reduction='mean')"
             )
 
     def _warn_of_own_buffers(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -52,7 +53,13 @@ class TensorParallel:
             self._change(param, partial(split.cut, rank=axis.rank, size=axis.size))
         for a in plan.assignments:
             self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
-        hooks = [*self._guard_forks(model, plan), *self._take_whole(model), _SameInputs(axis).watch(model)]
+        hooks = [*self._guard_forks(model, plan), *self._take_whole(model)]
+        hooks += [
+            model.register_forward_pre_hook(axis.common.enter),
+            model.register_forward_hook(axis.common.leave, always_call=True),
+            *_SameCalls(axis).watch(model),
+        ]
+        hooks.append(optimizer.register_load_state_dict_post_hook(self._refuse_other_state))
         self._undo.append(removal(hooks))
 
     def weight(self, param: nn.Parameter, dp_size: int) -> float:
@@ -85,6 +92,17 @@ class TensorParallel:
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
                 state[name] = change(value)
         param.data, param.grad = change(param.data), None
+
+    def _refuse_other_state(self, optimizer: optim.Optimizer) -> None:
+        """Fused optimizers would take state of another shape as it is, and read past what is theirs."""
+        for param, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
+                    raise InputError(
+                        f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} for a parameter of "
+                        f"which this rank holds {tuple(param.shape)}; load what was saved by the same rank in the same "
+                        "layout (engine.load_state_dict), or load the whole state into the optimizer before initialize"
+                    )
 
     def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
         """Random numbers are in common again where a module ends that divides features, also when it fails; and where
@@ -124,37 +142,78 @@ class TakePart:
                 state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
 
 
-class _SameInputs:
-    """Compares what the ranks of a tensor group put into the model, in the first call of each mode: ranks that see
-    different data would mix them up silently."""
+class _SameCalls:
+    """Compares what goes into the model, and what comes out, over the ranks of a tensor group: in the first call of
+    each mode. Ranks that see different data would mix it up silently, and an output that is divided is not the model's.
+    """
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
         self._seen: set[bool] = set()
+        self._looking = False
 
-    def watch(self, model: nn.Module) -> Any:
-        return model.register_forward_pre_hook(self._compare, with_kwargs=True)
+    def watch(self, model: nn.Module) -> Iterator[Any]:
+        yield model.register_forward_pre_hook(self._compare_inputs, with_kwargs=True)
+        yield model.register_forward_hook(self._compare_outputs)
 
     @torch.no_grad()
-    def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training in self._seen:
-            return
+    def _compare_inputs(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._looking = model.training not in self._seen
         self._seen.add(model.training)
-        digest = hashlib.sha256()
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            digest.update(_content(tensor))
-            return tensor
-
-        map_tensors(take, (args, kwargs))
-        everyone: list[Any] = [None] * self._axis.size
-        dist.all_gather_object(everyone, digest.hexdigest(), group=self._axis.group)
-        if len(set(everyone)) > 1:
+        if self._looking and len(set(self._everyone(_digest((args, kwargs))))) > 1:
             raise InputError(
                 f"the {self._axis.size} ranks of a tensor group were given different inputs, but they compute one "
                 "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
                 "engine.context.dp_size"
             )
+
+    @torch.no_grad()
+    def _compare_outputs(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._looking:
+            return
+        self._looking = False
+        found: list[torch.Tensor] = []
+        map_tensors(lambda tensor: found.append(tensor) or tensor, output)  # type: ignore[func-returns-value]
+        mine = [(tuple(tensor.shape), _norm(tensor)) for tensor in found]
+        everyone = self._everyone(mine)
+        if any(not _alike(mine, theirs) for theirs in everyone):
+            raise InputError(
+                "the model's output differs between the ranks of a tensor group: part of it is divided. Give the last "
+                "layer the style 'colwise_gather' if it has 'colwise'; do not return what is between divided layers "
+                "(hidden states under sequence_parallel, attention weights)"
+            )
+
+    def _everyone(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self._axis.size
+        dist.all_gather_object(everyone, mine, group=self._axis.group)
+        return everyone
+
+
+def _digest(tree: Any) -> str:
+    digest = hashlib.sha256()
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        digest.update(_content(tensor))
+        return tensor
+
+    map_tensors(take, tree)
+    return digest.hexdigest()
+
+
+def _norm(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Norms of a tensor and of its halves, by which two are told apart."""
+    if tensor.layout != torch.strided or not tensor.is_floating_point():
+        return ()
+    flat = tensor.detach().reshape(-1).float()
+    return tuple(float(torch.linalg.vector_norm(part)) for part in (flat, *flat.chunk(7)))
+
+
+def _alike(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether shapes are equal, and norms but for rounding (in bf16, and of what an overflow has left)."""
+    if [shape for shape, _ in mine] != [shape for shape, _ in theirs]:
+        return False
+    pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]
+    return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
 
 
 def make_shards(model: nn.Module, tensor: TensorParallel | None, copies: int) -> list[ParamShard]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .. import torch_private
 from ..errors import InputError
 from . import collectives
-from .random import RandomFork
+from .random import CommonRandom, RandomFork
 
 
 class TensorAxis:
@@ -20,13 +20,15 @@ class TensorAxis:
 
     Attributes:
         group: the ranks, `size` of them, of which this is number `rank`.
-        fork: differing random numbers, open where activations are divided.
+        common: the random numbers of the model's forward.
+        fork: differing ones, open where activations are divided.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, seed: int = 0) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        self.common = CommonRandom(seed, device)
         self.fork = RandomFork(self.rank, device)
         self._copied: tuple[Any, ...] | None = None
 

@@ -15,20 +15,6 @@ from .split import Split
 from .tensor_plans import Assignment, assign, generalise
 from .tensor_styles import Colwise, Heads, Rowwise, Vocab
 
-HEAD_COUNTS = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "nheads",
-    "nhead",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-    "heads",
-)
-"""Names under which attention modules keep the number of their heads."""
-
 
 @dataclass(frozen=True)
 class ResolvedPlan:
@@ -116,13 +102,18 @@ def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str |
     counted = {a.name for a in assignments if isinstance(a.style, Heads)}
     parents = {a.name.rpartition(".")[0] for a in assignments if isinstance(a.style, Colwise) and a.style.opens_fork}
     for parent in sorted(parents - counted):
-        found = [name for name in HEAD_COUNTS if isinstance(getattr(modules[parent], name, None), int)]
+        found = [name for name, value in vars(modules[parent]).items() if type(value) is int and _counts_heads(name)]
         if found:
             yield (
                 f"{parent!r} has {found[0]}={getattr(modules[parent], found[0])}, and its features are divided; add "
                 f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
                 "if it takes the number of heads from the shape (-1)"
             )
+
+
+def _counts_heads(name: str) -> bool:
+    """Whether an attention module's attribute of that name may count heads: num_heads, n_kv_heads, nhead, heads."""
+    return "head" in name and not any(part in name for part in ("dim", "size", "width", "features"))
 
 
 def _find_sequence_problems(model: nn.Module, plan: ResolvedPlan) -> Iterator[str]:

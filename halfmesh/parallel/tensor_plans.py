@@ -106,7 +106,11 @@ class _Assignments:
         self.problems: list[str] = []
 
     def add_registered(self, name: str | None, sequence_parallel: bool, within: list[str] | None = None) -> None:
-        """Take the styles of the registered plan `name`, or of all; only those of modules at or below `within`."""
+        """Take the styles of the registered plan `name`, or of all.
+
+        Args:
+            within: only those of modules at or below these, and what is switched off above them.
+        """
         for plan in TENSOR_PLANS.names() if name is None else [name]:
             try:
                 styles = list(TENSOR_PLANS.get(plan).styles_in(self._model, sequence_parallel))
@@ -114,7 +118,7 @@ class _Assignments:
                 self.problems.append(str(error))
                 continue
             if within is not None:
-                styles = [(n, text) for n, text in styles if any(n == top or _is_below(n, top) for top in within)]
+                styles = [style for style in styles if any(_concerns(style[0], style[1], top) for top in within)]
             self.add(styles, plan)
 
     def add(self, styles: list[tuple[str, str]], plan: str) -> None:
@@ -174,6 +178,11 @@ def _counted_twice(old: Style, new: Style) -> list[str]:
 def generalise(name: str) -> str:
     """`name` with numbers as "*": "blocks.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _concerns(name: str, text: str, top: str) -> bool:
+    """Whether a style (`text`, of the module `name`) is needed where only `top` is divided."""
+    return name == top or _is_below(name, top) or (text.startswith("off") and _is_below(top, name))
 
 
 def _is_below(name: str, top: str) -> bool:

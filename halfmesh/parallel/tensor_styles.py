@@ -175,8 +175,9 @@ class Off(Style):
 
 def _not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Why `module` does not compute what `kind` computes from parameters of its own."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward:
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
         return f"it is a {type(module).__name__}, and this style is for torch.nn.{kind.__name__}"
-    if "weight" not in dict(module.named_parameters(recurse=False, remove_duplicate=False)):
-        return "its weight is computed from others (parametrized), and cannot be cut; remove the parametrization"
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    if "weight" not in own or (getattr(module, "bias", None) is not None and "bias" not in own):
+        return "its weight or bias is computed from others (parametrized, pruned), and cannot be cut; undo that first"
     return None

@@ -28,8 +28,8 @@ MODELS = {
     "llama": "transformers' LlamaForCausalLM, with its own plan: 8 heads on 4 key-value heads, embedding and head tied",
 }
 assert MODELS.keys() == WORKLOADS.keys()
-REDUCED = """A `reduce_dtype` below float32 rounds each gradient twice, when it is sent and when it is summed: by its
-eps together. So weights may be off by eps times the longest way of a weight in addition."""
+REDUCED = """A `reduce_dtype` below float32 rounds each gradient twice, when it is sent and when it is summed, by its
+eps together. So ways and norms may be off by eps in addition, and a weight by eps times the way that it went."""
 
 
 def render() -> str:

@@ -194,7 +194,7 @@ WORKLOADS = {
     "mlp": Workload(MLP, lambda: _labelled(8), lr=0.05, max_norm=0.9, plan=MLP_PLAN, sequence=False),
     "gpt": Workload(_gpt, _text, lr=0.05, max_norm=1.9),
     "vit": Workload(_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
-    "llama": Workload(_llama, _text, lr=0.015, max_norm=3.0),
+    "llama": Workload(_llama, _text, lr=0.01, max_norm=3.2),
 }
 """The values of the axis `model`."""
 

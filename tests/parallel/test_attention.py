@@ -258,6 +258,11 @@ def layers(rank: int, world_size: int) -> dict:
                 output = model(x, **options)
             seen = ~padding(L) if name == "padding" else slice(None)  # torch's nested tensors have no padding
             found["eval", name, grads] = apart(output[seen], expected[seen])
+    model = encoder().eval()  # some layers only, in a model that makes nested tensors
+    with torch.no_grad():
+        expected = model(x, **calls["padding"])
+        divide(model, {"layers.1": "auto"})
+        found["eval", "some"] = apart(model(x, **calls["padding"])[seen], expected[seen])
     torch.manual_seed(0)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, HEADS, 12, 0.0, batch_first=True), 2).double()
     masks = {"tgt_mask": causal, "tgt_is_causal": True, "memory_key_padding_mask": padding(S)}
@@ -276,6 +281,6 @@ def test_transformer_layers():
     for found in run_ranks(layers, 2, timeout=120):
         assert found.pop("missing") == []
         assert found.pop("sequence").startswith("ValueError: sequence_parallel=True, but no plan says where")
-        assert len(found) == 16 + 8 + 2
+        assert len(found) == 16 + 8 + 1 + 2
         for cell, value in found.items():
             assert value < 1e-13, cell

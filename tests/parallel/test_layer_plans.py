@@ -144,30 +144,46 @@ def test_other_models_of_timm():
                 assert max(result.output, result.grads) < 1e-13, cell
 
 
-def drop_paths(rank: int, world_size: int) -> list[Any]:
-    """Which samples each DropPath drops, with divided sequences, in two forwards."""
+def drops(rank: int, world_size: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Which samples each DropPath drops, with divided sequences, in two forwards; and what each Dropout drops."""
     from timm.layers import DropPath
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(0)
-    model = VisionTransformer(**VIT, **GAP, drop_path_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5)
+    rates = {
+        "drop_path_rate": 0.5,
+        "proj_drop_rate": 0.5,
+        "attn_drop_rate": 0.5,
+        "pos_drop_rate": 0.5,
+        "drop_rate": 0.5,
+    }
+    model = VisionTransformer(**VIT, **GAP, **rates)
+    for block in model.blocks:
+        block.attn.fused_attn = False  # a module of its own drops attention weights
     divide(model, "auto", True)
     seen: list[Any] = []
-    for module in model.modules():
+    masks: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
         if isinstance(module, DropPath) and module.drop_prob:
             module.register_forward_hook(lambda _, args, output: seen.append((output == 0).flatten(1).all(1).tolist()))
+        if isinstance(module, nn.Dropout) and module.p:
+            module.register_forward_hook(lambda _, args, output, name=name: masks.update({name: output == 0}))
     for _ in range(2):
         model(random(16, 1, 16, 16, dtype=torch.float32))
-    return seen
+    return seen, masks
 
 
 def test_samples_are_dropped_alike_on_all_ranks():
     pytest.importorskip("timm")
-    first, second = run_ranks(drop_paths, 2)
+    (first, masks), (second, others) = run_ranks(drops, 2)
     assert len(first) == 2 * 2
     assert first == second
     assert all(any(drops) and not all(drops) for drops in first)
     assert len({str(drops) for drops in first}) == 4
+    whole = {name for name in masks if torch.equal(masks[name], others[name])}
+    assert whole == {"pos_drop", "head_drop"}
+    divided = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
+    assert masks.keys() - whole == {f"blocks.{i}.{name}" for i in (0, 1) for name in divided}
 
 
 def language_models() -> Iterator[tuple[str, Callable[[], nn.Module], bool]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
 from torch import nn
 
 from halfmesh.parallel.registries import TENSOR_PLANS
-from halfmesh.parallel.tensor_checks import HEAD_COUNTS, resolve
+from halfmesh.parallel.tensor_checks import resolve
 from halfmesh.parallel.tensor_plans import LayerPlan
 
 
@@ -90,6 +91,16 @@ def test_no_plan_for_a_model():
     assert message.startswith("plan {'tail': 'heads()'} divides nothing of Strange. ")
 
 
+def test_a_compiled_model():
+    model, part = Language(), Language()
+    model.compile(backend="eager")
+    part.attention.compile(backend="eager")
+    for compiled in (model, part, torch.compile(Language(), backend="eager")):
+        assert problems(compiled, {"*attention.q": "colwise", "*attention.out": "rowwise"}) == [
+            "the model is compiled, and its layers cannot be divided any more; pass it uncompiled"
+        ]
+
+
 def test_an_unknown_plan_is_named():
     (message,) = problems(Language(), "timm_mpl")
     assert message.startswith("no tensor plan named 'timm_mpl'; did you mean 'timm_mlp'?")
@@ -146,7 +157,20 @@ def test_words_that_cannot_be_divided_are_told_once():
 # -- heads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", HEAD_COUNTS)
+COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nheads",
+    "nhead",
+    "num_attention_heads",
+    "num_kv_heads",
+    "heads",
+    "q_heads",
+)
+
+
+@pytest.mark.parametrize("name", COUNTS)
 def test_heads_that_nobody_divides(name):
     model = Language(**{name: 4})
     (message,) = problems(model, PLAN)
@@ -157,6 +181,12 @@ def test_heads_that_nobody_divides(name):
     assert problems(model, {**PLAN, "attention": f"heads({name})"}) == []
     assert problems(model, {**PLAN, "attention": "heads()"}) == []
     assert problems(model, {"attention.q": "colwise_gather"}) == [], "features are whole again"
+
+
+@pytest.mark.parametrize("name", ["head_dim", "head_size", "dim_head", "head_features", "width"])
+def test_other_numbers_count_no_heads(name):
+    assert problems(Language(**{name: 4}), PLAN) == []
+    assert problems(Language(num_heads=True), PLAN) == [], "nor does a flag"
 
 
 def test_all_counts_are_named():

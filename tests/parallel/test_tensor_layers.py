@@ -46,6 +46,22 @@ def test_linear_layers():
             assert result.missing == [], cell
 
 
+def misfits(rank: int, world_size: int) -> list[str]:
+    model, split = mlp(), mlp()
+    divide(model, {"4": "rowwise"})
+    divide(split, {"2": "rowwise_split"})
+    return [refusal(lambda: model(random(3, 4, dtype=torch.float32))), refusal(lambda: split[2](torch.ones(3, 8)))]
+
+
+def test_whole_features_are_refused_where_parts_are_awaited():
+    for first, second in run_ranks(misfits, 2):
+        assert first == (
+            "InputError: a 'rowwise' layer takes this rank's 4 features, but 8 came; give the layer before it the "
+            "style 'colwise', or this one 'rowwise_split' if its input is whole"
+        )
+        assert second.startswith("InputError: a 'rowwise' layer takes this rank's 3 features, but 4 came; ")
+
+
 def dtypes(rank: int, world_size: int) -> dict:
     """(output dtype, how far from the whole model's), in half precision of every kind."""
     found = {}

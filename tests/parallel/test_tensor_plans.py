@@ -140,6 +140,17 @@ def test_auto_for_some_modules():
     assert {name.split(".")[1] for name in styles(many, {"blocks.1": "auto"})} == {"1"}
 
 
+def test_short_cuts_above_are_switched_off():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(4, 4))
+    for pattern in ("0.layers.1", "0.layers.1.linear1"):
+        chosen = styles(model, {pattern: "auto"})
+        assert chosen["0"] == "off(use_nested_tensor)"
+        assert "0.layers.1.linear1" in chosen
+        assert not any(name.startswith("0.layers.0") for name in chosen)
+    assert "1" not in styles(model, {"": "auto"})
+
+
 def test_patterns():
     assert styles(Model(), {"blocks.*.mlp.up": "colwise"}) == {f"blocks.{i}.mlp.up": "colwise" for i in (0, 1)}
     assert styles(Model(), {"*.up": " colwise "}) == {f"blocks.{i}.mlp.up": " colwise " for i in (0, 1)}

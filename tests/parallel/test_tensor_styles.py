@@ -56,7 +56,7 @@ REFUSED = [
     ("rowwise", nn.Embedding(8, 8), 2, "it is a Embedding, and this style is for torch.nn.Linear"),
     ("vocab", nn.LayerNorm(8), 2, "it is a LayerNorm, and this style is for torch.nn.Embedding"),
     ("colwise", Scaled(4, 8), 2, "it is a Scaled, and this style is for torch.nn.Linear"),
-    ("colwise", parametrized(), 2, "its weight is computed from others (parametrized), and cannot be"),
+    ("colwise", parametrized(), 2, "its weight or bias is computed from others (parametrized, pruned"),
     (
         "vocab",
         nn.Embedding(8, 4, max_norm=1.0),
@@ -90,7 +90,10 @@ def test_many_sizes_are_not_all_listed():
 
 def test_a_weight_that_is_computed():
     (message,) = problems("colwise", hooked())
-    assert message == "its weight is computed from others (parametrized), and cannot be cut; remove the parametrization"
+    assert (
+        message
+        == "its weight or bias is computed from others (parametrized, pruned), and cannot be cut; undo that first"
+    )
 
 
 @pytest.mark.parametrize(
