@@ -108,6 +108,8 @@ class EndLog:
         for line in log.splitlines():
             number, end, *where = line.split(" ")
             rank = int(number)
+            if end == End.KILLED and of_rank.get(rank) is not End.RUNNING:
+                continue  # found by several at a time, or too late
             of_rank.pop(rank, None)  # so that it moves to the end of the order
             of_rank[rank] = End(end)
             self._running_here.pop(rank, None)

@@ -21,7 +21,7 @@ class Layout:
     def has_places(self) -> bool:
         """Whether a rank has a place besides its number. Where there is data parallelism only, the two are the same."""
         degree = self.pipeline * self.tensor
-        return degree > 1
+        return degree > 1 and self.world_size % degree == 0
 
     def name(self, rank: int) -> str:
         """`rank 3`, or `rank 3 (dp 1, tp 1)`; axes of size 1 are left out."""

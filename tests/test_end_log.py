@@ -69,6 +69,17 @@ def test_an_earlier_run_in_the_same_store_means_nothing() -> None:
     assert read(logs[0]) == Ends({0: End.RUNNING, 1: End.RUNNING})
 
 
+def test_found_dead_too_late() -> None:
+    store = dist.HashStore()
+    logs = [EndLog(store, rank, 3) for rank in range(3)]
+    logs[0].leave(End.FAILED, "boom")
+    logs[1].leave_killed([0, 2])
+    logs[1].leave(End.TIMED_OUT)
+    logs[1].leave_killed([2])  # another has found it at the same time
+    expected = {0: End.FAILED, 2: End.KILLED, 1: End.TIMED_OUT}
+    assert list(read(logs[1]).of_rank.items()) == list(expected.items())
+
+
 @linux_only
 def test_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
