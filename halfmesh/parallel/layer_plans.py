@@ -5,6 +5,7 @@ Classes are named, not imported: none of these packages has to be there.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,8 +52,15 @@ def _looks_aside(activation: Callable[[torch.Tensor], torch.Tensor], layer: nn.M
     """Why `activation` cannot work on some of the features only."""
     param = next(layer.parameters())
     features = torch.linspace(-2, 2, 8, dtype=param.dtype, device=param.device)
-    with torch.no_grad():
-        whole, parts = activation(features), [activation(part) for part in features.chunk(2)]
+    if isinstance(activation, nn.Module):
+        activation = copy.deepcopy(activation).eval()  # some draw random numbers in training
+    try:
+        with torch.no_grad():
+            whole, parts = activation(features), [activation(part) for part in features.chunk(2)]
+    except Exception as error:
+        return (
+            f"its activation cannot be tried out on some of the features ({error}), and they are divided; use another"
+        )
     if whole.shape != features.shape or not torch.allclose(whole, torch.cat(parts)):
         return "its activation looks at several features at once (softmax), which are divided; use one that does not"
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,29 +254,3 @@ def test_hugging_face():
     )
     assert refused["gemma"].count("it is a GemmaTextScaledWordEmbedding, and this style is for torch.nn.Embedding") == 1
     assert "post_feedforward_layernorm.weight is in a layer whose activations are divided" in refused["Olmo2"]
-
-
-class Uneven:
-    """A config whose layers have different numbers of heads."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        raise RuntimeError("'num_attention_heads' is a per-layer attribute")
-
-
-def test_a_config_without_one_number_of_heads():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.tp_plan = {"0": "colwise"}
-    model.config = Uneven()
-    assert resolve(model, 2)[1][0] == (
-        "the model's config does not say one num_attention_heads for all layers ('num_attention_heads' is a per-layer "
-        "attribute); choose the layers yourself (parallel.tensor.plan = {pattern: style})"
-    )
-    model.config = SimpleNamespace(num_attention_heads=3, num_key_value_heads=None)
-    assert resolve(model, 2)[1] == [
-        "the model (config_heads(num_attention_heads), from plan 'hugging_face'): 3 config.num_attention_heads are not "
-        "divisible by tensor=2; tensor can be 1, 3"
-    ]
-    for plan in (None, {}, "colwise"):
-        model.tp_plan = plan
-        assert "no plan is registered for any layer of Sequential" in resolve(model, 2)[1][0]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from halfmesh.parallel import random
-from halfmesh.parallel.random import RandomFork
+from halfmesh.parallel.random import CommonRandom, RandomFork
 
 CPU = torch.device("cpu")
 
@@ -141,6 +141,36 @@ def test_checkpoints_one_after_the_other():
         return x
 
     assert torch.equal(grad(run)[0], expected)
+
+
+def test_the_model_draws_from_a_sequence_of_its_own():
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    ranks = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        common, model = CommonRandom(5, CPU), nn.Identity()
+        drawn = []
+        for _ in range(2):
+            torch.rand(rank)  # one of the ranks draws more
+            state = torch.get_rng_state()
+            common.enter(model)
+            common.enter(model)  # a model that calls itself
+            drawn.append(torch.rand(4))
+            common.leave()
+            common.leave()
+            assert torch.equal(torch.get_rng_state(), state), "outside as if the model had drawn nothing"
+        ranks.append(drawn)
+        common.enter(model.eval())
+        assert torch.equal(torch.get_rng_state(), state), "evaluation draws from what is outside"
+        common.leave()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(*ranks, strict=True))
+    assert not torch.equal(*ranks[0])
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(4), expected)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(4), ranks[0][0]), "the seed it was given"
 
 
 class Philox:
