@@ -88,15 +88,16 @@ class EndLog:
         self._ask(partial(self._append, self.rank, end))
         self._ask(lambda: self._store.check([LOG]))  # has an answer, which the others do not wait for
 
-    def finish(self) -> None:
-        """Tell them that this rank ended without an error, if the store is still there. The last call in any case."""
-        if not self._left:
-            self._left = True
+    def finish(self) -> bool:
+        """This rank ends; without an error, unless it has left one. Returns whether it ends now. The last call."""
+        ends_now, self._left = not self._left, True
+        if ends_now:
             self._ask(partial(self._append, self.rank, End.FINISHED))
         if self._thread is not None and self._thread.is_alive():
             # A thread that came back from C++ during the shutdown of the interpreter would abort the process.
             self._ask(lambda: self._store.set(self._reason_keys[self.rank], ""))
             self._thread.join(1.0)
+        return ends_now
 
     def read(self) -> Ends | None:
         """What is known by now; None when the store is gone."""

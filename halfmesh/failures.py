@@ -86,8 +86,8 @@ class FailureGuard:
             self._finish()
 
     def _finish(self) -> None:
-        self._log.finish()
-        if self._log.host == self._log.rank and not self._log.await_others(PARTING_S):
+        ends_now = self._log.finish()
+        if ends_now and self._log.host == self._log.rank and not self._log.await_others(PARTING_S):
             self._log.publish(find_cause(Ends({self._log.rank: End.FINISHED}), self._layout).text)
             time.sleep(READ_S)
 

@@ -20,20 +20,22 @@ from halfmesh.layout import Layout
 
 LOST = RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:86. GLHF!")
 LATE = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
+BY_ITSELF = "ended without an error of its own (killed, out of memory?)"
+EARLY = "ended without an error while others waited for it (left its loop early?)"
 
 
 class Ranks:
     """The guard of rank 0 of 4, in this process, and the logs of the others."""
 
-    def __init__(self, layout: Layout) -> None:
-        store = dist.HashStore()
-        self.logs = [EndLog(store, rank, 4) for rank in range(4)]
-        self.guard = FailureGuard(self.logs[0], layout, timeout_s=5.0)
+    def __init__(self, host: int | None = None) -> None:
+        self.store = dist.HashStore()
+        self.logs = [EndLog(self.store, 0, 4, host), *(EndLog(self.store, rank, 4) for rank in range(1, 4))]
+        self.guard = FailureGuard(self.logs[0], Layout(4, tensor=2), timeout_s=5.0)
 
     def fail(self, error: BaseException) -> None:
-        """`error` ends rank 0."""
+        """An error like `error` ends rank 0."""
         try:
-            raise error.with_traceback(None)
+            raise type(error)(*error.args)
         except BaseException as raised:
             sys.excepthook(type(raised), raised, raised.__traceback__)
 
@@ -43,14 +45,15 @@ class Ranks:
         return ends.of_rank
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+@pytest.fixture(params=[None])
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Parametrized with the rank that hosts the store."""
     monkeypatch.setattr(failures, "end_soon", lambda: None)
     monkeypatch.setattr(failures, "GRACE_S", 1.0)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    made = Ranks(Layout(4, tensor=2))
+    made = Ranks(request.param)
     yield made
     made.guard.remove()
     signal.signal(signal.SIGTERM, before)
@@ -163,6 +166,40 @@ def test_an_end_without_an_error(ranks: Ranks) -> None:
     ranks.guard._on_exit()
     assert ranks.ends()[0] is End.FINISHED
     assert ranks.ends()[1] is End.RUNNING
+
+
+hosts_the_store = pytest.mark.parametrize("ranks", [0], indirect=True)
+
+
+@hosts_the_store
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError("boom"), "ValueError: boom"), (LOST, f"rank 3 (dp 1, tp 1) {BY_ITSELF}")]
+)
+@pytest.mark.parametrize("others_end", [False, True])
+def test_a_host_stays_until_the_others_know_the_reason(
+    ranks: Ranks, error: Exception, reason: str, others_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "SERVE_S", 2.0)
+    ranks.logs[1].leave_killed([3])
+    for log in ranks.logs[1:3] if others_end else ():
+        log.leave(End.LOST)
+    start = time.monotonic()
+    ranks.fail(error)
+    ranks.guard._on_exit()
+    assert (time.monotonic() - start >= 2.0) != others_end
+    assert ranks.store.get("halfmesh/reason_for_rank_2").decode().endswith(reason)
+
+
+@hosts_the_store
+@pytest.mark.parametrize("others_end", [False, True])
+def test_a_host_that_ends_before_the_others_says_so(ranks: Ranks, others_end: bool) -> None:
+    for log in ranks.logs[1:] if others_end else ():
+        log.finish()
+    ranks.guard.remove()
+    if others_end:
+        assert not ranks.store.check(["halfmesh/reason_for_rank_2"])
+    else:
+        assert ranks.store.get("halfmesh/reason_for_rank_2").decode() == f"rank 0 (dp 0, tp 0) {EARLY}"
 
 
 def test_a_launcher_that_is_gone(

@@ -157,17 +157,7 @@ def test_words_that_cannot_be_divided_are_told_once():
 # -- heads -----------------------------------------------------------------------------------------------------------
 
 
-COUNTS = [
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "nheads",
-    "nhead",
-    "num_attention_heads",
-    "num_kv_heads",
-    "heads",
-    "q_heads",
-]
+COUNTS = ["num_heads", "n_heads", "n_head", "nheads", "nhead", "num_attention_heads", "num_kv_heads", "heads"]
 
 
 @pytest.mark.parametrize("name", COUNTS)
