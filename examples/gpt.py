@@ -1,4 +1,4 @@
-"""A small GPT over bytes, and how halfmesh divides it over a tensor group."""
+"""A small GPT over bytes, how halfmesh divides it over a tensor group, and how it cuts it into stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh import TENSOR_PLANS, LayerPlan
+from halfmesh import PARTITIONERS, TENSOR_PLANS, BlockPartition, LayerPlan
 
 VOCABULARY = 256  # the bytes: any text, and no tokenizer
 
@@ -90,12 +90,21 @@ class GPT(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of the next byte, [batch, length, 256], for bytes `ids`: int64 [batch, length], length <= context."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.predict(x)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Features of each byte at its place, [batch, length, width]."""
         length = ids.shape[1]
         if length > self.context:
             raise ValueError(f"{length} bytes are more than the context of {self.context}; give the last ones only")
-        x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
-        for block in self.blocks:
-            x = block(x)
+        features: torch.Tensor = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
+        return features
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits, of what the last block returned."""
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -142,5 +151,12 @@ TENSOR_PLANS.register(
             "drop2": "sequence",
         },
     ),
+    override=True,
+)
+
+# How it is cut into the stages of a pipeline (parallel.pipeline in the config): before any block, and at both ends.
+PARTITIONERS.register(
+    "gpt",
+    BlockPartition(layers=(GPT,), blocks="blocks", begin=GPT.embed, end=GPT.predict, end_uses=("norm", "head")),
     override=True,
 )

@@ -46,6 +46,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .log import get_logger
     from .options import Options
     from .parallel.context import ParallelContext
+    from .parallel.pipeline.block_partition import BlockPartition as BlockPartition
+    from .parallel.pipeline.pieces import Call as Call
+    from .parallel.pipeline.pieces import Piece as Piece
     from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor_plans import LayerPlan
     from .registry import Registry
@@ -90,6 +93,8 @@ _NAMES = {
     "log": ("get_logger",),
     "options": ("Options",),
     "parallel.context": ("ParallelContext",),
+    "parallel.pipeline.block_partition": ("BlockPartition",),
+    "parallel.pipeline.pieces": ("Call", "Piece"),
     "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
     "parallel.tensor_plans": ("LayerPlan",),
     "registry": ("Registry",),

@@ -17,6 +17,7 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
 from .distribution import batch_seed, make_reduction, shard
+from .division import Division, Plans, make_plans
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
@@ -28,12 +29,8 @@ from .failures import told_to_torchrun
 from .key_checks import recipe_of
 from .launching import Launch
 from .log import get_logger
-from .parallel import elementwise
 from .parallel.context import AxisRanks, ParallelContext
 from .parallel.random import separate_dp_ranks
-from .parallel.tensor import TensorParallel, make_shards
-from .parallel.tensor_axis import TensorAxis
-from .parallel.tensor_checks import ResolvedPlan, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,12 +99,12 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     compat.raise_for(compat.check(settings, world_size, place.type))
     recipe = recipe_of(settings)
     given = _build(given)
-    plan = _refuse_problems(given, recipe, settings, place)
+    plans = _refuse_problems(given, recipe, settings, place)
     parallel = settings.parallel
     group = launching.ensure_process_group(
         place, settings.timeout, pipeline=parallel.pipeline.size, tensor=parallel.tensor.size
     )
-    return _assemble(given, recipe, settings, place, group, plan)
+    return _assemble(given, recipe, settings, place, group, plans)
 
 
 def _assemble(
@@ -116,7 +113,7 @@ def _assemble(
     config: Config,
     device: torch.device,
     group: launching.OwnedGroup | None,
-    plan: ResolvedPlan | None,
+    plans: Plans,
 ) -> Engine:
     parallel = config.parallel
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
@@ -127,7 +124,7 @@ def _assemble(
         shard(given.eval_dataloader, context, config.seed, training=False),
     ]
     with _no_longer_usable():
-        return _convert(given, recipe, config, context, loaders, plan)
+        return _convert(given, recipe, config, context, loaders, plans)
 
 
 def _convert(
@@ -136,24 +133,23 @@ def _convert(
     config: Config,
     context: ParallelContext,
     loaders: list[Any],
-    plan: ResolvedPlan | None,
+    plans: Plans,
 ) -> Engine:
     """From here on the caller's objects change."""
     context.start_equal(given.model, given.optimizer)
-    tensor = None
-    if plan is not None:  # before the model goes to the device, which may not have room for all of it
-        axis = TensorAxis(context.tp_group, context.device, config.seed + context.dp_rank)
-        tensor = TensorParallel(given.model, given.optimizer, plan, axis)
+    # Before the model goes to the device, which may not have room for all of it.
+    division = Division(given.model, given.optimizer, plans, config, context)
     given.model.to(context.device)
     _move_state(given.optimizer, context.device)
     separate_dp_ranks(config.seed, context)
-    shards = make_shards(given.model, tensor, context.size)
-    backend = _backend(config)
-    update = backend.convert(given.model, given.optimizer, shards, recipe, context, _rules(config))
+    shards = division.make_shards(given.model)
+    backend, rules = _backend(config), _rules(config)
+    update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, context.device)
     precision = backend.precision(update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
-    reducer = make_reduction(given.model, update, context, config, tensor)
+    reducer = make_reduction(given.model, update, context, config, division)
+    passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
     engine = Engine(
         model=given.model,
@@ -161,14 +157,15 @@ def _convert(
         update=update,
         precision=precision,
         context=context,
-        tensor=tensor,
-        cycle=GradientCycle(update, precision, accumulation, reducer),
+        passes=passes,
+        division=division,
+        cycle=GradientCycle(update, precision, passes, accumulation, reducer),
         lr=lr,
         config=config,
         dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, **place),
         eval_dataloader=None if loaders[1] is None else EngineDataLoader(loaders[1], may_be_empty=True, **place),
     )
-    _log.info("%s", describe(engine, update, recipe, given.dataloader, tensor))
+    _log.info("%s", describe(engine, update, recipe, given.dataloader, division))
     return engine
 
 
@@ -199,8 +196,8 @@ def _has_params(model: Any) -> bool:
     return isinstance(model, nn.Module) and next(model.parameters(), None) is not None
 
 
-def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> ResolvedPlan | None:
-    """Raise if anything is wrong with what was given. Returns how the model is divided, if it is."""
+def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> Plans:
+    """Raise if anything is wrong with what was given. Returns how the model is divided."""
     mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     if device_problem:
@@ -214,24 +211,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     ]
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
-    return _plan(given, config)
-
-
-def _plan(given: _Given, config: Config) -> ResolvedPlan | None:
-    """How the model is divided over the tensor axis.
-
-    Raises:
-        IncompatibleConfigError: the model, or the optimizer, cannot be divided so.
-    """
-    tensor = config.parallel.tensor
-    if tensor.size == 1:
-        return None
-    plan, problems = resolve(given.model, tensor.size, tensor.plan, tensor.sequence_parallel)
-    if (problem := elementwise.find_problem(given.optimizer)) is not None:
-        problems.append(problem)
-    if problems:
-        raise IncompatibleConfigError(problems, "parallel.tensor with this model and optimizer")
-    return plan
+    return make_plans(given.model, given.optimizer, given.dataloader, config)
 
 
 def _backend(config: Config) -> Backend:

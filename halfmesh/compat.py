@@ -23,9 +23,6 @@ Cell = Literal["yes", "refused", "not built yet"]
 DEVICES = ("cpu", "cuda")
 HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
-UNBUILT_AXES = frozenset({"pipeline"})
-"""Axes whose size must be 1 for now."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -163,9 +160,7 @@ def _check_cell(row: Row, column: str) -> Iterator[Finding]:
             default = f"mode {row.mode!r} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding("refused", where, composes.why_not.get(column, default))
             return
-    if column in UNBUILT_AXES:
-        yield Finding("unbuilt", where, f"parallel.{column}.size > 1 is not built yet; use 1")
-    elif isinstance(entry := DATA_STRATEGIES.peek(column), NotBuilt):
+    if isinstance(entry := DATA_STRATEGIES.peek(column), NotBuilt):
         yield Finding("unbuilt", where, f"{entry.what} is not built yet; use 'replicate'")
 
 

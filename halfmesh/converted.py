@@ -18,6 +18,7 @@ from .amp.result import StepResult
 from .engine import checkpoint
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
+from .engine.passes import DirectBackward
 from .engine.readings import UpdateReadings
 from .errors import InputError
 from .shard import OneRank
@@ -106,7 +107,9 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         self._update = update
         self._precision = precision
         self._closed = False
-        self._cycle = GradientCycle(update, precision, Accumulation(1, "sum", OneRank()), None)
+        accumulation = Accumulation(1, "sum", OneRank())
+        backward = DirectBackward(precision, update, accumulation)
+        self._cycle = GradientCycle(update, precision, backward, accumulation, None)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     def backward(self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False) -> None:

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from .amp.optimizer import MixedPrecisionOptimizer
+from .division import Division
 from .engine.samplers import generators, shard_loader
 from .parallel.context import ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
 from .parallel.reducer import ReduceOptions
 from .parallel.registries import DATA_STRATEGIES
-from .parallel.tensor import TensorParallel
 
 if TYPE_CHECKING:
     from .config import Config
@@ -41,14 +41,20 @@ def make_reduction(
     update: MixedPrecisionOptimizer,
     context: ParallelContext,
     config: Config,
-    tensor: TensorParallel | None,
+    division: Division,
 ) -> Reduction | None:
-    """What makes gradients complete: over the data ranks, then over the tensor group."""
-    over_data = _over_data_ranks(model, update, context, config) if context.dp_size > 1 else None
-    if tensor is None:
-        return over_data
-    over_tensor = TensorGradients(tensor, update.holdings.trained)
-    return over_tensor if over_data is None else CompleteGradients([over_data, over_tensor])
+    """What makes gradients complete: over the data ranks, then over the tensor group, then over stages that share a
+    parameter."""
+    reductions: list[Reduction] = []
+    if context.dp_size > 1:
+        reductions.append(_over_data_ranks(model, update, context, config))
+    if division.tensor is not None:
+        reductions.append(TensorGradients(division.tensor, update.holdings.trained))
+    if division.cut is not None and (groups := division.cut.tie_groups()):
+        from .parallel.pipeline.ties import TiedGradients
+
+        reductions.append(TiedGradients(division.cut.ties, groups, update.holdings.trained))
+    return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
 
 
 def _over_data_ranks(

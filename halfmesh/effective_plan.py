@@ -9,6 +9,7 @@ import torch
 
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
+from .division import Division
 from .memory import readable, state_bytes
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_plans import generalise
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
 
 
-def describe(
-    engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, tensor: TensorParallel | None = None
-) -> str:
+def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division) -> str:
     """A few lines: precision, loss scale, layout, batch, optimizer, bytes per rank."""
     rows = {
         "precision": _precision(engine, recipe),
         "loss scale": _loss_scale(recipe),
-        "layout": _layout(engine, tensor),
+        "layout": _layout(engine, division.tensor),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),

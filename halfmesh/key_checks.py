@@ -12,7 +12,7 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import FP32, Recipe
 from .config.config import Config
 from .config.schema import DataConfig
-from .parallel.registries import SCHEDULES, NotBuilt
+from .parallel.registries import SCHEDULES
 
 Kind = Literal["refused", "unbuilt"]
 
@@ -67,30 +67,11 @@ def _check_pipeline(config: Config) -> Iterator[Finding]:
     size, microbatches, schedule = pipeline.size, pipeline.microbatches, pipeline.schedule
     if size == 1:
         return
-    if isinstance(SCHEDULES.peek(schedule), NotBuilt):
-        yield Finding("unbuilt", "parallel.pipeline.schedule", f"{schedule!r} is not built yet")
     where = "parallel.pipeline.microbatches"
     if microbatches is None:
         yield Finding("refused", where, f"is required when pipeline.size > 1; {2 * size} is a start for size={size}")
-    elif schedule == "1f1b" and microbatches < size:
-        message = f"{microbatches} is fewer than the {size} stages, which schedule='1f1b' has to fill"
-        yield Finding("refused", where, f"{message}; use {size} or more, or schedule='gpipe'")
-    elif schedule == "interleaved" and microbatches % size:
-        near = _multiples_near(microbatches, size)
-        message = f"{microbatches} is not a multiple of the {size} stages, which schedule='interleaved' needs"
-        yield Finding("refused", where, f"{message}; use {near}")
-    where = "parallel.pipeline.chunks"
-    if schedule == "interleaved" and pipeline.chunks < 2:
-        message = f"{pipeline.chunks} chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'"
-        yield Finding("refused", where, message)
-    elif schedule in ("gpipe", "1f1b") and pipeline.chunks > 1:
-        message = f"{pipeline.chunks} chunks per rank need schedule='interleaved'; schedule={schedule!r} has one"
-        yield Finding("refused", where, message)
-
-
-def _multiples_near(number: int, step: int) -> str:
-    below = number // step * step
-    return f"{below} or {below + step}" if below else str(step)
+    for key, message in SCHEDULES.get(schedule).find_problems(size, pipeline.chunks, microbatches):
+        yield Finding("refused", f"parallel.pipeline.{key}", message)
 
 
 def _check_data(config: Config) -> Iterator[Finding]:

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch.utils.data import DataLoader
 
 FUSED_STEPS = frozenset(
     getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")
 )
 """What fused optimizers step with."""
+
+DATA_NEEDED = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+"""What is raised in a fake mode where something asks for values."""
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,3 +97,15 @@ def is_compiled(module: nn.Module) -> bool:
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is BatchNorm of any dimension, SyncBatchNorm, or derived from them."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+@contextmanager
+def fake_mode() -> Iterator[None]:
+    """Tensors made within have a shape, a dtype and a device, and no memory; autocast and autograd work."""
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def in_fake_mode() -> bool:
+    """Whether tensors have no memory here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -249,6 +249,7 @@ class ApexBackend(Backend):
         recipe: Recipe,
         ranks: Ranks | None = None,
         rules: UpdateRules | None = None,
+        device: torch.device | None = None,
     ) -> ApexOptimizer:
         """Let apex take over `model` and `optimizer`, in place; `close` of what is returned undoes it."""
         global _live

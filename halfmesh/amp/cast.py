@@ -66,15 +66,21 @@ class Precision:
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
-        recipe = self.recipe
-        if recipe.param_dtype is not None:
-            args, kwargs = to_dtype(args, recipe.param_dtype), to_dtype(kwargs, recipe.param_dtype)
+        args, kwargs = self.cast_inputs(args), self.cast_inputs(kwargs)
         with self.autocast():
             output = model(*args, **kwargs)
-        if recipe.output_dtype is None:
+        return self.cast_output(output)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """What the model is called with, as the recipe says."""
+        return inputs if self.recipe.param_dtype is None else to_dtype(inputs, self.recipe.param_dtype)
+
+    def cast_output(self, output: Any) -> Any:
+        """What the model returned, as the recipe says."""
+        if self.recipe.output_dtype is None:
             return output
         self._fp16_scalars = [scalar for scalar in self._fp16_scalars if scalar() is not None]
-        return map_tensors(self._cast_output, output)
+        return map_tensors(self._cast_tensor, output)
 
     def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`criterion(*args, **kwargs)` in the forward scope, so that losses are fp32 where autocast says so."""
@@ -85,7 +91,7 @@ class Precision:
         """Whether the gradient of `loss` starts in fp16: a loss in fp16, or one that the model itself returned so."""
         return loss.dtype == torch.float16 or any(scalar() is loss for scalar in self._fp16_scalars)
 
-    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
         cast = tensor.to(self.recipe.output_dtype)

@@ -24,11 +24,12 @@ def convert(
     recipe: Recipe,
     ranks: Ranks | None = None,
     rules: UpdateRules | None = None,
+    device: torch.device | None = None,
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
 
     Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
-    `close` of what is returned undoes the conversion.
+    `close` of what is returned undoes the conversion. `device` is this rank's, which may have no parameters.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
     masters: dict[nn.Parameter, nn.Parameter] = {}
@@ -39,7 +40,7 @@ def convert(
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
-    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters)
+    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters, device)
     hooks = list(watch_state(model, update.holdings, changed))
     update.on_close = lambda: take_back(model, update, dtypes, hooks)
     return update

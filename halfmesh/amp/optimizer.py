@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class MixedPrecisionOptimizer:
         ranks: the ranks that take this update together.
         rules: clipping and what to do about inf and nan.
         masters: fp32 masters made before the cast; others are made from the parameters as they are.
+        device: this rank's, which may have no parameters; by default theirs.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -58,12 +60,13 @@ class MixedPrecisionOptimizer:
         ranks: Ranks | None = None,
         rules: UpdateRules | None = None,
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.recipe = recipe
         self.rules = rules or UpdateRules()
         self.holdings = Holdings(optimizer, shards, recipe, self.rules, masters)
-        self.device = shards[0].param.device
+        self.device = shards[0].param.device if device is None else device
         self.losses = LossScales(recipe, self.device, self.rules.wide_gradients)
         self.watch = SkipWatch(self.rules.max_consecutive_skips, self.device)
         self.skips = recipe.skips if self.rules.on_nonfinite == "auto" else self.rules.on_nonfinite == "skip"
@@ -84,10 +87,21 @@ class MixedPrecisionOptimizer:
 
     def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
         """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
+        with self.collecting(loss_id):
+            if loss.dtype in HALF:
+                loss = loss.float()  # a scaled seed does not fit into half precision
+            loss.backward(gradient=self.losses.seed(loss, loss_id, divisor), retain_graph=retain_graph)
+
+    def scaled(self, loss: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
+        """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that others run, within `collecting`."""
+        loss = loss.float() if loss.dtype in HALF else loss
+        return loss * self.losses.seed(loss.detach(), 0, divisor)
+
+    @contextmanager
+    def collecting(self, loss_id: int = 0) -> Iterator[None]:
+        """A scope in which backward runs; what it leaves in the parameters are gradients of `loss_id`."""
         self._begin()
-        if loss.dtype in HALF:
-            loss = loss.float()  # a scaled seed does not fit into half precision
-        loss.backward(gradient=self.losses.seed(loss, loss_id, divisor), retain_graph=retain_graph)
+        yield
         self.losses.collect(loss_id, self.holdings.trained)
         if self.losses.scale is not None:
             self._edits.note(self.holdings.trained)

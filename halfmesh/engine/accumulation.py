@@ -39,17 +39,30 @@ class Accumulation:
 
     def take_loss(self, loss: Any) -> torch.Tensor:
         """The scalar to run backward from; of a weighted (sum, weight) pair the weight is remembered."""
+        total, weight = self.read_loss(loss)
+        if weight is not None:
+            self.add_weight(weight)
+        return total
+
+    def add_weight(self, weight: torch.Tensor) -> None:
+        """What the summed losses of this cycle are to be divided by grows by `weight` (0-dim, float64)."""
+        self._weight = weight if self._weight is None else self._weight + weight
+
+    def read_loss(self, loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scalar to run backward from, and the weight of a weighted loss.
+
+        Raises:
+            InputError: it is something else.
+        """
         if self.reduction != "weighted":
-            return _scalar(loss)
+            return _scalar(loss), None
         if not isinstance(loss, (tuple, list)) or len(loss) != 2:
             raise InputError(
                 f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} was "
                 "given; return the summed loss and the number it is to be divided by, or use loss_reduction='mean'"
             )
         total = _scalar(loss[0])
-        weight = torch.as_tensor(loss[1], dtype=torch.float64, device=total.device).detach()
-        self._weight = weight if self._weight is None else self._weight + weight
-        return total
+        return total, torch.as_tensor(loss[1], dtype=torch.float64, device=total.device).detach()
 
     def divisor(self, microbatches: int) -> float | torch.Tensor:
         """What the gradients of a cycle of `microbatches` still have to be divided by. Weighted: one all-reduce."""

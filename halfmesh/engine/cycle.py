@@ -11,6 +11,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..errors import InputError
 from ..parallel.gradients import Reduction
 from .accumulation import Accumulation
+from .passes import Backward
 
 
 class GradientCycle:
@@ -24,6 +25,7 @@ class GradientCycle:
         self,
         update: MixedPrecisionOptimizer,
         precision: Precision,
+        passes: Backward,
         accumulation: Accumulation,
         reducer: Reduction | None,
     ) -> None:
@@ -31,6 +33,7 @@ class GradientCycle:
         self.reducer = reducer
         self._update = update
         self._precision = precision
+        self._passes = passes
         self._accumulation = accumulation
         self._complete = False  # the gradients that are there are reduced
         self.clear()  # gradients older than the engine
@@ -63,17 +66,14 @@ class GradientCycle:
         """
         update = self._update
         update.losses.refuse_unknown(loss_id)
-        loss = self._accumulation.take_loss(loss)
+        loss = self._passes.check(loss)
         sends = self.is_last(at_end) and not update.losses.several
         if self.reducer is not None:
             self._keep_covered(self.reducer)
-            self.reducer.open(sends)
-        if self._precision.starts_in_fp16(loss):
-            update.losses.cap(loss_id, update.holdings.trained)
         self._complete = False
         try:
             with self._precision.backward():
-                update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
+                self._passes.backward(loss, loss_id, retain_graph, self.reducer, sends)
             self._precision.forget_casts()
             self.fresh = True
             if sends:

@@ -14,15 +14,16 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError
 from ..parallel.context import ParallelContext
-from ..parallel.tensor import TensorParallel
 from . import checkpoint
 from .cycle import GradientCycle, refuse_inside
 from .dataloader import EngineDataLoader
+from .passes import Passes
 from .readings import Readings
 from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..division import Division
 
 
 class Engine(Readings):
@@ -53,10 +54,11 @@ class Engine(Readings):
         update: MixedPrecisionOptimizer,
         precision: Precision,
         context: ParallelContext,
+        passes: Passes,
+        division: Division,
         cycle: GradientCycle,
         lr: LRAdvance,
         config: Config,
-        tensor: TensorParallel | None = None,
         dataloader: EngineDataLoader | None = None,
         eval_dataloader: EngineDataLoader | None = None,
     ) -> None:
@@ -71,7 +73,8 @@ class Engine(Readings):
         self._precision = precision
         self._cycle = cycle
         self._lr = lr
-        self._tensor = tensor
+        self._passes = passes
+        self._division = division
         self._last: StepResult | None = None
         self._closed = False
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
@@ -81,13 +84,13 @@ class Engine(Readings):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these inputs, in the config's precision."""
         self._refuse_if_closed()
-        return self._precision.forward(self.model, *args, **kwargs)
+        return self._passes.forward(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision."""
         if self._criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        return self._precision.criterion(self._criterion, *args, **kwargs)
+        return self._passes.criterion(self._criterion, *args, **kwargs)
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -203,7 +206,10 @@ class Engine(Readings):
             "global_step": self.global_step,
             "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
             "random": checkpoint.random_state(self.context.device)
-            | {"rank": self.context.rank, "model": None if self._tensor is None else self._tensor.axis.common.state},
+            | {
+                "rank": self.context.rank,
+                "model": None if self._division.random is None else self._division.random.state,
+            },
             "layout": checkpoint.layout(self.context),
         }
 
@@ -222,8 +228,8 @@ class Engine(Readings):
             self._cycle.reducer.note_buffers()
         if state["random"]["rank"] == self.context.rank:  # another rank's would repeat its dropout here
             checkpoint.set_random_state(state["random"], self.context.device)
-            if self._tensor is not None:
-                self._tensor.axis.common.state = state["random"]["model"].cpu()
+            if self._division.random is not None:
+                self._division.random.state = state["random"]["model"].cpu()
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
         """Not built yet."""
@@ -252,8 +258,7 @@ class Engine(Readings):
         self._update.close()
         if self._cycle.reducer is not None:
             self._cycle.reducer.close()
-        if self._tensor is not None:
-            self._tensor.close(whole)
+        self._division.close(whole)
 
     def __enter__(self) -> Engine:
         return self

@@ -12,6 +12,8 @@ two layers that divide their features, a "partial" activation or gradient is one
 | `gather_in` | parts -> whole | partial gradients are summed, each rank keeps its part |
 | `sum_and_split` | partial -> summed, this rank's part | parts are gathered |
 
+Where tensors have no memory (halfmesh.parallel.pipeline.skeleton), nothing is sent.
+
 (The pairs of Megatron-LM, https://arxiv.org/abs/1909.08053 section 3 and https://arxiv.org/abs/2205.05198 section 4.2.)
 """
 
@@ -23,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from .. import torch_private
 
 
 def copy_in(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -73,7 +77,8 @@ class _SumOut(Function):
         if not x.is_contiguous():
             return _summed(x, group)
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
+        if not torch_private.in_fake_mode():
+            dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
@@ -132,7 +137,8 @@ class _SumAndSplit(Function):
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)  # others may hold `x`, which a sum in place would change
-    dist.all_reduce(total, group=group)
+    if not torch_private.in_fake_mode():
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -144,7 +150,8 @@ def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     size = group.size()
     # The collective joins along dim 0, so the ranks' parts come one after another: [size, ...].
     parts = x.new_empty((size * x.shape[0], *x.shape[1:])) if dim == 0 else x.new_empty((size, *x.shape))
-    dist.all_gather_into_tensor(parts.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+    if not torch_private.in_fake_mode():
+        dist.all_gather_into_tensor(parts.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
     return parts if dim == 0 else parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -152,5 +159,6 @@ def _summed_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
     size = group.size()
     parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
+    if not torch_private.in_fake_mode():
+        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
     return mine

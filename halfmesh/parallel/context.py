@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Protocol
@@ -65,7 +65,7 @@ class ParallelContext:
             raise InputError(f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks")
         self._group = group
         self._timeout = timedelta(seconds=timeout)
-        self._axis_groups: dict[str, dist.ProcessGroup] = {}
+        self._axis_groups: dict[str, Any] = {}
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -76,6 +76,11 @@ class ParallelContext:
     def pp_rank(self) -> int:
         """This rank's pipeline stage."""
         return self.rank // (self.dp_size * self.tp_size)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage of the pipeline, where outputs and losses are computed."""
+        return self.pp_rank == self.pp_size - 1
 
     @property
     def dp_rank(self) -> int:
@@ -117,14 +122,22 @@ class ParallelContext:
         """All ranks, by their places on the axes."""
         return torch.arange(self.size).view(self.shape)
 
-    def _make_group(self, dim: int) -> dist.ProcessGroup:
-        if self.shape[dim] == self.size:
-            return dist.group.WORLD  # type: ignore[return-value]
+    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """Those ranks of `group(axis)` that are at `places`; None where this rank is not. All ranks call this."""
+        key = f"{axis}{tuple(places)}"
+        if key not in self._axis_groups:
+            self._axis_groups[key] = self._make_group(AXES.index(axis), places)
+        return self._axis_groups[key]
+
+    def _make_group(self, dim: int, places: Sequence[int] | None = None) -> Any:
+        if self.shape[dim] == self.size and places is None:
+            return dist.group.WORLD
         mine: Any = None
         # Not init_device_mesh: its groups have torch's time limits, not the configured one.
         for ranks in self._grid.movedim(dim, -1).flatten(0, 1).tolist():
-            group = dist.new_group(ranks, timeout=self._timeout)
-            mine = group if self.rank in ranks else mine
+            chosen = ranks if places is None else [ranks[place] for place in places]
+            group = dist.new_group(chosen, timeout=self._timeout)
+            mine = group if self.rank in chosen else mine
         return mine
 
     def all_reduce(self, tensor: torch.Tensor, axis: str | None = None) -> None:
@@ -162,18 +175,25 @@ class ParallelContext:
             self.broadcast(tensor)
 
     @torch.no_grad()
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` (any device, dtype and strides) with rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
+        """Overwrite `tensor` (any device, dtype, strides) with that of rank 0, or of the rank at `place` of `axis`."""
         if self.size > 1:
+            group = None if axis is None else self.group(axis)
             # As bytes: not every backend has every dtype. Flat: a 0-dim tensor has no bytes to view.
             source = tensor.detach().to(self.device).contiguous()
             if source.numel():
-                dist.broadcast(source.reshape(-1).view(torch.uint8), src=0)
+                dist.broadcast(source.reshape(-1).view(torch.uint8), group_src=place, group=group)
             if source.data_ptr() != tensor.data_ptr():
                 if is_dense(tensor):
                     tensor.copy_(source)
                 else:  # several elements may share memory (expand), which cannot be written
                     tensor.data = source.to(tensor.device)
+
+    def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
+        """What the rank at `place` of `axis` gave as `value`."""
+        objects = [value]
+        dist.broadcast_object_list(objects, group_src=place, group=self.group(axis), device=self.device)
+        return objects[0]
 
     def _refuse_differences(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
@@ -210,7 +230,7 @@ class ParallelContext:
         if not dist.is_initialized():
             return
         for group in groups.values():
-            if group is not dist.group.WORLD:
+            if group is not None and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         if self._group is not None:
             self._group.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +26,7 @@ class Reduction(Protocol):
     def cover(self, shards: Sequence[ParamShard]) -> None: ...
     def covers(self, shards: Sequence[ParamShard]) -> bool: ...
     def open(self, last: bool) -> None: ...
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None: ...
     def finish(self) -> None: ...
     def forget(self) -> None: ...
     def note_buffers(self) -> None: ...
@@ -59,6 +60,9 @@ class TensorGradients:
 
     def open(self, last: bool) -> None:
         self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        """Nothing is sent before `finish`."""
 
     def finish(self) -> None:
         self._reducer.finish()
@@ -135,6 +139,10 @@ class CompleteGradients:
     def open(self, last: bool) -> None:
         """A backward begins; `last`: it is the last before the update."""
         self._each(lambda reduction: reduction.open(last))
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        """Of several backwards after one `open` the last begins, which gives gradients to `params` only."""
+        self._each(lambda reduction: reduction.expect_rest(params))
 
     def finish(self) -> None:
         """Complete the gradients."""

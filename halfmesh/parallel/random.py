@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .. import torch_private
 from .context import ParallelContext
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
@@ -21,15 +22,20 @@ _REMEMBERED = 1024  # forks that a backward may still go back into, of 5 kB each
 def separate_dp_ranks(seed: int, context: ParallelContext) -> None:
     """Seed torch with `seed` + dp rank, so that dropout differs between the data ranks and agrees within one.
 
-    The ranks of a tensor group see the same data, so what loads and augments them draws alike, too: python's and
-    numpy's generators are seeded where there is such a group. One process, and data ranks for those two, keep what the
-    user seeded. Weights do not depend on any of it: they are made before, and broadcast.
+    The ranks of a tensor group or pipeline see the same data, so what loads and augments them draws alike, too:
+    python's and numpy's generators are seeded where there are such ranks. One process, and data ranks for those two,
+    keep what the user seeded. Weights do not depend on any of it: they are made before, and broadcast.
     """
-    if context.tp_size > 1:
+    if context.size > context.dp_size:
         random.seed(seed + context.dp_rank)
         np.random.seed((seed + context.dp_rank) % 2**32)
-    if context.dp_size > 1 or context.tp_size > 1:
+    if context.size > 1:
         torch.manual_seed(seed + context.dp_rank)
+
+
+def model_seed(seed: int, context: ParallelContext) -> int:
+    """The seed of the model's own random numbers: one for each data rank and stage, the same in a tensor group."""
+    return seed + context.dp_rank + context.dp_size * context.pp_rank
 
 
 class CommonRandom:
@@ -88,8 +94,8 @@ class RandomFork:
         return self._generator.initial_seed() in self._outside
 
     def open(self) -> None:
-        """Draw from a sequence of this rank's own. Does nothing within a fork."""
-        if self.is_open:
+        """Draw from a sequence of this rank's own. Does nothing within a fork, and where nothing is drawn."""
+        if self.is_open or torch_private.in_fake_mode():
             return
         generator = self._generator
         outside: Any

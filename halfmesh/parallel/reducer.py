@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .. import torch_private
 from ..errors import InputError, shorten
@@ -111,6 +112,15 @@ class Reducer:
         self._collecting = True
         self._reset()
         self._armed = last
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        """Of several backwards after one `open` the last begins, which gives gradients to `params` only; the other
+        parameters have all of theirs. What is complete is sent while it runs."""
+        self._armed = True
+        expected = {id(param) for param in params}
+        for bucket in self._buckets:
+            bucket.missing = {id(shard) for shard in bucket.shards if id(shard.param) in expected}
+        self._launch_ready()
 
     def finish(self) -> None:
         """Send what was not sent yet, wait for all of it, and hand each shard its reduced gradient.

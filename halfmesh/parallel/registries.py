@@ -59,5 +59,12 @@ for _name in (
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
 for _name in ("zero1", "fsdp"):
     DATA_STRATEGIES.register(_name, NotBuilt(f"parallel.data.strategy={_name!r}"))
-for _name in ("gpipe", "1f1b", "interleaved"):
-    SCHEDULES.register(_name, NotBuilt(f"parallel.pipeline.schedule={_name!r}"))
+for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
+    SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
+for _name, _partition in {
+    "sequential": "SEQUENTIAL",
+    "timm_vit": "TIMM_VIT",
+    "hugging_face_llama": "LLAMA",
+    "hugging_face_gpt2": "GPT2",
+}.items():
+    PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.pipeline.model_partitions:{_partition}")

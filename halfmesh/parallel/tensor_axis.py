@@ -24,17 +24,17 @@ class TensorAxis:
         fork: differing ones, open where activations are divided.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, common: CommonRandom | None = None) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.common = CommonRandom(seed, device)
+        self.common = common or CommonRandom(0, device)
         self.fork = RandomFork(self.rank, device)
         self._copied: tuple[Any, ...] | None = None
 
     def copy_in(self, x: torch.Tensor) -> torch.Tensor:
         """`x` for layers that each give part of its gradient. Those that share an input (q, k, v) share the sum."""
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        if not (x.requires_grad and torch.is_grad_enabled()) or torch_private.in_fake_mode():
             return x
         stamp = torch_private.edit_stamp(x)
         if self._copied is None or self._copied[0] is not x or self._copied[1] != stamp:

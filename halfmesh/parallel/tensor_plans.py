@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import nn
 
 from ..errors import InputError, RegistryError, find_near
+from .kinds import comes_from
 from .registries import TENSOR_PLANS
 from .style import Style, parse_style
 from .tensor_styles import Heads
@@ -63,7 +64,7 @@ class LayerPlan:
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
         styles = [*self.styles.items(), *(self.sequence.items() if sequence_parallel else ())]
         for prefix, layer in model.named_modules():
-            if not self._knows(layer):
+            if not comes_from(layer, self.layers):
                 continue
             if (problem := self.find_problem(layer)) is not None:
                 raise InputError(f"{prefix or 'the model'} ({type(layer).__name__}): {problem}")
@@ -72,11 +73,6 @@ class LayerPlan:
                 for name in names:
                     if fnmatchcase(name, pattern):
                         yield ".".join(part for part in (prefix, name) if part), style
-
-    def _knows(self, layer: nn.Module) -> bool:
-        """Whether the class that `layer` has its `forward` from is one of `layers`."""
-        origin = next((kind for kind in type(layer).__mro__ if "forward" in vars(kind)), nn.Module)
-        return origin in self.layers or f"{origin.__module__}.{origin.__qualname__}" in self.layers
 
 
 def assign(

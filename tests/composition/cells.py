@@ -53,6 +53,51 @@ MODES = dict(_modes())
 
 
 @dataclass(frozen=True)
+class Pipe:
+    """A value of the axis `pipeline`."""
+
+    size: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        return self.size * self.chunks
+
+    def config(self, partition: Any) -> dict[str, Any]:
+        if self.size == 1:
+            return {}
+        return {
+            "pipeline": {
+                "size": self.size,
+                "schedule": self.schedule,
+                "microbatches": self.microbatches,
+                "chunks": self.chunks,
+                "partition": partition,
+            }
+        }
+
+    def __str__(self) -> str:
+        chunks = f"v{self.chunks}" if self.chunks > 1 else ""
+        return f"pp{self.size}_{self.schedule}_m{self.microbatches}{chunks}"
+
+
+NO_PIPE = Pipe()
+PIPES = (
+    NO_PIPE,
+    Pipe(2, "gpipe", 1),
+    Pipe(2, "gpipe", 4),
+    Pipe(2, "1f1b", 2),
+    Pipe(2, "1f1b", 4),
+    Pipe(2, "interleaved", 2, 2),
+    Pipe(2, "interleaved", 4, 2),
+    Pipe(4, "gpipe", 2),
+    Pipe(4, "1f1b", 4),
+)
+
+
+@dataclass(frozen=True)
 class Cell:
     """One combination. The names of the fields are the axes of the suite."""
 
@@ -64,10 +109,11 @@ class Cell:
     gradient_accumulation: int = 1
     clip_grad_norm: bool = False
     reduce_dtype: str = "float32"
+    pipeline: Pipe = NO_PIPE
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.pipeline.size * self.data * self.tensor
 
     @property
     def scaled(self) -> bool:
@@ -80,6 +126,7 @@ class Cell:
             "parallel": {
                 "tensor": {"size": self.tensor, "plan": workload.plan, "sequence_parallel": self.sequence_parallel},
                 "data": {"size": self.data, "reduce_dtype": self.reduce_dtype},
+                **self.pipeline.config(workload.partition(self.pipeline.stages)),
             },
             "gradient_accumulation": self.gradient_accumulation,
             "clip_grad_norm": workload.max_norm if self.clip_grad_norm else 0.0,
@@ -96,6 +143,7 @@ class Cell:
 
     def __str__(self) -> str:
         words = [self.mode, self.model, f"tp{self.tensor}", f"dp{self.data}"]
+        words += [str(self.pipeline)] * (self.pipeline.size > 1)
         words += ["sp"] * self.sequence_parallel + [f"x{self.gradient_accumulation}"] + ["clip"] * self.clip_grad_norm
         return "-".join(words + [f"reduce_{self.reduce_dtype}"] * (self.reduce_dtype != "float32"))
 
@@ -109,6 +157,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gradient_accumulation": (1, 2),
     "clip_grad_norm": (False, True),
     "reduce_dtype": ("float32", "bfloat16", "float16"),
+    "pipeline": PIPES,
 }
 assert list(AXES) == [field.name for field in fields(Cell)]
 

@@ -69,8 +69,22 @@ def make_engine(cell: Cell, rank: int, **options: Any) -> halfmesh.Engine:
     loader = DataLoader(workload.dataset, SAMPLES // (cell.data * cell.gradient_accumulation))
     scheduler = LambdaLR(optimizer, decay)
     return halfmesh.initialize(
-        model, optimizer, criterion, loader, cell.config(**options), lr_scheduler=scheduler, device="cpu"
+        model, optimizer, Criterion(), loader, cell.config(**options), lr_scheduler=scheduler, device="cpu"
     )
+
+
+class Criterion:
+    """The workloads'.
+
+    Attributes:
+        factor: of the loss; inf where it is to overflow.
+    """
+
+    factor = 1.0
+
+    def __call__(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        loss = criterion(output, target)
+        return loss if self.factor == 1 else loss * self.factor
 
 
 def train(rank: int, world_size: int, cell: Cell) -> Outcome:
@@ -80,14 +94,15 @@ def train(rank: int, world_size: int, cell: Cell) -> Outcome:
     steps: list[Step] = []
     losses: list[float] = []
     for x, y in engine.dataloader:
+        overflows = cell.scaled and len(steps) == OVERFLOW_AT
+        engine._criterion.factor = math.inf if overflows and rank == world_size - 1 else 1.0
         engine.zero_grad()
-        with nullcontext() if losses else watch:
+        with nullcontext() if losses else watch:  # under a pipeline, forward runs with backward
             output = engine(x)
-        loss = engine.criterion(output, y)
-        losses.append(loss.item())
-        if cell.scaled and len(steps) == OVERFLOW_AT and rank == world_size - 1:
-            loss = loss * math.inf
-        engine.backward(loss)
+            loss = engine.criterion(output, y)
+            engine.backward(loss)
+        if not overflows:
+            losses.append(loss.item())
         result = engine.step()
         if result is not None:
             steps.append(Step(result.skipped, result.loss_scale, result.grad_norm, result.lr))

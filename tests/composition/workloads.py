@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -38,6 +38,7 @@ class MLP(nn.Module):
         return self.head(F.gelu(self.again(x)))
 
 
+MLP_POINTS = {2: ("norm",), 4: ("up", "norm", "again")}  # a residual connection stays within a stage, or crosses one
 MLP_PLAN = {"up": "colwise", "down": "rowwise", "again": "rowwise_split", "head": "colwise_gather"}
 
 
@@ -73,6 +74,7 @@ class Workload:
         max_norm: clips some of the updates, not all.
         plan: `parallel.tensor.plan`.
         sequence: whether the plan says how the sequence is divided.
+        points: `parallel.pipeline.partition` for each number of stages; elsewhere "auto".
     """
 
     make: Callable[[], nn.Module]
@@ -81,6 +83,10 @@ class Workload:
     max_norm: float
     plan: str | Mapping[str, str] = "auto"
     sequence: bool = True
+    points: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def partition(self, stages: int) -> str | tuple[str, ...]:
+        return self.points.get(stages, "auto")
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model with initial weights of its own for each seed."""
@@ -191,7 +197,7 @@ def _every_other() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 WORKLOADS = {
-    "mlp": Workload(MLP, lambda: _labelled(8), lr=0.05, max_norm=0.9, plan=MLP_PLAN, sequence=False),
+    "mlp": Workload(MLP, lambda: _labelled(8), lr=0.05, max_norm=0.9, plan=MLP_PLAN, sequence=False, points=MLP_POINTS),
     "gpt": Workload(_gpt, _text, lr=0.05, max_norm=1.9),
     "vit": Workload(_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
     "llama": Workload(_llama, _text, lr=0.01, max_norm=3.2),

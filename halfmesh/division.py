@@ -1,0 +1,169 @@
+"""What the mesh means for the model: which part of it this rank holds, over the tensor axis and over the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from .amp.cast import Precision, cast_model
+from .amp.optimizer import MixedPrecisionOptimizer
+from .amp.recipe import Recipe
+from .engine.accumulation import Accumulation
+from .engine.passes import DirectPasses, Passes
+from .errors import IncompatibleConfigError
+from .parallel import elementwise
+from .parallel.context import ParallelContext
+from .parallel.random import CommonRandom, model_seed
+from .parallel.same_calls import SameCalls
+from .parallel.tensor import TensorParallel
+from .parallel.tensor_axis import TensorAxis
+from .parallel.tensor_checks import ResolvedPlan
+from .parallel.tensor_checks import resolve as resolve_tensor
+from .shard import ParamShard
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .parallel.pipeline.cut import StageCut
+    from .parallel.pipeline.partition import Partition
+    from .parallel.pipeline.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Plans:
+    """How a model will be divided; None for an axis of size 1."""
+
+    tensor: ResolvedPlan | None = None
+    partition: Partition | None = None
+
+
+def make_plans(model: nn.Module, optimizer: optim.Optimizer, loader: Any, config: Config) -> Plans:
+    """How `model` is divided by the config.
+
+    Raises:
+        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so.
+    """
+    tensor: ResolvedPlan | None = None
+    problems: list[str] = []
+    if config.parallel.tensor.size > 1:
+        options = config.parallel.tensor
+        tensor, problems = resolve_tensor(model, options.size, options.plan, options.sequence_parallel)
+        if (problem := elementwise.find_problem(optimizer)) is not None:
+            problems.append(problem)
+    partition = None
+    if config.parallel.pipeline.size > 1:
+        from .parallel.pipeline.checks import make_partition
+
+        partition, more = make_partition(model, loader, config.parallel.pipeline)
+        problems += more
+    if problems:
+        axes = [axis for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
+        raise IncompatibleConfigError(problems, f"{' and '.join(f'parallel.{a}' for a in axes)} with this model")
+    return Plans(tensor, partition)
+
+
+class Division:
+    """A model that is divided in place.
+
+    Args:
+        model: whole, and equal on all ranks; it need not be on the device yet.
+        optimizer: over its parameters; it holds this rank's afterwards.
+
+    Attributes:
+        tensor, cut: what was done for each axis; None where it is 1.
+        random: the model's own random numbers, where several ranks compute one batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer, plans: Plans, config: Config, context: ParallelContext
+    ) -> None:
+        self.plans = plans
+        self._config = config
+        self._context = context
+        self.tensor: TensorParallel | None = None
+        self.cut: StageCut | None = None
+        self._skeleton: Skeleton | None = None
+        shared = plans.tensor is not None or plans.partition is not None
+        self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
+        if plans.tensor is not None:
+            axis = TensorAxis(context.tp_group, context.device, self.random)
+            self.tensor = TensorParallel(model, optimizer, plans.tensor, axis)
+            if plans.partition is None:
+                self.tensor.watch_calls(model)
+        if plans.partition is not None:
+            from .parallel.pipeline.cut import StageCut
+            from .parallel.pipeline.skeleton import Skeleton
+
+            self._skeleton = Skeleton(model)
+            self.cut = StageCut(model, optimizer, plans.partition, context)
+
+    def make_shards(self, model: nn.Module) -> list[ParamShard]:
+        """The parameters of `model` on this rank, each with 1 / (number of ranks that hold the same numbers)."""
+        context = self._context
+        return [ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()]
+
+    def _weight(self, param: nn.Parameter, context: ParallelContext) -> float:
+        copies = context.dp_size
+        weight = 1 / copies if self.tensor is None else self.tensor.weight(param, copies)
+        return weight if self.cut is None else weight * self.cut.weight(param)
+
+    def make_passes(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        recipe: Recipe,
+    ) -> Passes:
+        """How the engine computes. `model` is cast already."""
+        if self.plans.partition is None or self._skeleton is None:
+            return DirectPasses(model, precision, update, accumulation)
+        from .engine.pipeline_passes import PipelinePasses
+        from .parallel.pipeline.runner import Pipeline
+        from .parallel.pipeline.stage import Surroundings
+        from .parallel.registries import SCHEDULES
+
+        cast_model(self._skeleton.model, recipe)
+        # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
+        dtype = torch.float32 if recipe.autocast else None
+        context, config = self._context, self._config.parallel.pipeline
+        pipeline = Pipeline(
+            model,
+            self._skeleton,
+            self.plans.partition,
+            SCHEDULES.get(config.schedule),
+            context,
+            Surroundings(precision.autocast, lambda: self._drawing(model), dtype),
+        )
+        compared = [SameCalls(context.group("pp"), "pipeline")]
+        if self.tensor is not None:
+            compared.append(SameCalls(context.tp_group, "tensor group"))
+        return PipelinePasses(model, pipeline, config, context, precision, update, accumulation, compared)
+
+    @contextmanager
+    def _drawing(self, model: nn.Module) -> Iterator[None]:
+        """Around the forward of a stage: it draws the model's own random numbers."""
+        assert self.random is not None
+        settle: Callable[[], Any] = (lambda: None) if self.tensor is None else self.tensor.axis.settle
+        settle()
+        self.random.enter(model)
+        try:
+            yield
+        finally:
+            settle()
+            self.random.leave()
+
+    def close(self, whole: bool = True) -> None:
+        """Give the model back as it came. All ranks together.
+
+        Args:
+            whole: False leaves it divided: other ranks may be gone.
+        """
+        if self.cut is not None:
+            self.cut.close(whole)
+        if self.tensor is not None:
+            self.tensor.close(whole)

@@ -1,0 +1,76 @@
+"""Forward, criterion and backward of the loop: at once in this process, or put off until the pipeline runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..amp.cast import Precision
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..parallel.gradients import Reduction
+from .accumulation import Accumulation
+
+
+class Backward(Protocol):
+    """How gradients are computed."""
+
+    def check(self, loss: Any) -> Any:
+        """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
+        ...
+
+    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool) -> None:
+        """Add the gradients of `loss`; with `sends` they are reduced while they come."""
+        ...
+
+
+class Passes(Backward, Protocol):
+    """How an engine computes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        ...
+
+    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The criterion's value."""
+        ...
+
+
+class DirectBackward:
+    """At once, from a loss with a graph."""
+
+    def __init__(self, precision: Precision, update: MixedPrecisionOptimizer, accumulation: Accumulation) -> None:
+        self._precision = precision
+        self._update = update
+        self._accumulation = accumulation
+
+    def check(self, loss: Any) -> torch.Tensor:
+        return self._accumulation.take_loss(loss)
+
+    def backward(
+        self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
+    ) -> None:
+        update = self._update
+        if reducer is not None:
+            reducer.open(sends)
+        if self._precision.starts_in_fp16(loss):
+            update.losses.cap(loss_id, update.holdings.trained)
+        update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
+
+
+class DirectPasses(DirectBackward):
+    """At once: this process has all of the model."""
+
+    def __init__(
+        self, model: nn.Module, precision: Precision, update: MixedPrecisionOptimizer, accumulation: Accumulation
+    ) -> None:
+        super().__init__(precision, update, accumulation)
+        self._model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._precision.forward(self._model, *args, **kwargs)
+
+    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._precision.criterion(criterion, *args, **kwargs)

@@ -1,0 +1,281 @@
+"""The loop under a pipeline: forward and criterion give handles, backward runs the schedule and fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..amp.cast import Precision
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..config.schema import PipelineConfig
+from ..errors import InputError
+from ..log import get_logger
+from ..parallel.context import ParallelContext
+from ..parallel.gradients import Reduction
+from ..parallel.pipeline.boundary import tensors_of
+from ..parallel.pipeline.microbatches import Splitter, choose_count
+from ..parallel.pipeline.pieces import Call
+from ..parallel.pipeline.runner import Pipeline, refuse_own_loss
+from ..parallel.same_calls import SameCalls
+from ..tree import map_tensors
+from .accumulation import Accumulation
+from .handles import Elsewhere, Handle, PipelineLoss, PipelineOutput, find_handles, replace
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class _Forward:
+    """A batch that waits for its backward: the model's calls of its microbatches."""
+
+    calls: Sequence[Call]
+    rows: int
+
+
+@dataclass
+class _Criterion:
+    """The criterion's calls of the same microbatches, with the output's handle in the output's place."""
+
+    function: Callable[..., Any]
+    calls: Sequence[Call]
+
+
+class PipelinePasses:
+    """`halfmesh.engine.passes.Passes` of a rank that has some stages of the model.
+
+    Args:
+        model: the user's, of which the training mode counts.
+        compared: over which ranks the model's inputs have to be the same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        config: PipelineConfig,
+        context: ParallelContext,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        compared: Sequence[SameCalls],
+    ) -> None:
+        self._model = model
+        self._pipeline = pipeline
+        self._config = config
+        self._context = context
+        self._precision = precision
+        self._update = update
+        self._accumulation = accumulation
+        self._compared = compared
+        self._splitter = Splitter(model, config.non_split, "engine(...)")
+        self._told: set[int] = set()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A handle in training; in evaluation, or without gradients, the output."""
+        training = self._model.training
+        for same in self._compared:
+            same.compare_inputs(training, args, kwargs)
+        call = Call(self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs))
+        if training and torch.is_grad_enabled():
+            return PipelineOutput(self._split(call))
+        everywhere = self._config.eval_outputs == "all"
+        output = self._pipeline.evaluate(call, everywhere)
+        if not everywhere and not self._pipeline.has_last:
+            return Elsewhere()
+        return self._precision.cast_output(output)
+
+    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A handle of the loss where an output is a handle, else the criterion's value."""
+        pending = [handle for handle in find_handles((args, kwargs)) if not handle.is_ready]
+        outputs = list(dict.fromkeys(handle for handle in pending if isinstance(handle, PipelineOutput)))
+        if not outputs:
+            return self._precision.criterion(criterion, *args, **kwargs)
+        if len(outputs) > 1 or len(outputs) < len({id(handle) for handle in pending}):
+            raise InputError(
+                "engine.criterion was given several outputs of engine(...), but under a pipeline each backward runs "
+                "one forward; join the inputs in one batch, or give the model both inputs at once"
+            )
+        (output,) = outputs
+        if output.was_used:
+            output.value()  # raises
+        forward: _Forward = output.batch
+        splitter = Splitter(criterion, self._config.non_split, "engine.criterion(...)")
+        calls = splitter.split(Call(args, kwargs), len(forward.calls), forward.rows)
+        return PipelineLoss(output, _Criterion(criterion, calls))
+
+    def check(self, loss: Any) -> PipelineLoss:
+        """Refuse what is no loss of this pipeline's, or has been used."""
+        if not isinstance(loss, PipelineLoss):
+            _refuse_loss(loss)
+        if loss.is_ready or loss.output.was_used:
+            raise InputError("engine.backward(loss) was called twice for one output; call engine(...) again before")
+        return loss
+
+    def backward(
+        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
+    ) -> None:
+        """Run the schedule."""
+        if retain_graph:
+            raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
+        forward: _Forward = loss.output.batch
+        last = _LastStage(self._precision, self._update, self._accumulation, loss, self._config.keep_outputs)
+        if reducer is not None:
+            reducer.open(False)
+
+        def on_last(params: Any) -> None:
+            if reducer is not None and sends:
+                reducer.expect_rest(params)
+
+        with self._update.collecting(loss_id):
+            self._pipeline.train(forward.calls, last.finish, on_last)
+        self._settle(loss, last, forward)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _split(self, call: Call) -> _Forward:
+        """The microbatches of a batch.
+
+        Raises:
+            InputError: it cannot be split, or the model returns a loss.
+        """
+        rows = self._splitter.batch_size(call)
+        if not rows:
+            raise InputError("engine(...) was given no tensor with a batch dim, so there is nothing to split")
+        count = self._count(rows)
+        calls = self._splitter.split(call, count, rows)
+        refuse_own_loss(self._pipeline.output_of(calls[0]))
+        return _Forward(calls, rows)
+
+    def _count(self, rows: int) -> int:
+        """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
+        config, schedule = self._config, self._pipeline.schedule
+        wanted = config.microbatches or 1
+        if rows % wanted == 0:
+            return wanted
+        count = choose_count(rows, wanted, lambda n: not any(schedule.find_problems(config.size, config.chunks, n)))
+        if count is None:
+            raise InputError(
+                f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
+                f"schedule={config.schedule!r} takes; give the loader drop_last=True, or a batch size that is a "
+                f"multiple of {wanted}"
+            )
+        if rows not in self._told:
+            self._told.add(rows)
+            _log.info(
+                "a batch of %d samples is run as %d microbatches of %d: %d do not divide it",
+                *(rows, count, rows // count, wanted),
+            )
+        return count
+
+    def _settle(self, loss: PipelineLoss, last: _LastStage, forward: _Forward) -> None:
+        """Send the loss (and the outputs) to the other stages, without waiting."""
+        mean = self._accumulation.reduction == "mean"
+        device, group, source = self._context.device, self._context.group("pp"), self._pipeline.last_rank
+        figures = last.figures(mean, device) if self._pipeline.has_last else _empty(2, device)
+        work = dist.broadcast(figures, group_src=source, group=group, async_op=True)
+        if self._accumulation.reduction == "weighted":
+            _after([work], lambda: None)
+            self._accumulation.add_weight(figures[1])
+            loss.settle(lambda: (figures[0].float(), figures[1].float()))
+        else:
+            loss.settle(lambda: _after([work], figures[0].float))
+        if not self._config.keep_outputs:
+            loss.output.drop()
+            return
+        if self._pipeline.has_last:
+            output = last.output()
+        else:
+            shape = self._precision.cast_output(self._pipeline.output_of(forward.calls[0]).tree)
+            output = map_tensors(lambda t: _joined_empty(t, len(forward.calls), device), shape)
+        works = [
+            dist.broadcast(t.reshape(-1).view(torch.uint8), group_src=source, group=group, async_op=True)
+            for t in tensors_of(output)
+            if t.numel()
+        ]
+        loss.output.batch, loss.output.was_used = None, True
+        loss.output.settle(lambda: _after(works, lambda: output))
+
+
+class _LastStage:
+    """What the last stage does with the outputs of the microbatches, and keeps of it."""
+
+    def __init__(
+        self,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        loss: PipelineLoss,
+        keeps_outputs: bool,
+    ) -> None:
+        self._precision = precision
+        self._update = update
+        self._accumulation = accumulation
+        self._handle: Handle = loss.output
+        self._criterion: _Criterion = loss.call
+        count = len(self._criterion.calls)
+        self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
+        self._keeps_outputs = keeps_outputs
+        self._losses: dict[int, torch.Tensor] = {}
+        self._weights: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, Any] = {}
+
+    def finish(self, output: Any, index: int) -> torch.Tensor:
+        """What backward of microbatch `index` begins with."""
+        output = self._precision.cast_output(output)
+        if self._keeps_outputs:
+            self._outputs[index] = map_tensors(torch.Tensor.detach, output)
+        call = self._criterion.calls[index]
+        args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
+        value = self._precision.criterion(self._criterion.function, *args, **kwargs)
+        total, weight = self._accumulation.read_loss(value)
+        self._losses[index] = total.detach()
+        if weight is not None:
+            self._weights[index] = weight
+        return self._update.scaled(total, self._divisor)
+
+    def figures(self, mean: bool, device: torch.device) -> torch.Tensor:
+        """The batch's loss, and the weight of a weighted one: float64 [2]."""
+        losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
+        weights = [weight.to(device) for weight in self._weights.values()]
+        weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
+        return torch.stack([losses.mean() if mean else losses.sum(), weight])
+
+    def output(self) -> Any:
+        """The outputs of all microbatches as one."""
+        parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
+        joined = iter([_join(tensors) for tensors in zip(*parts, strict=True)])
+        return map_tensors(lambda _: next(joined), self._outputs[0])
+
+
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(tensors)) if tensors[0].dim() == 0 else torch.cat(list(tensors))
+
+
+def _joined_empty(meta: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+    shape = (count,) if meta.dim() == 0 else (count * meta.shape[0], *meta.shape[1:])
+    return torch.empty(shape, dtype=meta.dtype, device=device)
+
+
+def _empty(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.float64, device=device)
+
+
+def _after(works: Sequence[dist.Work | None], get: Callable[[], Any]) -> Any:
+    """What `get` gives after what was sent has arrived."""
+    for work in works:
+        if work is not None:
+            work.wait()
+    return get()
+
+
+def _refuse_loss(loss: Any) -> NoReturn:
+    kind = type(loss).__name__
+    raise InputError(
+        f"backward under a pipeline takes what engine.criterion(output, ...) returned, but a {kind} was given; compute "
+        "the loss in the criterion, from the output of engine(...) in training mode"
+    )

@@ -1,0 +1,102 @@
+"""Models of the usual form: something at the beginning, a row of blocks, something at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...errors import InputError
+from ..kinds import comes_from
+from .pieces import Call, Piece
+
+
+def _call_block(block: nn.Module, carry: Any, shared: Any) -> Any:
+    return block(carry)
+
+
+@dataclass(frozen=True)
+class BlockPartition:
+    """How models of one class are cut: before any of their blocks, after the beginning, and before the end.
+
+    Args:
+        layers: the model's classes, or their full names ("package.module.Class") for those that may not be installed.
+            A derived class counts if it has the same `forward`.
+        blocks: name of the ModuleList or Sequential that holds the blocks.
+        begin: called as begin(model, ...) with the model's own arguments; returns what the first block takes.
+        end: called as end(model, x) with what the last block returned; returns the model's output.
+        end_uses: names of the modules and parameters that `end` works with. All others, outside `blocks` and
+            `shared_uses`, are taken to be those of `begin`.
+        share: called as share(model, ...) with the model's own arguments, once in each stage that has blocks; returns
+            what all blocks take beside x, such as a mask.
+        shared_uses: names of the modules that `share` works with.
+        block: called as block(module, x, shared) for each block, if it is not just module(x).
+        find_problem: says why a model of these classes cannot be cut, if it cannot.
+    """
+
+    layers: tuple[type[nn.Module] | str, ...]
+    blocks: str
+    begin: Callable[..., Any]
+    end: Callable[[Any, Any], Any]
+    end_uses: tuple[str, ...]
+    share: Callable[..., Any] | None = None
+    shared_uses: tuple[str, ...] = ()
+    block: Callable[[nn.Module, Any, Any], Any] = _call_block
+    find_problem: Callable[[Any], str | None] = lambda model: None
+
+    def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
+        if not comes_from(model, self.layers):
+            return None
+        if (problem := self.find_problem(model)) is not None:
+            raise InputError(f"the model ({type(model).__name__}): {problem}")
+        names = [name for name, _ in model.get_submodule(self.blocks).named_children()]
+        return [
+            Piece("the beginning", tuple(self._rest(model)), self._run_begin),
+            *(self._block_piece(f"{self.blocks}.{name}") for name in names),
+            Piece("the end", tuple(name for name in self.end_uses if has_name(model, name)), self._run_end),
+        ]
+
+    def _rest(self, model: nn.Module) -> Iterator[str]:
+        """What nobody else uses: the largest modules that hold none of theirs, and single parameters and buffers."""
+        taken = (self.blocks, *self.end_uses, *self.shared_uses)
+
+        def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            yield from (prefix + name for name, _ in own if prefix + name not in taken)
+            for name, child in module.named_children():
+                path = prefix + name
+                if path in taken:
+                    continue
+                if any(other.startswith(f"{path}.") for other in taken):
+                    yield from walk(child, f"{path}.")
+                else:
+                    yield path
+
+        return walk(model, "")
+
+    def _block_piece(self, name: str) -> Piece:
+        def run(model: nn.Module, call: Call, carry: Any) -> Any:
+            shared = None
+            if self.share is not None:
+                share = self.share
+                shared = call.once("shared", lambda: share(model, *call.args, **call.kwargs))
+            return self.block(model.get_submodule(name), carry, shared)
+
+        return Piece(name, (name, *self.shared_uses), run)
+
+    def _run_begin(self, model: nn.Module, call: Call, carry: Any) -> Any:
+        return self.begin(model, *call.args, **call.kwargs)
+
+    def _run_end(self, model: nn.Module, call: Call, carry: Any) -> Any:
+        return self.end(model, carry)
+
+
+def has_name(model: nn.Module, name: str) -> bool:
+    """Whether the model has a module, parameter or buffer of that name. (A `head` may be None, or missing.)"""
+    owner, _, own = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(owner), own, None) is not None
+    except AttributeError:
+        return False

@@ -1,0 +1,150 @@
+"""What crosses from one stage to the next: the tensors of a tree, in a form that torch's stages can send.
+
+torch.distributed.pipelining sends tuples of floating-point tensors that all require gradients, and wants a gradient
+back for each. (What it does with others differs between its versions.) So integers travel as the bits of a float, what
+needs no gradient says that it does and gets zeros back, and everything in a tree that is not a tensor stays at home:
+each rank knows it from the `Crossing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from ...errors import InputError
+from ...tree import map_tensors
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The shape of what crosses: a tree whose tensors are on the meta device."""
+
+    tree: Any
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Without memory; `requires_grad` says whether they need a gradient."""
+        return tensors_of(self.tree)
+
+    def on_the_wire(self) -> tuple[torch.Tensor, ...]:
+        """The tensors as torch's stages are told of them."""
+        return tuple(
+            torch.empty(tensor.shape, dtype=_wire_dtype(tensor.dtype), device="meta", requires_grad=True)
+            for tensor in self.tensors
+        )
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The tree with these tensors."""
+        following: Iterator[torch.Tensor] = iter(tensors)
+        return map_tensors(lambda _: next(following), self.tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
+    return found
+
+
+def widen(tree: Any, dtype: torch.dtype | None) -> Any:
+    """`tree` with its half-precision tensors in `dtype`; None leaves them."""
+    if dtype is None:
+        return tree
+    return map_tensors(lambda t: t.to(dtype) if t.dtype in (torch.float16, torch.bfloat16) else t, tree)
+
+
+def leave(tree: Any, crossing: Crossing | None = None) -> list[torch.Tensor]:
+    """The tensors of a stage's result as they are sent.
+
+    Raises:
+        InputError: they are not what the crossing says: the result depends on data.
+    """
+    tensors = [_to_wire(tensor) for tensor in tensors_of(tree)]
+    if crossing is not None:
+        wanted = [(tuple(t.shape), t.dtype) for t in crossing.on_the_wire()]
+        found = [(tuple(t.shape), t.dtype) for t in tensors]
+        if wanted != found:
+            raise InputError(
+                f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes: shapes "
+                "that depend on the data cannot be sent through a pipeline; pad to a size that does not"
+            )
+    return tensors
+
+
+def enter(received: Sequence[torch.Tensor], crossing: Crossing) -> tuple[Any, list[torch.Tensor]]:
+    """What a stage works with, made of what it received; and those received tensors that will get no gradient.
+
+    What is returned may be changed in place, as in one process.
+    """
+    metas = crossing.tensors
+    needing = [tensor for tensor, meta in zip(received, metas, strict=True) if meta.requires_grad]
+    entered = iter(_Enter.apply(*needing) if needing else ())
+    values = [
+        next(entered) if meta.requires_grad else from_wire(tensor.detach(), meta.dtype)
+        for tensor, meta in zip(received, metas, strict=True)
+    ]
+    anchors = [tensor for tensor, meta in zip(received, metas, strict=True) if not meta.requires_grad]
+    return crossing.fill(values), anchors
+
+
+def tie(results: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """`results`, all of which require gradients, and backward from which gives each of `anchors` a gradient of zero."""
+    if not anchors and all(result.requires_grad for result in results):
+        return tuple(results)
+    if not anchors:
+        anchors = [torch.zeros((), device=results[0].device, requires_grad=True)]
+    return _Tie.apply(len(anchors), *anchors, *results)
+
+
+class _Enter(Function):
+    """Tensors that are not leaves, and share memory with what was received; unused ones get a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
+
+
+class _Tie(Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.count = count
+        ctx.save_for_backward(*tensors[:count])
+        return tuple(tensor.detach() for tensor in tensors[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors), *grads
+
+
+# -- the wire --------------------------------------------------------------------------------------------------------
+
+
+def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_floating_point:
+        return dtype
+    if dtype.is_complex:
+        raise InputError("complex tensors cannot be sent through a pipeline; pass real and imaginary part alone")
+    return torch.float64 if dtype == torch.int64 else torch.float32
+
+
+def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and floating: of an integer the bits."""
+    tensor = tensor.contiguous()
+    if tensor.is_floating_point():
+        return tensor
+    wire = _wire_dtype(tensor.dtype)
+    return (tensor if tensor.dtype == torch.int64 else tensor.to(torch.int32)).view(wire)
+
+
+def from_wire(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return tensor
+    return tensor.view(torch.int64 if dtype == torch.int64 else torch.int32).to(dtype)

@@ -1,0 +1,36 @@
+"""Whether a model and its batches can go through a pipeline; before anything is cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ... import torch_private
+from .microbatches import Splitter
+from .partition import Partition, resolve
+
+if TYPE_CHECKING:
+    from ...config.schema import PipelineConfig
+
+
+def make_partition(model: nn.Module, loader: Any, config: PipelineConfig) -> tuple[Partition | None, list[str]]:
+    """The stages of `model`, and everything that is wrong."""
+    problems = []
+    if any(torch_private.is_compiled(module) for module in model.modules()):
+        problems.append("the model is compiled, and cannot be cut any more; pass it uncompiled")
+    partition, more = resolve(model, config.size, config.chunks, config.partition)
+    problems += [f"parallel.pipeline: {problem}" for problem in more]
+    for name in Splitter(model, config.non_split, "the model").find_unknown():
+        problems.append(f"parallel.pipeline.non_split: {type(model).__name__}.forward has no argument {name}")
+    size, microbatches = getattr(loader, "batch_size", None), config.microbatches or 1
+    if isinstance(size, int) and size % microbatches:
+        below, above = size // microbatches * microbatches, (size // microbatches + 1) * microbatches
+        near = f"{below} or {above}" if below else str(above)
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        fitting = min(divisors, key=lambda n: abs(n - microbatches))
+        problems.append(
+            f"parallel.pipeline.microbatches={microbatches} does not divide the dataloader's batch_size={size}; use "
+            f"batch_size={near}, or microbatches={fitting}"
+        )
+    return partition, problems

@@ -1,0 +1,158 @@
+"""A model is cut: this rank keeps the parameters and buffers of its stages, and gives the model back whole."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from ... import torch_private
+from ...errors import InputError, shorten
+from ..context import ParallelContext
+from .partition import Partition, all_entries
+
+
+class StageCut:
+    """The model of one rank. Modules, names and the parameters that stay are the same objects as before; what other
+    ranks hold is None here, and left out of the optimizer's groups.
+
+    Args:
+        model: equal on all ranks, on whatever device.
+        optimizer: over its parameters; of its state, too, what other ranks hold is dropped.
+        partition: which pieces this rank has.
+
+    Attributes:
+        ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._context = context
+        users = partition.entries(model)
+        ranks = {entry: sorted({stage % partition.size for stage in stages}) for entry, stages in users.items()}
+        tensors = dict(all_entries(model))
+        self._holders: dict[int, list[int]] = {}  # of a tensor, wherever it is: by its id
+        for entry, tensor in tensors.items():
+            self._holders[id(tensor)] = sorted({*self._holders.get(id(tensor), []), *ranks[entry]})
+        self._places = {entry: (tensor, self._holders[id(tensor)]) for entry, tensor in tensors.items()}
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        mine = context.pp_rank
+        self.ties = {
+            param: holders
+            for param in model.parameters()
+            if mine in (holders := self._holders[id(param)]) and len(holders) > 1
+        }
+        self._shapes = {id(t): (t.shape, t.dtype) for t in tensors.values()}
+        self._foreign = {entry: t for entry, (t, holders) in self._places.items() if mine not in holders}
+        self._drop()
+        self._hooks = [
+            model.register_forward_pre_hook(self._refuse_call),
+            model.register_load_state_dict_pre_hook(self._take_own),
+        ]
+
+    def weight(self, param: nn.Parameter) -> float:
+        """1 / (number of pipeline ranks that hold the parameter)."""
+        return 1 / len(self.ties.get(param, [0]))
+
+    def tie_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+        """A group for each set of pipeline ranks that hold something together; None where this rank is not of them.
+
+        All ranks of the engine call it together.
+        """
+        sets = sorted({tuple(holders) for _, holders in self._places.values() if len(holders) > 1})
+        return {ranks: self._context.subgroup("pp", ranks) for ranks in sets}
+
+    def close(self, whole: bool = True) -> None:
+        """Give the model back whole, with the optimizer's state. All ranks together.
+
+        Args:
+            whole: False leaves the model as it is: other ranks may be gone.
+        """
+        if not whole:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._exchange_tensors()
+        self._exchange_state()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _drop(self) -> None:
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for (path, name), tensor in self._foreign.items():
+            setattr(modules[path], name, None)
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+            tensor.grad = None
+        foreign = {id(tensor) for tensor in self._foreign.values()}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in foreign:
+                    self._optimizer.state.pop(param, None)
+            group["params"] = [param for param in group["params"] if id(param) not in foreign]
+
+    @torch.no_grad()
+    def _exchange_tensors(self) -> None:
+        """Each tensor from the first rank that holds it to those that do not."""
+        context = self._context
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        done: set[int] = set()
+        for (path, name), (tensor, holders) in self._places.items():
+            if id(tensor) not in done and len(holders) < context.pp_size:
+                if context.pp_rank not in holders:
+                    shape, dtype = self._shapes[id(tensor)]
+                    tensor.data = torch.empty(shape, dtype=dtype, device=context.device)
+                else:  # as it is now, if it was replaced: BatchNorm's counter is
+                    tensor = getattr(modules[path], name)
+                context.broadcast(tensor, "pp", holders[0])
+            done.add(id(self._places[path, name][0]))
+            if (path, name) in self._foreign:
+                setattr(modules[path], name, self._foreign[path, name])
+
+    def _exchange_state(self) -> None:
+        """The groups as they came, with what was added to them since; and each parameter's state from who has it."""
+        optimizer, context = self._optimizer, self._context
+        for group, before in zip(optimizer.param_groups, self._groups, strict=False):
+            known = {id(param) for param in before}
+            group["params"] = [*before, *(param for param in group["params"] if id(param) not in known)]
+        params = {self._names[id(param)]: param for group in self._groups for param in group}
+        for rank in range(context.pp_size):
+            own = {n: p for n, p in params.items() if self._holders[id(p)][0] == rank}
+            state = {n: {k: _to_cpu(v) for k, v in optimizer.state.get(p, {}).items()} for n, p in own.items()}
+            received = context.broadcast_object(state, "pp", rank)
+            for name, values in received.items():
+                if values and context.pp_rank not in self._holders[id(params[name])]:
+                    optimizer.state[params[name]] = {k: _from_cpu(v, context.device) for k, v in values.items()}
+
+    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        """Whole state dicts can be loaded, too: each rank takes its part."""
+        foreign = {prefix + ".".join(filter(None, entry)) for entry in self._foreign}
+        if torch_private.assigns(metadata) and foreign & state.keys():
+            raise InputError(
+                "load_state_dict(..., assign=True) would put parameters into this rank's model that it does not hold "
+                f"({shorten(sorted(foreign & state.keys()))}); load without assign, or load before initialize"
+            )
+        for name in foreign & state.keys():
+            del state[name]
+
+    def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:
+        raise InputError(
+            f"the model itself was called, but this rank holds stage {self._context.pp_rank} of it only; call "
+            "engine(...), on all ranks"
+        )
+
+
+def _to_cpu(value: Any) -> Any:
+    """A value of an optimizer's state, and whether it was on a device."""
+    return (value.cpu(), value.device.type != "cpu") if isinstance(value, torch.Tensor) else (value, False)
+
+
+def _from_cpu(packed: tuple[Any, bool], device: torch.device) -> Any:
+    value, on_device = packed
+    return value.to(device) if on_device else value

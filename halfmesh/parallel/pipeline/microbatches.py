@@ -1,0 +1,112 @@
+"""Batches in microbatches: which arguments are split along the batch, and into how many parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import InputError, did_you_mean
+from ...tree import map_tensors
+from .boundary import tensors_of
+from .pieces import Call
+
+
+class Splitter:
+    """Splits calls of one function along the batch, which is dim 0 of each tensor.
+
+    Args:
+        what: the function, whose parameters' names positional arguments get.
+        non_split: names of arguments that have no batch dimension, and go into every microbatch as they are.
+        name: how messages call the function.
+    """
+
+    def __init__(self, what: Callable[..., Any], non_split: Collection[str], name: str) -> None:
+        self._names = _parameter_names(what)
+        self.non_split = frozenset(non_split)
+        self.name = name
+
+    def find_unknown(self) -> list[str]:
+        """Those of `non_split` that the function does not take, with what may be meant."""
+        if self._names is None:
+            return []
+        return [f"{name!r}{did_you_mean(name, self._names)}" for name in self.non_split if name not in self._names]
+
+    def batch_size(self, call: Call) -> int | None:
+        """Rows of the first tensor that is split; None if there is none.
+
+        Raises:
+            InputError: other tensors have other numbers of rows.
+        """
+        sizes = {
+            name: tensor.shape[0]
+            for name, value in self._named(call)
+            if name not in self.non_split
+            for tensor in tensors_of(value)
+            if tensor.dim()
+        }
+        first = next(iter(sizes.values()), None)
+        odd = {name: size for name, size in sizes.items() if size != first}
+        if odd:
+            name, size = next(iter(odd.items()))
+            raise InputError(
+                f"{self.name}: {name} has {size} rows, and {next(iter(sizes))} has {first}; arguments are split into "
+                "microbatches along their first dim. Name those without a batch dim in parallel.pipeline.non_split="
+                f"({name!r},)"
+            )
+        return first
+
+    def split(self, call: Call, count: int, rows: int) -> list[Call]:
+        """The call in `count` equal parts of `rows` rows in all."""
+        named = self._named(call)
+        parts: list[list[Any]] = [[] for _ in range(count)]
+        for name, value in named:
+            for part, piece in zip(parts, self._parts(name, value, count, rows), strict=True):
+                part.append(piece)
+        size = len(call.args)
+        return [Call(tuple(part[:size]), dict(zip(call.kwargs, part[size:], strict=True))) for part in parts]
+
+    def _parts(self, name: str, value: Any, count: int, rows: int) -> Sequence[Any]:
+        if name in self.non_split:
+            return [value] * count
+
+        def cut(index: int, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0:
+                return tensor
+            if tensor.shape[0] != rows:
+                raise InputError(
+                    f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; name arguments without "
+                    f"a batch dim in parallel.pipeline.non_split=({name!r},)"
+                )
+            return tensor.chunk(count)[index]
+
+        return [map_tensors(partial(cut, index), value) for index in range(count)]
+
+    def _named(self, call: Call) -> list[tuple[str, Any]]:
+        names = self._names or ()
+        positional = [(names[i] if i < len(names) else f"argument {i + 1}", value) for i, value in enumerate(call.args)]
+        return [*positional, *call.kwargs.items()]
+
+
+def choose_count(rows: int, microbatches: int, fits: Callable[[int], bool]) -> int | None:
+    """Into how many equal microbatches `rows` rows are split: `microbatches` where that divides them, else the next
+    larger number, else the next smaller one, that does and that `fits` the schedule. None: there is no such number."""
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
+    larger = [n for n in counts if n >= microbatches]
+    return min(larger, default=max(counts, default=None))
+
+
+def _parameter_names(what: Callable[..., Any]) -> list[str] | None:
+    """Names of the parameters; None where anything may be given."""
+    try:
+        parameters = inspect.signature(getattr(what, "forward", what)).parameters
+    except (TypeError, ValueError):  # built in
+        return None
+    return None if _takes_anything(parameters) else list(parameters)
+
+
+def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())

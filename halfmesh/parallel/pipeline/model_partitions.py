@@ -1,0 +1,187 @@
+"""The partitions that come with halfmesh: nn.Sequential, timm's Vision Transformer, Hugging Face's Llama and GPT-2."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError
+from ..kinds import comes_from
+from .block_partition import BlockPartition
+from .pieces import Call, Piece
+
+
+class SequentialPartition:
+    """Any nn.Sequential, before each of its modules."""
+
+    def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
+        if not comes_from(model, (nn.Sequential,)):
+            return None
+        return [self._piece(name, first=index == 0) for index, (name, _) in enumerate(model.named_children())]
+
+    def _piece(self, name: str, first: bool) -> Piece:
+        def run(model: nn.Module, call: Call, carry: Any) -> Any:
+            module = model.get_submodule(name)
+            return module(*call.args, **call.kwargs) if first else module(carry)
+
+        return Piece(name, (name,), run)
+
+
+SEQUENTIAL = SequentialPartition()
+
+
+# -- timm ------------------------------------------------------------------------------------------------------------
+
+
+def _vit_begin(model: Any, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    if attn_mask is not None or is_causal:
+        raise InputError("a Vision Transformer under a pipeline takes images only; leave attn_mask and is_causal out")
+    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+
+
+def _vit_end(model: Any, x: torch.Tensor) -> Any:
+    return model.forward_head(model.norm(x))
+
+
+def _find_vit_problem(model: Any) -> str | None:
+    if getattr(model, "grad_checkpointing", False):
+        return "its grad_checkpointing is not known under a pipeline; call model.set_grad_checkpointing(False)"
+    return None
+
+
+TIMM_VIT = BlockPartition(
+    layers=("timm.models.vision_transformer.VisionTransformer",),
+    blocks="blocks",
+    begin=_vit_begin,
+    end=_vit_end,
+    end_uses=("norm", "attn_pool", "fc_norm", "head_drop", "head"),
+    find_problem=_find_vit_problem,
+)
+
+
+# -- Hugging Face ----------------------------------------------------------------------------------------------------
+
+_KNOWN = ("input_ids", "attention_mask", "position_ids")
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    """Arguments that change what a causal language model computes."""
+    if given.get("labels") is not None:
+        raise InputError(
+            "labels would make the model return its own loss, which is on the last stage only; leave them out, give "
+            "a criterion to initialize and write loss = engine.criterion(output, labels)"
+        )
+    odd = [name for name, value in given.items() if value is not None and value is not False and name != "return_dict"]
+    if odd:
+        raise InputError(
+            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(_KNOWN)} only; leave it out"
+        )
+
+
+def _decoder_inputs(
+    model: Any, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None
+) -> tuple[torch.Tensor, Any]:
+    """Positions and causal mask, from what the model is called with alone: every stage makes its own."""
+    from transformers import masking_utils
+
+    if position_ids is None:
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    param = next(p for p in model.parameters() if p.is_floating_point())
+    # The mask is made for these: their shape, dtype and device count.
+    features = torch.empty((*input_ids.shape, 1), dtype=param.dtype, device=input_ids.device)
+    make = masking_utils.create_causal_mask
+    given = {
+        "config": model.config,
+        "inputs_embeds": features,
+        "input_embeds": features,  # the name before transformers 5
+        "attention_mask": attention_mask,
+        "cache_position": torch.arange(input_ids.shape[1], device=input_ids.device),
+        "past_key_values": None,
+        "position_ids": position_ids,
+    }
+    names = inspect.signature(make).parameters
+    return position_ids, make(**{name: value for name, value in given.items() if name in names})
+
+
+def _logits(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(logits=model.lm_head(hidden))
+
+
+def _find_decoder_problem(model: Any) -> str | None:
+    if getattr(model.config, "output_hidden_states", False) or getattr(model.config, "output_attentions", False):
+        return "its config asks for hidden states or attentions, which stay on their stages; turn that off"
+    return None
+
+
+def _llama_begin(
+    model: Any, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None, **others: Any
+) -> Any:
+    _refuse_others(others)
+    return model.model.embed_tokens(input_ids)
+
+
+def _llama_share(
+    model: Any, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None, **others: Any
+) -> dict[str, Any]:
+    position_ids, mask = _decoder_inputs(model, input_ids, attention_mask, position_ids)
+    # Of the first argument it takes dtype and device.
+    like = next(p for p in model.model.layers.parameters() if p.is_floating_point())
+    angles = model.model.rotary_emb(like.new_empty(0), position_ids=position_ids)
+    return {"attention_mask": mask, "position_ids": position_ids, "position_embeddings": angles}
+
+
+def _call_llama_layer(layer: nn.Module, x: torch.Tensor, shared: dict[str, Any]) -> Any:
+    return layer(x, past_key_values=None, use_cache=False, **shared)
+
+
+LLAMA = BlockPartition(
+    layers=("transformers.models.llama.modeling_llama.LlamaForCausalLM",),
+    blocks="model.layers",
+    begin=_llama_begin,
+    end=lambda model, x: _logits(model, model.model.norm(x)),
+    end_uses=("model.norm", "lm_head"),
+    share=_llama_share,
+    shared_uses=("model.rotary_emb",),
+    block=_call_llama_layer,
+    find_problem=_find_decoder_problem,
+)
+
+
+def _gpt2_begin(
+    model: Any, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None, **others: Any
+) -> Any:
+    _refuse_others(others)
+    if position_ids is None:
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    decoder = model.transformer
+    return decoder.drop(decoder.wte(input_ids) + decoder.wpe(position_ids))
+
+
+def _gpt2_share(
+    model: Any, input_ids: torch.Tensor, attention_mask: Any = None, position_ids: Any = None, **others: Any
+) -> dict[str, Any]:
+    position_ids, mask = _decoder_inputs(model, input_ids, attention_mask, position_ids)
+    return {"attention_mask": mask, "position_ids": position_ids}
+
+
+def _call_gpt2_block(block: nn.Module, x: torch.Tensor, shared: dict[str, Any]) -> Any:
+    output = block(x, past_key_values=None, use_cache=False, **shared)
+    return output[0] if isinstance(output, tuple) else output  # a tuple before transformers 5
+
+
+GPT2 = BlockPartition(
+    layers=("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel",),
+    blocks="transformer.h",
+    begin=_gpt2_begin,
+    end=lambda model, x: _logits(model, model.transformer.ln_f(x)),
+    end_uses=("transformer.ln_f", "lm_head"),
+    share=_gpt2_share,
+    block=_call_gpt2_block,
+    find_problem=_find_decoder_problem,
+)

@@ -1,0 +1,197 @@
+"""How a model's pieces are dealt out to stages; before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from ...errors import InputError, RegistryError, shorten
+from ..registries import PARTITIONERS
+from .pieces import Piece
+from .traced import TracedPartition
+
+
+class UnknownModelError(InputError):
+    """No partitioner knows the model."""
+
+
+Entry = tuple[str, str]
+"""Where a parameter or buffer is: its module's name, and its own there."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which pieces make which stage, in the order of the forward. Stage i is on rank i % size of the pipeline."""
+
+    stages: tuple[tuple[Piece, ...], ...]
+    size: int
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages that a rank of the pipeline has."""
+        return list(range(rank, len(self.stages), self.size))
+
+    def entries(self, model: nn.Module) -> dict[Entry, list[int]]:
+        """For each parameter and buffer of `model` the stages that use it; what no piece uses is in the first."""
+        users: dict[Entry, list[int]] = {entry: [] for entry, _ in all_entries(model)}
+        for index, stage in enumerate(self.stages):
+            for piece in stage:
+                for entry, stages in users.items():
+                    if index not in stages and _is_used(".".join(filter(None, entry)), piece):
+                        stages.append(index)
+        return {entry: stages or [0] for entry, stages in users.items()}
+
+
+@dataclass
+class Balance:
+    """What a piece costs.
+
+    Args:
+        model: whole.
+        times: seconds of each piece, where they were measured.
+    """
+
+    model: nn.Module
+    times: dict[str, float] | None = None
+
+    def cost(self, piece: Piece) -> float:
+        """Seconds, or the number of elements of its parameters."""
+        if self.times is not None:
+            return self.times[piece.name]
+        return float(sum(p.numel() for p in self._params(piece)))
+
+    def _params(self, piece: Piece) -> list[nn.Parameter]:
+        return list({id(param): param for name, param in self._named if _is_used(name, piece)}.values())
+
+    @cached_property
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters(remove_duplicate=False))
+
+
+def _is_used(path: str, piece: Piece) -> bool:
+    return any(path == use or path.startswith(f"{use}.") for use in piece.uses)
+
+
+def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Piece]:
+    """The pieces that the config's `partition` makes of `model`.
+
+    Raises:
+        InputError: no partitioner knows the model, or it cannot be cut so.
+    """
+    if not isinstance(partition, str):
+        return TracedPartition(partition).pieces_of(model)
+    names = PARTITIONERS.names() if partition == "auto" else [partition]
+    for name in names:
+        try:
+            pieces = PARTITIONERS.get(name).pieces_of(model)
+        except RegistryError as error:
+            raise InputError(str(error)) from error
+        if pieces is not None:
+            return list(pieces)
+    which = "no partitioner knows" if partition == "auto" else f"the partitioner {partition!r} does not know"
+    raise UnknownModelError(f"{which} {type(model).__name__}")
+
+
+def resolve(
+    model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto", balance: Balance | None = None
+) -> tuple[Partition | None, list[str]]:
+    """How `model` is cut into `size` x `chunks` stages, and every reason why it cannot be."""
+    count = size * chunks
+    stages_text = f"pipeline.size={size}" + (f" x chunks={chunks}" if chunks > 1 else "")
+    points = None if isinstance(partition, str) else partition
+    if points is not None and len(points) != count - 1:
+        return None, [
+            f"partition: {len(points)} split point(s) make {len(points) + 1} stages, but {stages_text} needs {count}; "
+            f"name the {count - 1} modules with which stages 1 to {count - 1} begin"
+        ]
+    try:
+        pieces = find_pieces(model, partition)
+    except UnknownModelError as error:
+        return None, [f"{error}; {_suggest(model, count)}"]
+    except InputError as error:
+        return None, [str(error)]
+    if len(pieces) < count:
+        names = ", ".join(piece.name for piece in pieces)
+        return None, [
+            f"{stages_text} needs {count} stages, but {type(model).__name__} has {len(pieces)} pieces only ({names}); "
+            f"use fewer stages ({len(pieces)} at most), or a model with more blocks"
+        ]
+    balance = balance or Balance(model)
+    costs = [balance.cost(piece) for piece in pieces]
+    bounds = range(len(pieces) + 1) if points is not None else divide(costs, count)
+    stages = tuple(tuple(pieces[begin:end]) for begin, end in pairwise(bounds))
+    found = Partition(stages, size)
+    return found, list(_find_problems(model, found))
+
+
+def divide(costs: Sequence[float], count: int) -> list[int]:
+    """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible; of those that are equal
+    in this, the ones with the smallest sum of squares."""
+    sums = [0.0, *accumulate(costs)]
+    best: dict[int, tuple[tuple[float, float], list[int]]] = {0: ((0.0, 0.0), [0])}
+    for run in range(1, count + 1):
+        ends = range(run, len(costs) - (count - run) + 1)
+        following = {}
+        for end in ends:
+            options = []
+            for begin, ((largest, squares), bounds) in best.items():
+                if begin < end:
+                    cost = sums[end] - sums[begin]
+                    options.append(((max(largest, cost), squares + cost * cost), [*bounds, end]))
+            following[end] = min(options)
+        best = following
+    return best[len(costs)][1]
+
+
+def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """Every parameter and buffer at each place where it is."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield (path, name), value
+        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield (path, name), value
+
+
+def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
+    users = partition.entries(model)
+    shared = [
+        ".".join(filter(None, entry))
+        for entry, stages in users.items()
+        if entry[1].startswith("running_") and len({stage % partition.size for stage in stages}) > 1
+    ]
+    if shared:
+        yield (
+            f"{shorten(shared)}: running statistics that several stages would keep, each from its own activations; use "
+            "a norm without statistics there, or cut the model so that one stage has both uses"
+        )
+    sparse = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module.sparse]
+    if sparse:
+        yield f"{shorten(sparse)}: sparse gradients do not work under a pipeline; build the embedding with sparse=False"
+
+
+def _suggest(model: nn.Module, count: int) -> str:
+    """Split points that would do, from the longest row of modules."""
+    rows = [
+        (sum(p.numel() for p in row.parameters()), name, row)
+        for name, row in model.named_modules()
+        if isinstance(row, (nn.ModuleList, nn.Sequential)) and len(row) >= count
+    ]
+    how = "parallel = dict(pipeline=dict(size=..., partition=(...)))"
+    if not rows:
+        children = ", ".join(name for name, _ in model.named_children())
+        return f"name the {count - 1} module(s) that begin a stage in {how}; it has {children or 'no modules'}"
+    _, name, row = max(rows, key=lambda found: found[0])
+    costs = [float(sum(p.numel() for p in module.parameters())) for module in row]
+    keys = [key for key, _ in row.named_children()]
+    points = [".".join(filter(None, (name, keys[bound]))) for bound in divide(costs, count)[1:-1]]
+    text = ", ".join(map(repr, points)) + ("," if len(points) == 1 else "")
+    return f"name the modules that begin a stage, for example partition=({text}); or register a partitioner"
+
+
+def names_of(stages: Sequence[Sequence[Piece]]) -> list[str]:
+    """Each stage in words: its first and last piece."""
+    return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in stages]

@@ -1,0 +1,175 @@
+"""Batches through the stages: forward and backward by torch's schedules, and forward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import InputError
+from ..context import ParallelContext
+from .boundary import Crossing, from_wire, leave
+from .partition import Partition, all_entries
+from .pieces import Call
+from .schedules import Schedule
+from .skeleton import Skeleton, signature_of
+from .stage import Batch, StageModule, Surroundings, make_stage
+
+OnLast = Callable[[Collection[nn.Parameter]], None]
+"""Called before the last backward of a step on this rank, with the parameters that get gradients from it."""
+
+
+class Pipeline:
+    """The stages of one rank, and how batches go through them.
+
+    Args:
+        model: the user's; this rank has its stages of it.
+        skeleton: of the whole model.
+
+    Attributes:
+        partition: the stages of all ranks.
+        schedule: in which order they work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        skeleton: Skeleton,
+        partition: Partition,
+        schedule: Schedule,
+        context: ParallelContext,
+        surroundings: Surroundings,
+    ) -> None:
+        self.partition = partition
+        self.schedule = schedule
+        self._model = model
+        self._skeleton = skeleton
+        self._context = context
+        self._surroundings = surroundings
+        self._group = context.group("pp")
+        count = len(partition.stages)
+        self._modules = {
+            index: StageModule(model, partition.stages[index], index, count, surroundings)
+            for index in partition.of_rank(context.pp_rank)
+        }
+        entries = partition.entries(model)
+        tensors = dict(all_entries(model))
+        self._params = {
+            index: [t for e, t in tensors.items() if index in entries[e] and isinstance(t, nn.Parameter)]
+            for index in self._modules
+        }
+        self._crossings: dict[str, Sequence[Crossing]] = {}
+        self._schedules: dict[tuple[str, int], Any] = {}
+        self._on_last: OnLast = lambda params: None
+        self._left = 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return len(self.partition.stages) - 1 in self._modules
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return (len(self.partition.stages) - 1) % self.partition.size
+
+    def output_of(self, call: Call) -> Crossing:
+        """The shape of what the model returns for `call`."""
+        return self._known(call)[1][-1]
+
+    def train(self, calls: Sequence[Call], finish: Callable[[Any, int], torch.Tensor], on_last: OnLast) -> None:
+        """Forward and backward of all microbatches. Gradients are added to the parameters'.
+
+        Args:
+            calls: the microbatches, of one shape.
+            finish: called as finish(output, index) on the last stage; returns what backward begins with (0-dim).
+            on_last: told of the last backward.
+        """
+        key, crossings = self._known(calls[0])
+        schedule = self._schedule(key, crossings, len(calls))
+        batch = Batch(calls, finish, crossings)
+        numbers = torch.arange(len(calls))
+        self._on_last, self._left = on_last, len(self._modules)
+        for module in self._modules.values():
+            module.batch = batch
+        try:
+            given = {"index": numbers} | ({"target": numbers} if self.has_last else {})
+            schedule.step(**given)
+        finally:
+            for module in self._modules.values():
+                module.batch = None
+
+    @torch.no_grad()
+    def evaluate(self, call: Call, everywhere: bool = True) -> Any:
+        """The model's output for a whole batch, without gradients; on all ranks, or on the one with the last stage."""
+        _, crossings = self._known(call)
+        size = self.partition.size
+        output: Any = None
+        for index, module in self._modules.items():
+            carry = None
+            if index:
+                carry = self._receive(crossings[index - 1], (index - 1) % size)
+            carry = module.compute(call, carry)
+            if module.is_last:
+                output = carry
+            else:
+                for tensor in leave(carry, crossings[index]):
+                    dist.send(tensor, group_dst=(index + 1) % size, group=self._group)
+        if not everywhere:
+            return output
+        tensors = leave(output, crossings[-1]) if self.has_last else self._empty(crossings[-1])
+        for tensor in tensors:
+            self._context.broadcast(tensor, "pp", self.last_rank)
+        return output if self.has_last else self._filled(crossings[-1], tensors)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _known(self, call: Call) -> tuple[str, Sequence[Crossing]]:
+        key = f"{self._model.training} {signature_of(call)}"
+        if key not in self._crossings:
+            self._crossings[key] = self._skeleton.crossings(
+                self.partition, call, self._model, self._context.device, self._surroundings
+            )
+        return key, self._crossings[key]
+
+    def _schedule(self, key: str, crossings: Sequence[Crossing], count: int) -> Any:
+        if (key, count) not in self._schedules:
+            stages = [
+                make_stage(module, crossings, self._context.device, self._group, partial(self._a_last, index))
+                for index, module in self._modules.items()
+            ]
+            self._schedules[key, count] = self.schedule.make(stages, count)
+        return self._schedules[key, count]
+
+    def _a_last(self, index: int) -> None:
+        """The last backward of stage `index` begins."""
+        self._left -= 1
+        if self._left == 0:
+            self._on_last(self._params[index])
+
+    def _empty(self, crossing: Crossing) -> list[torch.Tensor]:
+        return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in crossing.on_the_wire()]
+
+    def _receive(self, crossing: Crossing, source: int) -> Any:
+        tensors = self._empty(crossing)
+        for tensor in tensors:
+            dist.recv(tensor, group_src=source, group=self._group)
+        return self._filled(crossing, tensors)
+
+    def _filled(self, crossing: Crossing, tensors: Sequence[torch.Tensor]) -> Any:
+        pairs = zip(tensors, crossing.tensors, strict=True)
+        return crossing.fill([from_wire(tensor, meta.dtype) for tensor, meta in pairs])
+
+
+def refuse_own_loss(output: Crossing) -> None:
+    """Raise InputError if the model returns a scalar: a loss of its own."""
+    if isinstance(output.tree, torch.Tensor) and output.tree.dim() == 0:
+        raise InputError(
+            "the model returns its own loss, which a pipeline has on its last stage only, one for each microbatch; let "
+            "the model return its outputs, give a criterion to initialize, and write loss = engine.criterion(output, "
+            "target)"
+        )

@@ -1,0 +1,134 @@
+"""A model without memory, from which every rank learns what crosses between stages that other ranks have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import torch_private
+from ...errors import InputError
+from ...tree import map_tensors
+from .boundary import Crossing, widen
+from .partition import Partition
+from .pieces import Call
+from .stage import Surroundings
+
+
+class Skeleton:
+    """A copy of a whole model on the meta device.
+
+    Args:
+        model: whole; its layers may be divided over a tensor group.
+
+    Attributes:
+        model: the copy.
+
+    Raises:
+        InputError: something in the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        for param in model.parameters():
+            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        try:
+            self.model: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise InputError(
+                f"the model cannot be copied ({error}), which a pipeline needs to know the shapes between its stages; "
+                "take out of the model what copy.deepcopy refuses"
+            ) from error
+
+    def crossings(
+        self, partition: Partition, call: Call, source: nn.Module, device: torch.device, around: Surroundings
+    ) -> list[Crossing]:
+        """What each stage returns when the model is called so. Nothing is computed, and nothing sent.
+
+        Args:
+            call: as on this device, or with other tensors of the same shapes.
+            source: the model that runs, of which training mode and frozen parameters are taken over.
+            around: what the stages' forward runs in.
+
+        Raises:
+            InputError: the forward asks for values.
+        """
+        self._follow(source)
+        for stage in partition.stages:
+            for piece in stage:
+                if piece.prepare is not None:
+                    piece.prepare(self.model, call)
+        names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        with torch_private.fake_mode(), _data_needed():
+            weights = {f"model.{name}": _fake(tensor, device) for name, tensor in names.items()}
+            faked = Call(*map_tensors(lambda tensor: _fake(tensor, device), (call.args, dict(call.kwargs))))
+            run = _Run(self.model)
+            trees = torch.func.functional_call(run, weights, (partition, faked, around))
+        return [Crossing(map_tensors(_without_memory, tree)) for tree in trees]
+
+    def _follow(self, source: nn.Module) -> None:
+        """Take over what may have changed in the model. (Of its parameters, those that this rank holds.)"""
+        for mine, theirs in zip(self.model.modules(), source.modules(), strict=True):
+            mine.training = theirs.training
+        own = dict(source.named_parameters())
+        for name, param in self.model.named_parameters():
+            if name in own:
+                param.requires_grad_(own[name].requires_grad)
+
+
+class _Run(nn.Module):
+    """All stages, one after the other, on one rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, partition: Partition, call: Call, around: Surroundings) -> list[Any]:
+        carry, trees = None, []
+        for index, stage in enumerate(partition.stages):
+            here = call.afresh()
+            with around.scope():
+                for piece in stage:
+                    carry = piece.run(self.model, here, carry)
+            is_last = index == len(partition.stages) - 1
+            carry = carry if is_last else widen(carry, around.dtype)
+            trees.append(carry)
+            carry = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), carry)
+        return trees
+
+
+def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Within a fake mode."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+    )
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def _data_needed() -> Iterator[None]:
+    try:
+        yield
+    except torch_private.DATA_NEEDED as error:
+        raise InputError(
+            "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
+            f"crosses between stages has to be known from shapes alone: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def signature_of(call: Call) -> str:
+    """The same for calls between which nothing that crosses can differ."""
+    return repr(map_tensors(_shape, (call.args, dict(call.kwargs))))
+
+
+def _shape(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype

@@ -1,0 +1,97 @@
+"""Whether ranks that compute one batch together are given the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError
+from ..tree import map_tensors
+
+
+class SameCalls:
+    """Compares what goes into the model, and what comes out, over the ranks of a group: in the first call of each mode.
+    Ranks that see different data would mix it up silently, and an output that is divided is not the model's.
+
+    Args:
+        group: the ranks.
+        what: what messages call them ("tensor group").
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self._group = group
+        self._what = what
+        self._seen: set[bool] = set()
+        self._looking = False
+
+    @torch.no_grad()
+    def compare_inputs(self, training: bool, args: Any, kwargs: Any) -> None:
+        """Raise InputError if they differ; on all ranks."""
+        self._looking = training not in self._seen
+        self._seen.add(training)
+        if self._looking and len(set(self._everyone(_digest((args, kwargs))))) > 1:
+            raise InputError(
+                f"the {self._group.size()} ranks of a {self._what} were given different inputs, but they compute one "
+                "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
+                "engine.context.dp_size"
+            )
+
+    @torch.no_grad()
+    def compare_outputs(self, output: Any) -> None:
+        """Raise InputError if they differ by more than rounding; on all ranks. After `compare_inputs`."""
+        if not self._looking:
+            return
+        self._looking = False
+        found: list[torch.Tensor] = []
+        map_tensors(lambda tensor: found.append(tensor) or tensor, output)  # type: ignore[func-returns-value]
+        mine = [(tuple(tensor.shape), _norm(tensor)) for tensor in found]
+        everyone = self._everyone(mine)
+        if any(not _alike(mine, theirs) for theirs in everyone):
+            raise InputError(
+                f"the model's output differs between the ranks of a {self._what}: part of it is divided. Give the last "
+                "layer the style 'colwise_gather' if it has 'colwise'; do not return what is between divided layers "
+                "(hidden states under sequence_parallel, attention weights)"
+            )
+
+    def _everyone(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+
+def _digest(tree: Any) -> str:
+    digest = hashlib.sha256()
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        digest.update(_content(tensor))
+        return tensor
+
+    map_tensors(take, tree)
+    return digest.hexdigest()
+
+
+def _norm(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Norms of a tensor and of its halves, by which two are told apart."""
+    if tensor.layout != torch.strided or not tensor.is_floating_point():
+        return ()
+    flat = tensor.detach().reshape(-1).float()
+    return tuple(float(torch.linalg.vector_norm(part)) for part in (flat, *flat.chunk(7)))
+
+
+def _alike(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether shapes are equal, and norms but for rounding (in bf16, and of what an overflow has left)."""
+    if [shape for shape, _ in mine] != [shape for shape, _ in theirs]:
+        return False
+    pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]
+    return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return f"{tensor.layout} {tensor.dtype}".encode()
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes()
