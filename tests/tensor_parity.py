@@ -14,6 +14,7 @@ from torch import nn
 from halfmesh.parallel.tensor import TensorParallel
 from halfmesh.parallel.tensor_axis import TensorAxis
 from halfmesh.parallel.tensor_checks import resolve
+from halfmesh.shard import ParamShard
 
 CPU = torch.device("cpu")
 
@@ -36,7 +37,14 @@ def divide(
     resolved, problems = resolve(model, axis.size, plan, sequence_parallel)
     if problems:
         raise ValueError("\n".join(problems))
-    return TensorParallel(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), resolved, axis)
+    tensor = TensorParallel(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), resolved, axis)
+    tensor.watch_calls(model)
+    return tensor
+
+
+def make_shards(model: nn.Module, tensor: TensorParallel, copies: int) -> list[ParamShard]:
+    """As `halfmesh.division` makes them: `copies` of what is whole, on as many ranks."""
+    return [ParamShard(n, p, tensor.weight(p, copies // tensor.axis.size)) for n, p in model.named_parameters()]
 
 
 def join_grads(model: nn.Module, tensor: TensorParallel) -> dict[str, torch.Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -12,10 +12,11 @@ from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
 
-from .workloads import WORKLOADS, find_workload
+from .workloads import SAMPLES, WORKLOADS, find_workload
 
 GROWTH_INTERVAL = 4
 INITIAL_SCALE = 256.0
+MOST_RANKS = 8
 # So that the scale falls and grows within ten updates. apex has no key for how often it grows.
 SCALES: dict[str | None, dict[str, Any]] = {
     "torch": {"init_scale": INITIAL_SCALE, "growth_interval": GROWTH_INTERVAL},
@@ -134,7 +135,10 @@ class Cell:
 
     def findings(self) -> list[Finding]:
         """What halfmesh has against the config."""
-        return check(load_config(self.config()), self.world_size, "cpu")
+        # Which does not depend on these, and takes a millisecond.
+        return _findings(
+            replace(self, model="mlp", sequence_parallel=False, gradient_accumulation=1, clip_grad_norm=False)
+        )
 
     @property
     def divides_unknown_sequence(self) -> bool:
@@ -162,6 +166,17 @@ AXES: dict[str, tuple[Any, ...]] = {
 assert list(AXES) == [field.name for field in fields(Cell)]
 
 
+@cache
+def _findings(cell: Cell) -> list[Finding]:
+    return check(load_config(cell.config()), cell.world_size, "cpu")
+
+
+def is_possible(cell: Cell) -> bool:
+    """Whether the samples can be divided so, and the ranks are not too many for a small machine."""
+    parts = cell.data * cell.gradient_accumulation * cell.pipeline.microbatches
+    return SAMPLES % parts == 0 and cell.world_size <= MOST_RANKS
+
+
 def without_idle_axes(cell: Cell) -> Cell:
     """The same run, with the default on each axis that has no effect in it."""
     if cell.tensor == 1:
@@ -173,7 +188,7 @@ def without_idle_axes(cell: Cell) -> Cell:
 def every() -> tuple[Cell, ...]:
     """All combinations, allowed or not, each run once."""
     cells = (Cell(*values) for values in itertools.product(*AXES.values()))
-    return tuple(dict.fromkeys(map(without_idle_axes, cells)))
+    return tuple(dict.fromkeys(without_idle_axes(cell) for cell in cells if is_possible(cell)))
 
 
 @cache
@@ -183,27 +198,55 @@ def product() -> tuple[Cell, ...]:
     return tuple(sorted(allowed, key=lambda cell: cell.world_size))
 
 
-def pairs(cell: Cell) -> set[tuple[Any, ...]]:
-    """The values of each two axes."""
+def groups(cell: Cell, size: int) -> set[tuple[Any, ...]]:
+    """The values of each `size` axes."""
     values = [(axis, getattr(cell, axis)) for axis in AXES]
-    return {(*one, *other) for one, other in itertools.combinations(values, 2)}
+    return set(itertools.combinations(values, size))
+
+
+def is_3d(cell: Cell) -> bool:
+    return cell.pipeline.size > 1 and cell.data > 1 and cell.tensor > 1
 
 
 @cache
 def covering() -> tuple[Cell, ...]:
-    """Few allowed combinations in which every possible pair of values of two axes occurs; and each mode with each
-    model where a tensor group divides it, which are three axes.
+    """Few allowed combinations in which every possible pair of values of two axes occurs; and each mode with each model
+    where a tensor group divides it, each with each where a pipeline cuts it, and each mode where all three kinds of
+    parallelism meet."""
 
-    Greedy: the one with the most that is still missing, then the next. Of equals one that uses both kinds of
+    def wanted(cell: Cell) -> set[tuple[Any, ...]]:
+        found = groups(cell, 2)
+        found |= {("tensor", cell.mode, cell.model)} if cell.tensor > 1 else set()
+        found |= {("pipeline", cell.mode, cell.model)} if cell.pipeline.size > 1 else set()
+        return found | ({("3d", cell.mode)} if is_3d(cell) else set())
+
+    return _choose(product(), wanted)
+
+
+@cache
+def thorough() -> tuple[Cell, ...]:
+    """All allowed combinations without a pipeline; and of those with one so many that every possible three values of
+    three axes occur."""
+    without = (cell for cell in product() if cell.pipeline == NO_PIPE)
+    with_one = tuple(cell for cell in product() if cell.pipeline != NO_PIPE)
+    return tuple(sorted([*without, *_choose(with_one, lambda cell: groups(cell, 3))], key=lambda cell: cell.world_size))
+
+
+def _choose(cells: Sequence[Cell], wanted: Callable[[Cell], set[tuple[Any, ...]]]) -> tuple[Cell, ...]:
+    """Some of `cells` in which everything occurs that is `wanted` of any.
+
+    Greedy: the one with the most that is still missing, then the next. Of equals one that uses several kinds of
     parallelism, and then the smallest world.
     """
+    kinds = {cell: (cell.tensor > 1) + (cell.data > 1) + (cell.pipeline.size > 1) for cell in cells}
     numbers: dict[tuple[Any, ...], int] = {}
     masks: dict[Cell, int] = {}
-    for cell in sorted(product(), key=lambda cell: (-(cell.tensor > 1) - (cell.data > 1), cell.world_size)):
-        wanted = pairs(cell) | ({(cell.mode, cell.model)} if cell.tensor > 1 else set())
-        masks[cell] = sum(1 << numbers.setdefault(each, len(numbers)) for each in wanted)
+    for cell in sorted(cells, key=lambda cell: (-min(kinds[cell], 2), cell.world_size)):
+        masks[cell] = sum(1 << numbers.setdefault(each, len(numbers)) for each in wanted(cell))
     missing, chosen = (1 << len(numbers)) - 1, []
     while missing:
-        chosen.append(max(masks, key=lambda cell: (masks[cell] & missing).bit_count()))
+        gains = {cell: gain for cell, mask in masks.items() if (gain := (mask & missing).bit_count())}
+        chosen.append(max(gains, key=gains.__getitem__))
+        masks = {cell: masks[cell] for cell in gains}  # what adds nothing now will not later
         missing &= ~masks[chosen[-1]]
     return tuple(sorted(chosen, key=lambda cell: cell.world_size))

@@ -18,12 +18,16 @@ from halfmesh.engine.scheduling import LRAdvance
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.parallel.gradients import TensorGradients
+from halfmesh.parallel.pipeline import stage
+from halfmesh.parallel.pipeline.cut import StageCut
+from halfmesh.parallel.pipeline.runner import Pipeline
+from halfmesh.parallel.pipeline.ties import TiedGradients
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.tensor import TensorParallel
 from halfmesh.parallel.tensor_layers import RowwiseLinear, VocabEmbedding
 from halfmesh.shard import OneRank
 
-from .cells import Cell
+from .cells import Cell, Pipe
 from .overflows import overflow
 from .training import Outcome, train
 
@@ -109,6 +113,43 @@ def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LRAdvance, "settle", settle)
 
 
+def boundary_not_widened(patch: pytest.MonkeyPatch) -> None:
+    """What leaves a stage in half precision is sent as it is."""
+    patch.setattr(stage, "widen", lambda tree, dtype: tree)
+
+
+def stages_not_tied(patch: pytest.MonkeyPatch) -> None:
+    """A weight that the first and the last stage share learns in each of them by itself."""
+    patch.setattr(TiedGradients, "finish", lambda self: None)
+
+
+def microbatches_not_divided(patch: pytest.MonkeyPatch) -> None:
+    """The mean over microbatches is a sum."""
+    inner = MixedPrecisionOptimizer.scaled
+    patch.setattr(MixedPrecisionOptimizer, "scaled", lambda self, loss, divisor: inner(self, loss))
+
+
+def scale_not_in_stage_loss(patch: pytest.MonkeyPatch) -> None:
+    """The last stage's loss is not scaled."""
+    patch.setattr(MixedPrecisionOptimizer, "scaled", lambda self, loss, divisor: loss.float() / divisor)
+
+
+def norm_of_every_stage(patch: pytest.MonkeyPatch) -> None:
+    """What several stages hold counts several times."""
+    patch.setattr(StageCut, "weight", lambda self, param: 1.0)
+
+
+def reduced_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are sent over the data ranks in the backward of the first microbatch."""
+    inner = Pipeline.train
+
+    def train(self: Pipeline, calls: Any, finish: Any, on_last: Any) -> None:
+        on_last([param for params in self._params.values() for param in params])
+        inner(self, calls, finish, lambda params: None)
+
+    patch.setattr(Pipeline, "train", train)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A fault.
@@ -130,6 +171,7 @@ class Mutant:
         return f"{self.apply.__name__}-{self.cell}" + ("-overflow" if self.job is overflow else "")
 
 
+PIPE = Pipe(2, "1f1b", 2)
 WEIGHT, MOVED, NORM = "a weight differs", "a parameter moved otherwise", "a gradient norm differs"
 REFUSED = "differ between the ranks of a tensor group"  # the engine itself compares, before its first update
 MUTANTS = (
@@ -152,6 +194,16 @@ MUTANTS = (
     Mutant(weights_not_shared, Cell("none", "mlp", data=2), "other weights than rank 0"),
     Mutant(masters_not_published, Cell("naive_fp16", "gpt", tensor=2), MOVED),
     Mutant(scheduler_counts_skips, Cell("torch_fp16", "gpt", tensor=2), MOVED),
+    Mutant(boundary_not_widened, Cell("torch_fp16", "mlp", pipeline=PIPE), "a stage returned tensors of"),
+    Mutant(boundary_not_widened, Cell("torch_bf16", "mlp", data=2, pipeline=PIPE), "a stage returned tensors of"),
+    Mutant(stages_not_tied, Cell("none", "gpt", pipeline=PIPE), WEIGHT),
+    Mutant(stages_not_tied, Cell("naive_fp16", "llama", tensor=2, pipeline=PIPE), MOVED),
+    Mutant(microbatches_not_divided, Cell("none", "mlp", pipeline=PIPE), WEIGHT),
+    Mutant(microbatches_not_divided, Cell("naive_bf16", "gpt", data=2, pipeline=PIPE), MOVED),
+    Mutant(scale_not_in_stage_loss, Cell("torch_fp16", "mlp", pipeline=PIPE), MOVED),
+    Mutant(norm_of_every_stage, Cell("none", "gpt", pipeline=PIPE, clip_grad_norm=True), NORM),
+    Mutant(local_verdict, Cell("torch_fp16", "gpt", data=2, pipeline=PIPE), "the ranks differ", overflow),
+    Mutant(reduced_too_early, Cell("none", "mlp", data=2, pipeline=PIPE), "arrived twice"),
 )
 
 

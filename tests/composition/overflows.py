@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import halfmesh
@@ -47,20 +48,30 @@ def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], st
     engine = make_engine(cell, rank, growth_interval=1)
     batch = next(iter(engine.dataloader))
     seen = []
+    held = dict(engine.model.named_parameters())
     for kind, name in KINDS.items():
         for where in range(world_size):
+            if not _any_rank(rank == where and name in held):  # a rank of a pipeline does not hold all
+                continue
             for poisons in (True, False):
                 before = _state(engine)
                 engine.zero_grad()
                 engine.backward(engine.criterion(engine(batch[0]), batch[1]))
                 if poisons and rank == where:
-                    _poison(engine.model.get_parameter(name))
+                    _poison(held[name])
                 alone = not all(bool(grad.isfinite().all()) for grad in _gradients(engine))
                 result = engine.step()
                 changed = _state(engine) != before
                 seen.append(Overflow(kind if poisons else "", where, alone, result.skipped, result.loss_scale, changed))
     engine.close()
     return seen, digest(engine.model.state_dict())
+
+
+def _any_rank(mine: bool) -> bool:
+    """Whether it is true on any rank."""
+    found = torch.tensor([mine], dtype=torch.int32)
+    dist.all_reduce(found)
+    return bool(found)
 
 
 def _poison(param: nn.Parameter) -> None:

@@ -11,25 +11,42 @@ import halfmesh
 from halfmesh.compat import HALF_DTYPES, composition_table, get_columns, get_rows, raise_for
 from halfmesh.errors import IncompatibleConfigError
 
-from .cells import AXES, MODES, Cell, covering, every, pairs, product, without_idle_axes
+from .cells import (
+    AXES,
+    MODES,
+    NO_PIPE,
+    Cell,
+    Pipe,
+    covering,
+    every,
+    groups,
+    is_3d,
+    product,
+    thorough,
+    without_idle_axes,
+)
 from .refusals import findings_of_table, problems_with_sequence
 from .training import digest, make_optimizer
 from .workloads import WORKLOADS
 
 # Which cells show that a column works. A column that is built needs an axis in the suite, and a line here.
-SHOWN_BY = {"tensor": lambda cell: cell.tensor > 1, "replicate": lambda cell: cell.data > 1}
+SHOWN_BY = {
+    "tensor": lambda cell: cell.tensor > 1,
+    "pipeline": lambda cell: cell.pipeline.size > 1,
+    "replicate": lambda cell: cell.data > 1,
+}
 
 
 def test_the_number_of_cells():
     """So that none is lost by accident."""
-    assert (len(every()), len(product()), len(covering())) == (2560, 1352, 33)
+    assert (len(every()), len(product()), len(thorough()), len(covering())) == (12928, 6616, 1535, 56)
 
 
 def test_every_possible_pair_of_values_is_in_a_covering_cell():
-    possible = {pair for cell in product() for pair in pairs(cell)}
-    assert {pair for cell in covering() for pair in pairs(cell)} == possible
+    possible = {pair for cell in product() for pair in groups(cell, 2)}
+    assert {pair for cell in covering() for pair in groups(cell, 2)} == possible
     values = {(axis, value) for axis in AXES for value in AXES[axis]}
-    assert {pair[:2] for pair in possible} | {pair[2:] for pair in possible} == values - {("mode", "apex_bf16")}
+    assert {value for pair in possible for value in pair} == values - {("mode", "apex_bf16")}
 
 
 def test_every_mode_divides_every_model():
@@ -37,8 +54,23 @@ def test_every_mode_divides_every_model():
     assert divided == {(mode, model) for mode in MODES if "apex" not in mode for model in WORKLOADS}
 
 
+def test_every_mode_cuts_every_model_and_meets_all_parallelism_at_once():
+    modes = [mode for mode in MODES if "apex" not in mode]
+    cut = {(cell.mode, cell.model) for cell in covering() if cell.pipeline != NO_PIPE}
+    assert cut == {(mode, model) for mode in modes for model in WORKLOADS}
+    assert {cell.mode for cell in covering() if is_3d(cell)} == set(modes)
+
+
+def test_the_thorough_cells_have_every_three_values_with_a_pipeline():
+    with_one = [cell for cell in product() if cell.pipeline != NO_PIPE]
+    chosen = [cell for cell in thorough() if cell.pipeline != NO_PIPE]
+    assert {g for cell in chosen for g in groups(cell, 3)} == {g for cell in with_one for g in groups(cell, 3)}
+    assert set(thorough()) - set(chosen) == set(product()) - set(with_one)
+
+
 def test_covering_cells_are_some_of_all_and_none_is_run_twice():
     assert set(covering()) < set(product()) < set(every())
+    assert set(thorough()) < set(product())
     assert len(set(product())) == len(product())
     assert all(without_idle_axes(cell) == cell for cell in product())
 
@@ -73,6 +105,7 @@ REFUSALS = {
     Cell("apex_bf16", "gpt", data=2): "apex bf16: apex has no bf16",
     Cell("none", "gpt", data=2, reduce_dtype="float16"): "without a loss scale, gradients leave float16's range",
     Cell("naive_bf16", "mlp", data=2, reduce_dtype="float16"): "without a loss scale",
+    Cell("apex_o2", "gpt", pipeline=Pipe(2, "gpipe", 2)): "apex fp16 x pipeline: apex's contract has no verdict shared",
     Cell("none", "mlp", tensor=2, sequence_parallel=True): "no plan says where the sequence is divided",
 }
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import halfmesh
 
-from .cells import Cell
+from .cells import Cell, Pipe
 from .launches import run_jobs
 from .training import make_optimizer
 from .workloads import SAMPLES, criterion, find_workload
@@ -22,6 +22,10 @@ UPDATES = 3
 CASES = [
     (Cell("none", model, tensor=2, data=2, sequence_parallel=sequence), norm_type)
     for model, sequence in (("mlp", False), ("gpt", False), ("gpt", True), ("vit", True), ("llama", True))
+    for norm_type in (2.0, 3.0, math.inf)
+] + [
+    (Cell("none", model, tensor=tensor, data=2 // tensor, pipeline=Pipe(2, "1f1b", 2)), norm_type)
+    for model, tensor in (("gpt", 1), ("llama", 2))  # a weight is shared by both stages
     for norm_type in (2.0, 3.0, math.inf)
 ]
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from .cells import Cell
+from .cells import Cell, Pipe
 from .launches import run_jobs
 from .overflows import KINDS, find_overflow_problems, overflow
 
@@ -14,9 +14,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 # The scale grows by each update that is not skipped, so that as many overflows as one likes can follow.
 CELLS = [
-    Cell(mode, "gpt", tensor=2, data=2, sequence_parallel=sequence)
+    cell
     for mode in ("torch_fp16", "naive_fp16")
-    for sequence in (False, True)
+    for cell in (
+        *(Cell(mode, "gpt", tensor=2, data=2, sequence_parallel=sequence) for sequence in (False, True)),
+        Cell(mode, "gpt", data=2, pipeline=Pipe(2, "1f1b", 2)),
+        Cell(mode, "gpt", tensor=2, pipeline=Pipe(2, "interleaved", 2, 2)),
+    )
 ]
 
 

@@ -1,6 +1,6 @@
 """Every allowed cell trains to parity with one process in fp32, by torch alone.
 
-The few cells of `covering()`; with COMPOSITION=full in the environment all of `product()`.
+The few cells of `covering()`; with COMPOSITION=full in the environment all of `thorough()`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from functools import partial
 import pytest
 from dist_harness import RankFailure
 
-from .cells import Cell, covering, product
+from .cells import Cell, covering, thorough
 from .launches import run_jobs
 from .parity import find_problems
 from .training import Outcome, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
-CELLS = product() if os.environ.get("COMPOSITION") == "full" else covering()
+CELLS = thorough() if os.environ.get("COMPOSITION") == "full" else covering()
 AT_ONCE = 24
 """Cells of one launch."""
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from .cells import Cell
+from .cells import Cell, Pipe
 from .launches import run_jobs
 from .parity import find_problems
 from .reference import reference
@@ -23,6 +23,9 @@ CELLS = [
     Cell("naive_fp16", "frozen_gpt", tensor=2, data=2, gradient_accumulation=2),
     Cell("none", "frozen_vit", tensor=2, data=2, clip_grad_norm=True),
     Cell("naive_fp16", "frozen_vit", tensor=2, data=2, sequence_parallel=True),
+    *(Cell(mode, "frozen_gpt", data=2, clip_grad_norm=True, pipeline=Pipe(2, "1f1b", 4)) for mode in ("none", *HALF)),
+    Cell("naive_fp16", "frozen_vit", tensor=2, sequence_parallel=True, pipeline=Pipe(2, "interleaved", 2, 2)),
+    Cell("torch_bf16", "frozen_gpt", pipeline=Pipe(4, "gpipe", 2)),  # the first stages have nothing to train
 ]
 
 

@@ -89,7 +89,7 @@ def draws(rank: int, world_size: int) -> tuple[list[torch.Tensor], bool, bool]:
     resumed = make(tensor_config(), model=Dropping(3), optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
     torch.set_rng_state(before)
     resumed.load_state_dict(saved | {"update": resumed.state_dict()["update"]})
-    same = torch.equal(resumed._tensor.axis.common.state, saved["random"]["model"])
+    same = torch.equal(resumed._division.random.state, saved["random"]["model"])
     return [weights["norm.weight"], weights["down.bias"]], untouched, same
 
 

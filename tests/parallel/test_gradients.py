@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from dist_harness import run_ranks
 from models import CLASSES, FEATURES, MODES, TOLERANCES, difference, make_data, make_engine, reference
-from tensor_parity import divide, random, refusal
+from tensor_parity import divide, make_shards, random, refusal
 from torch import nn
 
 from halfmesh.parallel.gradients import CompleteGradients, TensorGradients
-from halfmesh.parallel.tensor import make_shards
 
 pytestmark = pytest.mark.distributed
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from dist_harness import run_ranks
 from models import CLASSES, FEATURES, MODES, make_data, make_engine, make_loader, sgd
-from tensor_parity import divide, refusal
+from tensor_parity import divide, make_shards, refusal
 from torch import nn
 
 import halfmesh
-from halfmesh.parallel.tensor import make_shards
 
 pytestmark = pytest.mark.distributed
 
@@ -214,7 +213,6 @@ def weights(rank: int, world_size: int) -> dict[str, Any]:
     tensor = divide(model, PLAN)
     return {
         "divided": {shard.name: shard.weight for shard in make_shards(model, tensor, 8)},
-        "alone": {shard.weight for shard in make_shards(Net(), None, 8)},
     }
 
 
@@ -222,7 +220,6 @@ def test_each_number_counts_once():
     for found in run_ranks(weights, 2):
         whole = ("down.bias", "norm.weight", "norm.bias")
         assert found["divided"] == {name: 1 / 8 if name in whole else 1 / 4 for name in Net().state_dict()}
-        assert found["alone"] == {1 / 8}
 
 
 def oracle(rank: int, world_size: int) -> dict[str, Any]:
