@@ -3,9 +3,5 @@
 What the keys mean: data_tensor_fp32.py and naive_fp16.py.
 """
 
+from data_tensor_fp32 import *
 from naive_fp16 import *
-
-parallel = dict(
-    tensor=dict(size=2, sequence_parallel=True),
-    data=dict(size=2, reduce_dtype="float32"),
-)

@@ -4,5 +4,4 @@ What the keys mean: tensor_fp32.py and naive_bf16.py.
 """
 
 from naive_bf16 import *
-
-parallel = dict(tensor=2)
+from tensor_fp32 import *

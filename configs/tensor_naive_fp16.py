@@ -4,5 +4,4 @@ All ranks share one loss scale and skip the same updates. What the keys mean: te
 """
 
 from naive_fp16 import *
-
-parallel = dict(tensor=2)
+from tensor_fp32 import *

@@ -3,6 +3,5 @@
 What the keys mean: tensor_fp32.py and torch_bf16.py.
 """
 
+from tensor_fp32 import *
 from torch_bf16 import *
-
-parallel = dict(tensor=2)

@@ -3,6 +3,5 @@
 All ranks share one loss scale and skip the same updates. What the keys mean: tensor_fp32.py and torch_fp16.py.
 """
 
+from tensor_fp32 import *
 from torch_fp16 import *
-
-parallel = dict(tensor=2)

@@ -18,11 +18,20 @@ PRECISIONS = {
     "naive_bf16": ("naive", "bfloat16"),
 }
 APEX = {f"apex_o{level}": ("apex", "float16") for level in range(4)}
+# The layout that each makes of so many ranks; up to 8 it fits no other number.
+LAYOUTS = {
+    "tensor": {2: Layout(1, 1, 2), 4: Layout(1, 2, 2), 6: Layout(1, 3, 2), 8: Layout(1, 4, 2)},
+    "data_tensor": {4: Layout(1, 2, 2)},
+    "pipeline": {2: Layout(2, 1, 1), 4: Layout(2, 2, 1), 6: Layout(2, 3, 1), 8: Layout(2, 4, 1)},
+    "interleaved": {2: Layout(2, 1, 1), 4: Layout(2, 2, 1), 6: Layout(2, 3, 1), 8: Layout(2, 4, 1)},
+    "pipeline_tensor": {4: Layout(2, 1, 2), 8: Layout(2, 2, 2)},
+    "data_pipeline_tensor": {8: Layout(2, 2, 2)},
+}
 EXPECTED = {
     "base": (None, None),
     **PRECISIONS,
     **APEX,
-    **{f"{layout}_{name}": expected for layout in ("tensor", "data_tensor") for name, expected in PRECISIONS.items()},
+    **{f"{layout}_{name}": expected for layout in LAYOUTS for name, expected in PRECISIONS.items()},
     "accumulation_clipping": ("naive", "float16"),
     "vit_base_caltech101": ("naive", "float16"),
 }
@@ -45,7 +54,8 @@ def test_config(name):
     assert (mode, config.precision_dtype) == EXPECTED[name]
     assert set(config.user) == CONSTANTS
     assert config.WARMUP_EPOCHS < config.NUM_EPOCHS
-    ranks = 4 if name.startswith("data_tensor_") else 8
+    layout = next((layout for layout in LAYOUTS if name.removeprefix(f"{layout}_") in PRECISIONS), None)
+    ranks = max(LAYOUTS[layout]) if layout else 8
     for device in ("cpu", "cuda"):
         assert check(config, ranks, device) == []
     assert (FOLDER / f"{name}.py").read_text().startswith('"""')
@@ -59,19 +69,30 @@ def test_only_the_precision_differs(name):
     assert {key: changed[key] for key in CONSTANTS} == expected
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_layouts_of_a_precision(name):
+def test_layouts_of_a_precision(name, layout):
     """Each adds a layout to the precision's own config, the same for all precisions, and nothing else."""
-    alone, tensor, both = load(name), load(f"tensor_{name}"), load(f"data_tensor_{name}")
-    for config in (tensor, both):
-        assert {k: v for k, v in config.to_dict().items() if k != "parallel"} == alone.to_dict()
-    assert [get_layout(tensor, ranks) for ranks in (2, 4)] == [Layout(1, 1, 2), Layout(1, 2, 2)]
-    assert not tensor.parallel.tensor.sequence_parallel
-    assert get_layout(both, 4) == Layout(1, 2, 2)
-    assert both.parallel.tensor.sequence_parallel
-    assert both.parallel.data.reduce_dtype == "float32"
-    [finding] = check(both, 8)
-    assert finding.where == "parallel.data.size"
+    alone, config = load(name), load(f"{layout}_{name}")
+    assert {k: v for k, v in config.to_dict().items() if k != "parallel"} == alone.to_dict()
+    assert config.parallel == load(f"{layout}_fp32").parallel
+    for ranks in range(1, 9):
+        findings = check(config, ranks, "cpu")
+        if ranks not in LAYOUTS[layout]:
+            assert [finding.where.partition(".")[0] for finding in findings] == ["parallel"]
+        else:
+            assert findings == []
+            assert get_layout(config, ranks) == LAYOUTS[layout][ranks]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_layout_says(layout):
+    parallel = load(f"{layout}_fp32").parallel
+    assert parallel.tensor.sequence_parallel == (layout not in ("tensor", "pipeline", "interleaved"))
+    assert parallel.pipeline.keep_outputs == (parallel.pipeline.size > 1), "train_vit.py measures training accuracy"
+    stages = parallel.pipeline.size * parallel.pipeline.chunks
+    assert stages == {"tensor": 1, "data_tensor": 1, "interleaved": 4}.get(layout, 2)
+    assert parallel.data.reduce_dtype == "float32"
 
 
 @pytest.mark.parametrize("level", range(4))
