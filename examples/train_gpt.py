@@ -3,6 +3,8 @@
     python examples/train_gpt.py --config configs/naive_bf16.py
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/tensor_fp32.py
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/data_tensor_naive_fp16.py
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/interleaved_torch_bf16.py
+    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --config configs/data_pipeline_tensor_naive_bf16.py
     python examples/train_gpt.py --data my_texts/ --width 256 --depth 8 --context 256 --steps 500
 
 Without --data it learns from the sources of Python's standard library: nothing to download, and in fp32 about 10 s on a

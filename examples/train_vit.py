@@ -2,6 +2,7 @@
 
     python examples/train_vit.py --config configs/fp32.py
     torchrun --standalone --nproc-per-node 2 examples/train_vit.py --config configs/naive_fp16.py
+    torchrun --standalone --nproc-per-node 4 examples/train_vit.py --config configs/pipeline_tensor_torch_bf16.py
     torchrun --standalone --nproc-per-node 8 examples/train_vit.py --config configs/vit_base_caltech101.py \
         --data caltech101 --data-root ~/data --download
 
@@ -90,10 +91,19 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     )
 
 
+def drops_last(config: halfmesh.Config) -> bool:
+    """Whether training leaves out an epoch's last batch if it is short: a few images may be no number of microbatches
+    that the pipeline's schedule takes."""
+    stages: int = config.parallel.pipeline.size
+    return stages > 1
+
+
 def count_updates(images: int, config: halfmesh.Config, world_size: int) -> int:
     """Optimizer updates per epoch."""
     data_ranks = world_size // (config.parallel.tensor.size * config.parallel.pipeline.size)
-    return math.ceil(math.ceil(images / (data_ranks * config.BATCH_SIZE)) / config.gradient_accumulation)
+    share = math.ceil(images / data_ranks)
+    batches = share // config.BATCH_SIZE if drops_last(config) else math.ceil(share / config.BATCH_SIZE)
+    return math.ceil(batches / config.gradient_accumulation)
 
 
 def build_engine(args: argparse.Namespace, launch: halfmesh.Launch, data: VitData) -> Any:
@@ -109,7 +119,7 @@ def build_engine(args: argparse.Namespace, launch: halfmesh.Launch, data: VitDat
         model,
         optimizer,
         nn.CrossEntropyLoss(),
-        halfmesh.get_dataloader(data.train, shuffle=True, **options),
+        halfmesh.get_dataloader(data.train, shuffle=True, drop_last=drops_last(config), **options),
         launch,
         eval_dataloader=halfmesh.get_dataloader(data.test, **options),
         lr_scheduler=halfmesh.LinearWarmupLR(
