@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import halfmesh
 from halfmesh.amp.plugin import AMP_PLUGINS
 from halfmesh.cli import app
-from halfmesh.compat import UNBUILT_AXES, composition_table, render_table
+from halfmesh.compat import Layout, composition_table, get_layout, render_table
 from halfmesh.config.schema import Settings
 from halfmesh.key_checks import UNBUILT_KEYS
 from halfmesh.options import Options
@@ -100,6 +100,14 @@ def test_the_longer_snippet(folder, capsys):
     assert capsys.readouterr().out.startswith("accuracy ")
 
 
+def test_the_division_of_a_model():
+    names = {}
+    exec(find_python(README, "parallel.py"), names)
+    config = halfmesh.load_config({"parallel": names["parallel"]})
+    assert halfmesh.compat.check(config, 8) == []
+    assert get_layout(config, 8) == Layout(pipeline=2, data=2, tensor=2)
+
+
 def test_precision_alone():
     names = stand_ins()
     exec(find_python(README, "alone.py"), names)
@@ -148,7 +156,7 @@ def test_the_table_of_keys():
     for key, default, _ in rows:
         assert eval(default.strip("`")) == default_of(key.strip("`")), key
     unbuilt = {key.strip("`") for key, _, meaning in rows if meaning == "*not built yet*"}
-    assert unbuilt == {*UNBUILT_KEYS, *(f"parallel.{axis}" for axis in UNBUILT_AXES)}
+    assert unbuilt == set(UNBUILT_KEYS)
 
 
 def test_the_table_of_modes():
@@ -162,8 +170,8 @@ def test_the_table_of_modes():
 def test_what_it_says_is_not_built():
     """Whoever builds one of these finds here that the README's list of limits is out of date."""
     cells = composition_table()["none"]
-    assert {column for column, cell in cells.items() if cell != "yes"} == {"pipeline", "zero1", "fsdp"}
-    assert "Pipeline parallelism, zero1 and fsdp are in the config and in the checks, but not built" in README
+    assert {column for column, cell in cells.items() if cell != "yes"} == {"zero1", "fsdp"}
+    assert "zero1 and fsdp are in the config and in the checks, but not built" in README
 
 
 @pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
