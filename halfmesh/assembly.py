@@ -17,7 +17,7 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
 from .distribution import batch_seed, make_reduction, shard
-from .division import Division, Plans, make_plans
+from .division import Division, Plans, balance_by_time, make_plans
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
@@ -119,6 +119,7 @@ def _assemble(
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
+    plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
     loaders = [
         shard(given.dataloader, context, config.seed, training=True),
         shard(given.eval_dataloader, context, config.seed, training=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,8 @@ from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
 from .engine.accumulation import Accumulation
 from .engine.passes import DirectPasses, Passes
-from .errors import IncompatibleConfigError
+from .engine.samplers import OwnRandomness
+from .errors import IncompatibleConfigError, InputError
 from .parallel import elementwise
 from .parallel.context import ParallelContext
 from .parallel.random import CommonRandom, model_seed
@@ -64,6 +65,37 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, loader: Any, config
         axes = [axis for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
         raise IncompatibleConfigError(problems, f"{' and '.join(f'parallel.{a}' for a in axes)} with this model")
     return Plans(tensor, partition)
+
+
+def balance_by_time(
+    plans: Plans, model: nn.Module, loader: Any, recipe: Recipe, config: Config, context: ParallelContext
+) -> Plans:
+    """The same plans with stages that take alike, where the config wants that: measured by rank 0, for all.
+
+    Raises:
+        InputError: the model cannot be run on the loader's samples; on all ranks.
+    """
+    if plans.partition is None or config.parallel.pipeline.balance != "time":
+        return plans
+    from .parallel.pipeline.timing import measure, sample_call
+
+    found: dict[str, float] | str = {}
+    if context.rank == 0:
+        scope = Precision(recipe, context.device).autocast
+        rows = (loader.batch_size or 1) // (config.parallel.pipeline.microbatches or 1)
+        try:
+            with OwnRandomness(config.seed):
+                call = sample_call(model, loader, max(1, rows), context.device)
+                found = measure(model, plans.partition.pieces, call, context.device, scope)
+        except Exception as error:  # whatever the model does
+            found = f"{type(error).__name__}: {error}"
+    found = context.from_first(found)
+    if isinstance(found, str):
+        raise InputError(
+            "parallel.pipeline.balance='time': the model could not be run on the first samples of the dataloader, "
+            f"a tuple's first items or a dict's by their names ({found}); use balance='parameters'"
+        )
+    return replace(plans, partition=plans.partition.rebalanced(found))
 
 
 class Division:

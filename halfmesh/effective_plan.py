@@ -10,12 +10,15 @@ import torch
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
 from .division import Division
+from .errors import shorten
 from .memory import readable, state_bytes
+from .parallel.registries import SCHEDULES
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_plans import generalise
 
 if TYPE_CHECKING:
     from .engine.engine import Engine
+    from .parallel.pipeline.partition import Partition
 
 
 def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division) -> str:
@@ -23,7 +26,8 @@ def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, lo
     rows = {
         "precision": _precision(engine, recipe),
         "loss scale": _loss_scale(recipe),
-        "layout": _layout(engine, division.tensor),
+        "layout": _layout(engine, division),
+        **({} if division.plans.partition is None else {"stages": _stages(engine, division, division.plans.partition)}),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),
@@ -55,17 +59,19 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(engine: Engine, tensor: TensorParallel | None) -> str:
+def _layout(engine: Engine, division: Division) -> str:
     context, data = engine.context, engine.config.parallel.data
     mesh = f"pp {context.pp_size} x dp {context.dp_size} x tp {context.tp_size} on {context.device.type}"
     if context.size == 1:
         return f"{mesh}; one process holds all of the model"
-    held = "every rank holds all of the model" if tensor is None else _divided(engine, tensor)
+    held = "every rank holds all of the model" if division.cut is None else "every rank holds its stages"
+    if division.tensor is not None:
+        held = _divided(engine, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers")
     averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
     return f"{mesh}; {held}{averaged}"
 
 
-def _divided(engine: Engine, tensor: TensorParallel) -> str:
+def _divided(engine: Engine, tensor: TensorParallel, numbers: str) -> str:
     """Which layers are divided over the tensor group, and what part of the numbers that is."""
     named = dict(engine.model.named_parameters())
     own = sum(param.numel() for param in tensor.splits)
@@ -75,7 +81,22 @@ def _divided(engine: Engine, tensor: TensorParallel) -> str:
     layers = ", ".join(f"{kind} x {count}" if count > 1 else kind for kind, count in kinds.items())
     share = own * tensor.axis.size / (own * tensor.axis.size + whole)
     sequence = " and the sequence" if tensor.plan.regions else ""
-    return f"{share:.0%} of the numbers{sequence} divided over tp: {layers}"
+    return f"{share:.0%} of {numbers}{sequence} divided over tp: {layers}"
+
+
+def _stages(engine: Engine, division: Division, partition: Partition) -> str:
+    """Schedule, bubble, who has which stage and what part of the whole it is, and what several have."""
+    pipeline, total = engine.config.parallel.pipeline, sum(partition.costs) or 1
+    microbatches = pipeline.microbatches or 1
+    waits = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, microbatches)
+    what = "time" if pipeline.balance == "time" else "parameters"
+    each = "; ".join(
+        f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of {what})"
+        for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
+    )
+    tied = sorted(division.cut.tied_names) if division.cut is not None else []
+    shared = f"; on several stages: {shorten(tied)}" if tied else ""
+    return f"{pipeline.schedule}, {microbatches} microbatches, bubble {waits:.0%}; {each}{shared}"
 
 
 def _batch(engine: Engine, loader: Any) -> str:

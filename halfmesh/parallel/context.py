@@ -189,6 +189,13 @@ class ParallelContext:
                 else:  # several elements may share memory (expand), which cannot be written
                     tensor.data = source.to(tensor.device)
 
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 gave as `value`."""
+        objects = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(objects, src=0, device=self.device)
+        return objects[0]
+
     def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
         """What the rank at `place` of `axis` gave as `value`."""
         objects = [value]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,9 @@ class BlockPartition:
 
     Args:
         layers: the model's classes, or their full names ("package.module.Class") for those that may not be installed.
-            A derived class counts if it has the same `forward`.
+            A derived class counts if it has the same `forward`, and the same `methods`.
+        methods: names of other methods of the model that decide what is computed with which modules.
+        parts: modules of the model that have to be of these classes, too, by name.
         blocks: name of the ModuleList or Sequential that holds the blocks.
         begin: called as begin(model, ...) with the model's own arguments; returns what the first block takes.
         end: called as end(model, x) with what the last block returned; returns the model's output.
@@ -41,22 +43,31 @@ class BlockPartition:
     begin: Callable[..., Any]
     end: Callable[[Any, Any], Any]
     end_uses: tuple[str, ...]
+    methods: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
     share: Callable[..., Any] | None = None
     shared_uses: tuple[str, ...] = ()
     block: Callable[[nn.Module, Any, Any], Any] = _call_block
     find_problem: Callable[[Any], str | None] = lambda model: None
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        if not comes_from(model, self.layers):
+        if not self._knows(model):
             return None
         if (problem := self.find_problem(model)) is not None:
             raise InputError(f"the model ({type(model).__name__}): {problem}")
-        names = [name for name, _ in model.get_submodule(self.blocks).named_children()]
+        names = children_of(model.get_submodule(self.blocks))
         return [
             Piece("the beginning", tuple(self._rest(model)), self._run_begin),
             *(self._block_piece(f"{self.blocks}.{name}") for name in names),
             Piece("the end", tuple(name for name in self.end_uses if has_name(model, name)), self._run_end),
         ]
+
+    def _knows(self, model: nn.Module) -> bool:
+        return (
+            comes_from(model, self.layers)
+            and all(_has_method_of(model, method, self.layers) for method in self.methods)
+            and all(comes_from(model.get_submodule(name), (kind,)) for name, kind in self.parts.items())
+        )
 
     def _rest(self, model: nn.Module) -> Iterator[str]:
         """What nobody else uses: the largest modules that hold none of theirs, and single parameters and buffers."""
@@ -91,6 +102,17 @@ class BlockPartition:
 
     def _run_end(self, model: nn.Module, call: Call, carry: Any) -> Any:
         return self.end(model, carry)
+
+
+def _has_method_of(model: nn.Module, method: str, kinds: Sequence[type[nn.Module] | str]) -> bool:
+    """Whether `model` has its `method`, if any, from one of `kinds`."""
+    origin = next((kind for kind in type(model).__mro__ if method in vars(kind)), None)
+    return origin is None or origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
+
+
+def children_of(module: nn.Module) -> list[str]:
+    """The names of its modules. (`named_children` leaves out the second place of one that is there twice.)"""
+    return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
 
 
 def has_name(model: nn.Module, name: str) -> bool:

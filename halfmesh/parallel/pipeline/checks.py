@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,6 +24,8 @@ def make_partition(model: nn.Module, loader: Any, config: PipelineConfig) -> tup
     problems += [f"parallel.pipeline: {problem}" for problem in more]
     for name in Splitter(model, config.non_split, "the model").find_unknown():
         problems.append(f"parallel.pipeline.non_split: {type(model).__name__}.forward has no argument {name}")
+    if config.balance == "time":
+        problems += _find_timing_problems(loader, config)
     size, microbatches = getattr(loader, "batch_size", None), config.microbatches or 1
     if isinstance(size, int) and size % microbatches:
         below, above = size // microbatches * microbatches, (size // microbatches + 1) * microbatches
@@ -34,3 +37,11 @@ def make_partition(model: nn.Module, loader: Any, config: PipelineConfig) -> tup
             f"batch_size={near}, or microbatches={fitting}"
         )
     return partition, problems
+
+
+def _find_timing_problems(loader: Any, config: PipelineConfig) -> Iterator[str]:
+    key = "parallel.pipeline.balance='time'"
+    if not isinstance(config.partition, str):
+        yield f"{key}: partition names where the stages begin, so there is nothing to balance; remove one of the two"
+    elif not hasattr(getattr(loader, "dataset", None), "__getitem__"):
+        yield f"{key} is measured on samples dataset[i] of the dataloader, but there is no such dataset; use 'parameters'"

@@ -48,6 +48,8 @@ class StageCut:
             for param in model.parameters()
             if mine in (holders := self._holders[id(param)]) and len(holders) > 1
         }
+        self.tied_names = [name for id_, name in self._names.items() if len(self._holders[id_]) > 1]
+        """Of all parameters that several pipeline ranks hold."""
         self._shapes = {id(t): (t.shape, t.dtype) for t in tensors.values()}
         self._foreign = {entry: t for entry, (t, holders) in self._places.items() if mine not in holders}
         self._drop()

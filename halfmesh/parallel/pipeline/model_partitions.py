@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import InputError
 from ..kinds import comes_from
-from .block_partition import BlockPartition
+from .block_partition import BlockPartition, children_of
 from .pieces import Call, Piece
 
 
@@ -21,7 +21,7 @@ class SequentialPartition:
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
         if not comes_from(model, (nn.Sequential,)):
             return None
-        return [self._piece(name, first=index == 0) for index, (name, _) in enumerate(model.named_children())]
+        return [self._piece(name, first=index == 0) for index, name in enumerate(children_of(model))]
 
     def _piece(self, name: str, first: bool) -> Piece:
         def run(model: nn.Module, call: Call, carry: Any) -> Any:
@@ -54,11 +54,12 @@ def _find_vit_problem(model: Any) -> str | None:
 
 
 TIMM_VIT = BlockPartition(
-    layers=("timm.models.vision_transformer.VisionTransformer",),
+    layers=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
+    methods=("forward_features", "forward_head", "pool"),
     blocks="blocks",
     begin=_vit_begin,
     end=_vit_end,
-    end_uses=("norm", "attn_pool", "fc_norm", "head_drop", "head"),
+    end_uses=("norm", "attn_pool", "fc_norm", "head_drop", "head", "head_dist"),
     find_problem=_find_vit_problem,
 )
 
@@ -75,11 +76,16 @@ def _refuse_others(given: dict[str, Any]) -> None:
             "labels would make the model return its own loss, which is on the last stage only; leave them out, give "
             "a criterion to initialize and write loss = engine.criterion(output, labels)"
         )
-    odd = [name for name, value in given.items() if value is not None and value is not False and name != "return_dict"]
-    if odd:
+    if odd := [name for name, value in given.items() if _matters(name, value)]:
         raise InputError(
             f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(_KNOWN)} only; leave it out"
         )
+
+
+def _matters(name: str, value: Any) -> bool:
+    if name == "return_dict":  # the only one that is on by itself
+        return value is False
+    return value is not None and not (isinstance(value, int) and value == 0)
 
 
 def _decoder_inputs(
@@ -107,13 +113,9 @@ def _decoder_inputs(
     return position_ids, make(**{name: value for name, value in given.items() if name in names})
 
 
-def _logits(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    return CausalLMOutputWithPast(logits=model.lm_head(hidden))
-
-
 def _find_decoder_problem(model: Any) -> str | None:
+    if not getattr(model.config, "return_dict", True):
+        return "its config has return_dict=False, but under a pipeline it returns no tuples; set return_dict=True"
     if getattr(model.config, "output_hidden_states", False) or getattr(model.config, "output_attentions", False):
         return "its config asks for hidden states or attentions, which stay on their stages; turn that off"
     return None
@@ -140,11 +142,18 @@ def _call_llama_layer(layer: nn.Module, x: torch.Tensor, shared: dict[str, Any])
     return layer(x, past_key_values=None, use_cache=False, **shared)
 
 
+def _llama_end(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(logits=model.lm_head(model.model.norm(hidden)))
+
+
 LLAMA = BlockPartition(
     layers=("transformers.models.llama.modeling_llama.LlamaForCausalLM",),
+    parts={"model": "transformers.models.llama.modeling_llama.LlamaModel"},
     blocks="model.layers",
     begin=_llama_begin,
-    end=lambda model, x: _logits(model, model.model.norm(x)),
+    end=_llama_end,
     end_uses=("model.norm", "lm_head"),
     share=_llama_share,
     shared_uses=("model.rotary_emb",),
@@ -175,11 +184,18 @@ def _call_gpt2_block(block: nn.Module, x: torch.Tensor, shared: dict[str, Any]) 
     return output[0] if isinstance(output, tuple) else output  # a tuple before transformers 5
 
 
+def _gpt2_end(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+
+    return CausalLMOutputWithCrossAttentions(logits=model.lm_head(model.transformer.ln_f(hidden)))
+
+
 GPT2 = BlockPartition(
     layers=("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel",),
+    parts={"transformer": "transformers.models.gpt2.modeling_gpt2.GPT2Model"},
     blocks="transformer.h",
     begin=_gpt2_begin,
-    end=lambda model, x: _logits(model, model.transformer.ln_f(x)),
+    end=_gpt2_end,
     end_uses=("transformer.ln_f", "lm_head"),
     share=_gpt2_share,
     block=_call_gpt2_block,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -30,6 +29,22 @@ class Partition:
 
     stages: tuple[tuple[Piece, ...], ...]
     size: int
+    costs: tuple[float, ...] = ()
+    """What each stage costs: elements of its parameters, or seconds."""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Of all stages, in order."""
+        return [piece for stage in self.stages for piece in stage]
+
+    @property
+    def names(self) -> list[str]:
+        """Each stage in words: its first and last piece."""
+        return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in self.stages]
+
+    def rebalanced(self, times: Mapping[str, float]) -> Partition:
+        """The same pieces in as many stages, which take alike."""
+        return _deal(self.pieces, [times[piece.name] for piece in self.pieces], len(self.stages), self.size)
 
     def of_rank(self, rank: int) -> list[int]:
         """The stages that a rank of the pipeline has."""
@@ -46,30 +61,10 @@ class Partition:
         return {entry: stages or [0] for entry, stages in users.items()}
 
 
-@dataclass
-class Balance:
-    """What a piece costs.
-
-    Args:
-        model: whole.
-        times: seconds of each piece, where they were measured.
-    """
-
-    model: nn.Module
-    times: dict[str, float] | None = None
-
-    def cost(self, piece: Piece) -> float:
-        """Seconds, or the number of elements of its parameters."""
-        if self.times is not None:
-            return self.times[piece.name]
-        return float(sum(p.numel() for p in self._params(piece)))
-
-    def _params(self, piece: Piece) -> list[nn.Parameter]:
-        return list({id(param): param for name, param in self._named if _is_used(name, piece)}.values())
-
-    @cached_property
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.model.named_parameters(remove_duplicate=False))
+def count_parameters(model: nn.Module, piece: Piece) -> float:
+    """The number of elements of the parameters that a piece uses."""
+    used = {id(p): p for name, p in model.named_parameters(remove_duplicate=False) if _is_used(name, piece)}
+    return float(sum(param.numel() for param in used.values()))
 
 
 def _is_used(path: str, piece: Piece) -> bool:
@@ -97,7 +92,7 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Pi
 
 
 def resolve(
-    model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto", balance: Balance | None = None
+    model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto"
 ) -> tuple[Partition | None, list[str]]:
     """How `model` is cut into `size` x `chunks` stages, and every reason why it cannot be."""
     count = size * chunks
@@ -120,12 +115,15 @@ def resolve(
             f"{stages_text} needs {count} stages, but {type(model).__name__} has {len(pieces)} pieces only ({names}); "
             f"use fewer stages ({len(pieces)} at most), or a model with more blocks"
         ]
-    balance = balance or Balance(model)
-    costs = [balance.cost(piece) for piece in pieces]
-    bounds = range(len(pieces) + 1) if points is not None else divide(costs, count)
-    stages = tuple(tuple(pieces[begin:end]) for begin, end in pairwise(bounds))
-    found = Partition(stages, size)
+    found = _deal(pieces, [count_parameters(model, piece) for piece in pieces], count, size)
     return found, list(_find_problems(model, found))
+
+
+def _deal(pieces: Sequence[Piece], costs: Sequence[float], count: int, size: int) -> Partition:
+    """`pieces` in `count` stages."""
+    runs = list(pairwise(divide(costs, count)))
+    stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
+    return Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
@@ -190,8 +188,3 @@ def _suggest(model: nn.Module, count: int) -> str:
     points = [".".join(filter(None, (name, keys[bound]))) for bound in divide(costs, count)[1:-1]]
     text = ", ".join(map(repr, points)) + ("," if len(points) == 1 else "")
     return f"name the modules that begin a stage, for example partition=({text}); or register a partitioner"
-
-
-def names_of(stages: Sequence[Sequence[Piece]]) -> list[str]:
-    """Each stage in words: its first and last piece."""
-    return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in stages]

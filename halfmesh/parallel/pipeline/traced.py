@@ -8,18 +8,33 @@ arguments alone (masks, positions, sizes) is computed by every stage that needs 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from ...errors import InputError, find_near
 from .pieces import Call, Piece
 
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "cauchy", "geometric")
+_MAKERS = {
+    *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
+}
+_UPDATES = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:])}
+"""iadd and the like, which change tensors in place and make other numbers."""
+_GIVEN = object()
+"""The value of an argument, when its value is not known yet."""
 
 
 class TracedPartition:
@@ -53,24 +68,65 @@ class TracedPartition:
 class _Tracer(fx.Tracer):
     """Looks into the modules that hold a split point, and into no other."""
 
+    proxy_buffer_attributes = True  # else what is computed from a buffer would be kept as it was at the trace
+
     def __init__(self, points: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__(param_shapes_constant=True)
         self._points = points
+        self._modes = _modes()
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not any(point.startswith(f"{name}.") for point in self._points)
+        return not _holds_a_point(name, self._points)
+
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
+        if _modes() != self._modes:
+            name = getattr(target, "__name__", target)
+            raise InputError(f"{name} is called within no_grad, autocast or the like, which a trace does not keep")
+        return super().create_proxy(kind, target, *args, **kwargs)
 
 
-_Kind = tuple[frozenset[str], bool]
-"""Which arguments a call has (one that is left out has its default, and the forward may ask `if mask is not None`), and
-whether the model trains."""
+class _Makers(TorchFunctionMode):
+    """Records what makes tensors of no other, as torch.rand: else one tensor would be kept for all calls."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAKERS and hasattr(self._tracer, "graph"):
+            return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Interpreter(fx.Interpreter):
+    """Gives modules, and the caller, lists and dicts that can be changed, as the forward does."""
+
+    extra_traceback = False
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return _thawed(super().map_nodes_to_values(args, n))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a forward may ask for in an `if`: calls that differ in it are traced each by itself.
+
+    Attributes:
+        given: the arguments that have values; one that is left out has its default.
+        fixed: None, flags and words, with their names.
+        training: whether the modules that are looked into train.
+    """
+
+    given: frozenset[str]
+    fixed: frozenset[tuple[str, Any]]
+    training: tuple[bool, ...]
 
 
 class _TracedModel:
     """The graphs of one model's forward, one row of them for each kind of call.
 
     Attributes:
-        uses: the modules and parameters of each piece, which the call without optional arguments decides.
+        uses: the modules and parameters of each piece, which calls without optional arguments decide.
     """
 
     def __init__(self, model: nn.Module, points: Sequence[str]) -> None:
@@ -86,8 +142,8 @@ class _TracedModel:
         self._graphs: dict[_Kind, list[fx.Graph]] = {}
         self._interpreters: WeakKeyDictionary[nn.Module, dict[tuple[_Kind, int], fx.Interpreter]]
         self._interpreters = WeakKeyDictionary()
-        needed = frozenset(n for n, default in self._defaults.items() if default is inspect.Parameter.empty)
-        self.uses = [_uses(graph) for graph in self._trace(model, needed)]
+        needed = {n: _GIVEN for n, default in self._defaults.items() if default is inspect.Parameter.empty}
+        self.uses = [_uses(graph) for graph in self._trace(model, self._kind(needed, model))]
 
     def prepare(self, model: nn.Module, call: Call) -> None:
         """Trace the model for calls like `call`, if that was not done before.
@@ -98,13 +154,15 @@ class _TracedModel:
         kind = self._kind(self._values(call), model)
         if kind in self._graphs:
             return
-        graphs = self._trace(model, kind[0])
+        graphs = self._trace(model, kind)
         for graph, first in zip(graphs, self.uses, strict=True):
             new = [name for name in _uses(graph) if name not in first]
             if new:
+                mode = "training" if model.training else "evaluation"
                 raise InputError(
-                    f"called with {', '.join(sorted(kind[0]))}, a stage needs {', '.join(new)}, which it does not "
-                    f"hold: stages are made for calls without optional arguments; {_REGISTER}"
+                    f"called with {', '.join(sorted(kind.given))} in {mode}, a stage needs {', '.join(new)}, which it "
+                    "does not hold: stages are made for calls without optional arguments, in the mode that the model "
+                    f"is in at initialize; {_REGISTER}"
                 )
         self._graphs[kind] = graphs
 
@@ -115,7 +173,7 @@ class _TracedModel:
         graph = self._graphs[kind][index]
         known = self._interpreters.setdefault(model, {})
         if (kind, index) not in known:
-            known[kind, index] = fx.Interpreter(model, graph=graph)
+            known[kind, index] = _Interpreter(model, graph=graph)
         values = values | (carry or {})
         inputs = [values[str(node.target)] for node in graph.nodes if node.op == "placeholder"]
         return known[kind, index].run(*inputs, enable_io_processing=False)
@@ -128,24 +186,89 @@ class _TracedModel:
         return {name: value for name, value in bound.arguments.items() if value is not self._defaults[name]}
 
     def _kind(self, values: dict[str, Any], model: nn.Module) -> _Kind:
-        return frozenset(values), model.training
+        fixed = {name: value for name, value in values.items() if isinstance(value, (bool, str, NoneType))}
+        training = (module.training for name, module in model.named_modules() if _holds_a_point(name, self._points))
+        return _Kind(frozenset(values.keys() - fixed.keys()), frozenset(fixed.items()), tuple(training))
 
-    def _trace(self, model: nn.Module, given: frozenset[str]) -> list[fx.Graph]:
-        fixed = {name: default for name, default in self._defaults.items() if name not in given}
+    def _trace(self, model: nn.Module, kind: _Kind) -> list[fx.Graph]:
+        defaults = {name: default for name, default in self._defaults.items() if name not in kind.given}
+        tracer = _Tracer(self._points)
+        modules = [module for name, module in model.named_modules() if _holds_a_point(name, self._points)]
         try:
-            graph = _Tracer(self._points).trace(model, concrete_args=fixed or None)
+            with unchanged(modules), warnings.catch_warnings(), _Makers(tracer):
+                warnings.filterwarnings("ignore", "Was not able to add assertion", UserWarning)
+                graph = tracer.trace(model, concrete_args=defaults | dict(kind.fixed) or None)
+                _refuse_kept(modules)
+                _fix_constants(graph, model)
         except Exception as error:  # whatever the forward does with what has no value yet
             raise InputError(
                 f"{self._class}.forward cannot be traced for split points: {error}. Move what asks for values (if, "
-                f"loops over sizes) into a module of its own, or {_REGISTER}"
+                f"loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or "
+                f"{_REGISTER}"
             ) from error
         for node in list(graph.nodes):  # what fx leaves of fixed arguments
-            if node.op == "placeholder" and _argument(node) not in given:
+            if node.op == "placeholder" and _argument(node) not in kind.given:
                 for user in [user for user in node.users if "assert" in str(user.target)]:
                     graph.erase_node(user)
                 if not node.users:
                     graph.erase_node(node)
         return _cut(graph, self._points)
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What a forward sets on `modules`, or takes away, is put back."""
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            now.clear()
+            now.update(then)
+
+
+def _holds_a_point(name: str, points: Sequence[str]) -> bool:
+    """Whether it is the model ("") or the name of a module that has one of `points` within."""
+    return not name or any(point.startswith(f"{name}.") for point in points)
+
+
+def _modes() -> tuple[bool, ...]:
+    """What with-statements around a call may change."""
+    devices = ("cpu", "cuda")
+    autocast = (bool(torch.is_autocast_enabled(device)) for device in devices)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _refuse_kept(modules: Iterable[nn.Module]) -> None:
+    kept = [name for module in modules for name, value in vars(module).items() if isinstance(value, fx.Proxy)]
+    if kept:
+        raise InputError(f"it keeps values on the model ({', '.join(kept)})")
+
+
+def _fix_constants(graph: fx.Graph, model: nn.Module) -> None:
+    """Tensors that the forward computed from no argument and no weight go into the graph: fx puts them on the model."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
+            tensor = getattr(model, str(node.target))
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_function(_constant(tensor)))
+            graph.erase_node(node)
+
+
+def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def constant() -> torch.Tensor:
+        return tensor
+
+    return constant
+
+
+def _thawed(value: Any) -> Any:
+    """With lists and dicts in place of fx's immutable ones."""
+    if isinstance(value, fx.immutable_collections.immutable_list):
+        return [_thawed(item) for item in value]
+    if isinstance(value, fx.immutable_collections.immutable_dict):
+        return {key: _thawed(item) for key, item in value.items()}
+    return tuple(_thawed(item) for item in value) if type(value) is tuple else value
 
 
 def _uses(graph: fx.Graph) -> tuple[str, ...]:
@@ -171,15 +294,59 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     if missing:
         raise InputError(f"parallel.pipeline.partition: {', '.join(missing)} is never called by the model's forward")
     places = [begins[point] for point in points]
+    _refuse_nothing(nodes, dict(zip(points, places, strict=True)))
     if places != sorted(places):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
         raise InputError(f"parallel.pipeline.partition: the forward calls these modules in the order {order}")
     everywhere = _computed_everywhere(nodes)
+    _refuse_changes(nodes, everywhere)
     piece_of: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
         if node not in everywhere and node.op != "output":
             piece_of[node] = sum(position >= place for place in places)
     return [_piece_graph(nodes, piece_of, everywhere, index, len(points) + 1) for index in range(len(points) + 1)]
+
+
+def _refuse_nothing(nodes: Sequence[fx.Node], begins: dict[str, int]) -> None:
+    """Raise InputError where a stage would have no module."""
+    first = min(begins, key=lambda point: begins[point])
+    if not any(node.op in ("call_module", "get_attr") for node in nodes[: begins[first]]):
+        raise InputError(
+            f"parallel.pipeline.partition: the forward begins with {first}, which leaves nothing to the first stage; "
+            "name the modules with which the other stages begin"
+        )
+    for point, place in begins.items():
+        same = [other for other, where in begins.items() if where == place and other != point]
+        if same:
+            raise InputError(
+                f"parallel.pipeline.partition: {point} and {same[0]} begin at the same place; name one of them"
+            )
+
+
+def _changed_by(node: fx.Node) -> fx.Node | None:
+    """What a node changes in place, if it does."""
+    target = node.kwargs.get("out")
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.endswith("__")
+    if node.op in ("call_function", "call_method") and (in_place or node.kwargs.get("inplace") is True):
+        target = node.args[0] if node.args else node.kwargs.get("input")
+    return target if isinstance(target, fx.Node) else None
+
+
+def _refuse_changes(nodes: Sequence[fx.Node], everywhere: set[fx.Node]) -> None:
+    """Raise InputError for changes in place of what each stage computes for itself: some would make them, some not."""
+    for position, node in enumerate(nodes):
+        changed = _changed_by(node)
+        if node.op == "call_function" and node.target in _UPDATES and isinstance(node.args[0], fx.Node):
+            target = node.args[0]
+            used_later = any(user in target.users for user in nodes[position + 1 :])
+            changed = target if target.op == "placeholder" or used_later else None
+        if changed in everywhere:
+            raise InputError(
+                f"parallel.pipeline.partition: the forward changes {changed} in place ({node.name}), which follows from "
+                "its arguments alone and is computed by every stage that needs it; use the form that returns a new "
+                "tensor"
+            )
 
 
 def _computed_everywhere(nodes: Sequence[fx.Node]) -> set[fx.Node]:
