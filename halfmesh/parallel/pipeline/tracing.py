@@ -1,0 +1,148 @@
+"""The graph of a model's forward, by torch.fx."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from ...errors import InputError
+from .graph_pieces import UPDATES
+
+_MAKERS = {
+    *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
+    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
+}
+
+
+def trace(model: nn.Module, points: Sequence[str], fixed: Mapping[str, Any]) -> fx.Graph:
+    """What `model` computes; of its modules only those are looked into that hold one of `points`.
+
+    Args:
+        fixed: arguments of the forward with their values. All others are placeholders, which have their names.
+
+    Raises:
+        Exception: whatever the forward raises because values are not known.
+    """
+    tracer = _Tracer(points, inspect.signature(model.forward))
+    modules = opened(model, points)
+    with unchanged(modules), _Makers(tracer):
+        graph = tracer.trace(model, concrete_args=dict(fixed))
+        _refuse_kept(modules)
+        _fix_constants(graph, model)
+    return graph
+
+
+def opened(model: nn.Module, points: Sequence[str]) -> list[nn.Module]:
+    """The modules that are looked into."""
+    return [module for name, module in model.named_modules() if _holds_a_point(name, points)]
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What a forward sets on `modules`, or takes away, is put back."""
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            now.clear()
+            now.update(then)
+
+
+class _Proxy(fx.Proxy):
+    """Keeps `x += y` as it is, which changes a tensor of other names, too. (fx makes x = x + y of it.)"""
+
+
+def _updating(function: Any) -> Callable[[_Proxy, Any], Any]:
+    return lambda proxy, other: proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
+
+
+for _function in UPDATES:
+    setattr(_Proxy, f"__{_function.__name__}__", _updating(_function))
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the modules that hold a split point, and into no other."""
+
+    proxy_buffer_attributes = True  # else what is computed from a buffer would be kept as it was at the trace
+
+    def __init__(self, points: Sequence[str], signature: inspect.Signature) -> None:
+        super().__init__(param_shapes_constant=True)
+        self._points = points
+        self._signature = signature
+        self._modes = _modes()
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return not _holds_a_point(name, self._points)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """The arguments' values, where they are known. (fx leaves checks of them in the graph, and walks tuples.)"""
+        fixed = concrete_args or {}
+        names = self._signature.parameters
+        values = {n: fixed[n] if n in fixed else self.create_proxy("placeholder", n, (), {}) for n in names}
+        bound = inspect.BoundArguments(self._signature, values)
+        return partial(root_fn, self.root, *bound.args, **bound.kwargs), []
+
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
+        if _modes() != self._modes:
+            name = getattr(target, "__name__", target)
+            raise InputError(f"{name} is called within no_grad, autocast or the like, which a trace does not keep")
+        return super().create_proxy(kind, target, *args, **kwargs)
+
+
+class _Makers(TorchFunctionMode):
+    """Records what makes tensors of no other, as torch.rand: else one tensor would be kept for all calls."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAKERS and hasattr(self._tracer, "graph"):
+            return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _holds_a_point(name: str, points: Sequence[str]) -> bool:
+    """Whether it is the model ("") or the name of a module that has one of `points` within."""
+    return not name or any(point.startswith(f"{name}.") for point in points)
+
+
+def _modes() -> tuple[bool, ...]:
+    """What with-statements around a call may change."""
+    devices = ("cpu", "cuda")
+    autocast = (bool(torch.is_autocast_enabled(device)) for device in devices)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _refuse_kept(modules: Iterable[nn.Module]) -> None:
+    kept = [name for module in modules for name, value in vars(module).items() if isinstance(value, fx.Proxy)]
+    if kept:
+        raise InputError(f"it keeps values on the model ({', '.join(kept)})")
+
+
+def _fix_constants(graph: fx.Graph, model: nn.Module) -> None:
+    """Tensors that the forward computed from no argument and no weight go into the graph: fx puts them on the model."""
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
+            tensor = getattr(model, str(node.target))
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_function(_constant(tensor)))
+            graph.erase_node(node)
+
+
+def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def constant() -> torch.Tensor:
+        return tensor
+
+    return constant
