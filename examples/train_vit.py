@@ -69,7 +69,14 @@ def prepare_data(args: argparse.Namespace, launch: halfmesh.Launch) -> VitData:
     if args.download and launch.world_size > 1:
         dist.barrier()
     data = load_data(args.data, root, args.image_size)
-    return data if args.limit is None else limit(data, args.limit)
+    data = data if args.limit is None else limit(data, args.limit)
+    images, size = len(data.train), launch.config.BATCH_SIZE  # type: ignore[arg-type]  # all sets have a length
+    if not count_updates(images, launch.config, launch.world_size):
+        raise MissingDataError(
+            f"{images} training images are no whole batch of {size} for each data rank, and a pipeline is not given "
+            f"less; use a --batch-size below {size}, or a --limit that leaves more images"
+        )
+    return data
 
 
 def build_model(args: argparse.Namespace, classes: int) -> nn.Module:

@@ -55,9 +55,10 @@ def test_one_process(reference):
     )
 
 
-def test_tensor_parallelism_computes_the_same(reference, tmp_path):
+@pytest.mark.parametrize("config", ["tensor_fp32", "pipeline_fp32", "interleaved_fp32"])
+def test_two_ranks_with_one_model_compute_the_same(config, reference, tmp_path):
     expected, _ = reference
-    metrics, _ = train("tensor_fp32", tmp_path, ranks=2)
+    metrics, _ = train(config, tmp_path, ranks=2)
     assert losses(metrics) == pytest.approx(losses(expected), rel=1e-3)
     assert metrics["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-3)
 
@@ -70,9 +71,18 @@ def test_four_ranks_in_fp16_compute_nearly_the_same(reference, tmp_path):
     assert metrics["training"][-1]["loss_scale"] >= 2.0**14
 
 
-def test_dropout_on_four_ranks(reference, tmp_path):
+def test_eight_ranks_in_three_dimensions_compute_nearly_the_same(reference, tmp_path):
     expected, _ = reference
-    metrics, _ = train("data_tensor_torch_bf16", tmp_path, "--dropout", 0.2, batch=16, ranks=4)
+    metrics, shown = train("data_pipeline_tensor_naive_bf16", tmp_path, "--epochs", 1, batch=16, ranks=8)
+    assert losses(metrics) == pytest.approx(losses(expected)[:8], rel=1e-2)
+    assert metrics["validation_loss"] == pytest.approx(expected["tests"][0]["loss"], rel=1e-2)
+    assert f"a sample:\n{metrics['sample']}\n" in shown
+
+
+@pytest.mark.parametrize(("config", "batch"), [("data_tensor_torch_bf16", 16), ("pipeline_tensor_torch_bf16", 32)])
+def test_dropout_on_four_ranks(config, batch, reference, tmp_path):
+    expected, _ = reference
+    metrics, _ = train(config, tmp_path, "--dropout", 0.2, batch=batch, ranks=4)
     assert losses(metrics) != pytest.approx(losses(expected), rel=5e-3)
     assert losses(metrics) == pytest.approx(losses(expected), rel=0.1)
 
@@ -107,6 +117,7 @@ def test_arguments_that_cannot_be(args, message, monkeypatch, capsys):
         (4, {}, 160),
         (4, {"parallel": {"tensor": 2}}, 80),
         (2, {"parallel": {"tensor": 2}, "gradient_accumulation": 3}, 120),
+        (8, {"parallel": {"tensor": 2, "pipeline": 2}}, 80),
     ],
 )
 def test_windows_per_epoch(ranks, config, windows):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,16 +107,42 @@ def reference(tmp_path_factory):
     return json.loads((folder / "runs" / "fp32" / "metrics.json").read_text())
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(2, "tensor_naive_fp16"), (4, "data_tensor_torch_bf16")])
-def test_a_divided_model_learns_the_digits(ranks, config, reference, tmp_path):
-    args = ["--config", CONFIGS / f"{config}.py", "--batch-size", 64 // ranks]  # 32 on all data ranks together
+@pytest.mark.parametrize(
+    ("ranks", "config", "batch"),  # 32 images on all data ranks together
+    [
+        (2, "tensor_naive_fp16", 32),
+        (4, "data_tensor_torch_bf16", 16),
+        (2, "interleaved_naive_bf16", 32),
+        (4, "pipeline_tensor_fp32", 32),
+    ],
+)
+def test_a_divided_model_learns_the_digits(ranks, config, batch, reference, tmp_path):
+    args = ["--config", CONFIGS / f"{config}.py", "--batch-size", batch]
     done = run("train_vit.py", *args, *SHORT, ranks=ranks, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "runs" / config / "metrics.json").read_text())
     losses = [point["loss"] for point in metrics["training"]]
     assert losses == pytest.approx([point["loss"] for point in reference["training"]], rel=1e-2)
+    accuracies = [point["accuracy"] for point in metrics["training"]]
+    assert accuracies == pytest.approx([point["accuracy"] for point in reference["training"]], abs=5)
     assert metrics["test_accuracy"] == pytest.approx(reference["test_accuracy"], abs=2)
     assert metrics["tests"][-1]["update"] == 4 * 10
+
+
+def test_a_pipeline_leaves_out_a_short_last_batch(tmp_path):
+    """Of 3 images the interleaved schedule would make no microbatches."""
+    args = ["--config", CONFIGS / "interleaved_fp32.py", "--epochs", 1, "--limit", 35]
+    done = run("train_vit.py", *args, ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs" / "interleaved_fp32" / "metrics.json").read_text())["tests"][0]["update"] == 1
+
+
+def test_fewer_images_than_a_pipeline_needs(tmp_path, monkeypatch):
+    launch = SimpleNamespace(config=halfmesh.load_config(CONFIGS / "pipeline_fp32.py"), world_size=4, local_rank=0)
+    monkeypatch.setattr("sys.argv", ["train_vit.py", "--limit", "62"])
+    message = "62 training images are no whole batch of 32 for each data rank, .* use a --batch-size below 32"
+    with pytest.raises(vit_data.MissingDataError, match=message):
+        train_vit.prepare_data(train_vit.parse_args(), launch)
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -244,7 +271,14 @@ def test_limit_takes_samples_of_all_classes(image_folder):
 
 @pytest.mark.parametrize(
     ("images", "ranks", "changes", "updates"),
-    [(100, 1, {}, 13), (100, 2, {}, 7), (100, 2, {"gradient_accumulation": 4}, 2), (96, 2, {"BATCH_SIZE": 48}, 1)],
+    [
+        (100, 1, {}, 13),
+        (100, 2, {}, 7),
+        (100, 2, {"gradient_accumulation": 4}, 2),
+        (96, 2, {"BATCH_SIZE": 48}, 1),
+        (100, 4, {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}, 6),
+        (100, 4, {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "gradient_accumulation": 4}, 2),
+    ],
 )
 def test_count_updates(images, ranks, changes, updates):
     config = halfmesh.load_config({"BATCH_SIZE": 8, **changes})
