@@ -46,9 +46,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .log import get_logger
     from .options import Options
     from .parallel.context import ParallelContext
-    from .parallel.pipeline.block_partition import BlockPartition as BlockPartition
-    from .parallel.pipeline.pieces import Call as Call
-    from .parallel.pipeline.pieces import Piece as Piece
+    from .parallel.pipeline.block_partition import BlockPartition
+    from .parallel.pipeline.pieces import Call, Piece
     from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor_plans import LayerPlan
     from .registry import Registry

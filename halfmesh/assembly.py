@@ -212,7 +212,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     ]
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
-    return make_plans(given.model, given.optimizer, given.dataloader, config)
+    return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, config)
 
 
 def _backend(config: Config) -> Backend:

@@ -42,7 +42,7 @@ class Plans:
     partition: Partition | None = None
 
 
-def make_plans(model: nn.Module, optimizer: optim.Optimizer, loader: Any, config: Config) -> Plans:
+def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config) -> Plans:
     """How `model` is divided by the config.
 
     Raises:
@@ -59,11 +59,13 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, loader: Any, config
     if config.parallel.pipeline.size > 1:
         from .parallel.pipeline.checks import make_partition
 
-        partition, more = make_partition(model, loader, config.parallel.pipeline)
+        partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
         problems += more
     if problems:
         axes = [axis for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
-        raise IncompatibleConfigError(problems, f"{' and '.join(f'parallel.{a}' for a in axes)} with this model")
+        raise IncompatibleConfigError(
+            problems, f"{' and '.join(f'parallel.{a}' for a in axes)} with this model and optimizer"
+        )
     return Plans(tensor, partition)
 
 

@@ -70,6 +70,7 @@ class GradientCycle:
         sends = self.is_last(at_end) and not update.losses.several
         if self.reducer is not None:
             self._keep_covered(self.reducer)
+            self.reducer.open(sends and self._passes.is_single)
         self._complete = False
         try:
             with self._precision.backward():

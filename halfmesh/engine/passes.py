@@ -15,14 +15,20 @@ from .accumulation import Accumulation
 
 
 class Backward(Protocol):
-    """How gradients are computed."""
+    """How gradients are computed.
+
+    Attributes:
+        is_single: whether there is one backward through the graph, and not one for each microbatch.
+    """
+
+    is_single: bool
 
     def check(self, loss: Any) -> Any:
         """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
         ...
 
     def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool) -> None:
-        """Add the gradients of `loss`; with `sends` they are reduced while they come."""
+        """Add the gradients of `loss`; with `sends` they are reduced while they come, by `reducer`, which is open."""
         ...
 
 
@@ -41,6 +47,8 @@ class Passes(Backward, Protocol):
 class DirectBackward:
     """At once, from a loss with a graph."""
 
+    is_single = True
+
     def __init__(self, precision: Precision, update: MixedPrecisionOptimizer, accumulation: Accumulation) -> None:
         self._precision = precision
         self._update = update
@@ -53,8 +61,6 @@ class DirectBackward:
         self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
     ) -> None:
         update = self._update
-        if reducer is not None:
-            reducer.open(sends)
         if self._precision.starts_in_fp16(loss):
             update.losses.cap(loss_id, update.holdings.trained)
         update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)

@@ -53,6 +53,8 @@ class PipelinePasses:
         compared: over which ranks the model's inputs have to be the same.
     """
 
+    is_single = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -124,8 +126,6 @@ class PipelinePasses:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
         last = _LastStage(self._precision, self._update, self._accumulation, loss, self._config.keep_outputs)
-        if reducer is not None:
-            reducer.open(False)
 
         def on_last(params: Any) -> None:
             if reducer is not None and sends:

@@ -121,7 +121,7 @@ def loads(rank: int, world_size: int) -> dict[str, Any]:
         found[mode, "not changed"] = all(torch.equal(whole[name], value) for name, value in kept.items())
         local = {name: value.clone() for name, value in engine.model.state_dict().items()}
         names = dict(engine.model.named_parameters())
-        splits = {name: engine._tensor.splits.get(names[name]) for name in local}
+        splits = {name: engine._division.tensor.splits.get(names[name]) for name in local}
         found[mode, "local"] = all(
             torch.equal(local[n], whole[n] if split is None else split.cut(whole[n], rank, 2))
             for n, split in splits.items()

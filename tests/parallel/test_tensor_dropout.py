@@ -194,7 +194,7 @@ def checkpointed(rank: int, world_size: int, sequence: bool) -> dict[Any, Any]:
                 grads = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
                 engine.step()
                 losses.append(loss.item())
-            assert not engine._tensor.axis.fork.is_open
+            assert not engine._division.tensor.axis.fork.is_open
             found[mode, part, reentrant] = losses, grads, torch.rand(3)
             engine.close()
     return found
@@ -229,7 +229,7 @@ def careless(rank: int, world_size: int) -> list[torch.Tensor]:
     left_open = []
     for _ in range(3):
         engine.backward(engine.criterion(engine(ids()), ids()))
-        left_open.append(engine._tensor.axis.fork.is_open)
+        left_open.append(engine._division.tensor.axis.fork.is_open)
         engine.step()
     assert left_open == [True] * 3
     return found
@@ -252,14 +252,14 @@ def broken(rank: int, world_size: int) -> list[bool]:
     found = []
 
     def fail(*_: Any) -> None:
-        found.append(engine._tensor.axis.fork.is_open)
+        found.append(engine._division.tensor.axis.fork.is_open)
         raise BrokenError
 
     handle = engine.model.blocks[0].mlp.drop.register_forward_hook(fail)
     with pytest.raises(BrokenError):
         engine(ids())
     handle.remove()
-    return [*found, engine._tensor.axis.fork.is_open, torch.rand(1).item()]
+    return [*found, engine._division.tensor.axis.fork.is_open, torch.rand(1).item()]
 
 
 def test_an_error_within_a_fork():

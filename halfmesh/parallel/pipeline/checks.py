@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ... import torch_private
-from .microbatches import Splitter
+from ...errors import did_you_mean
+from .microbatches import parameter_names
 from .partition import Partition, resolve
 
 if TYPE_CHECKING:
     from ...config.schema import PipelineConfig
 
 
-def make_partition(model: nn.Module, loader: Any, config: PipelineConfig) -> tuple[Partition | None, list[str]]:
+def make_partition(
+    model: nn.Module, criterion: Any, loader: Any, config: PipelineConfig
+) -> tuple[Partition | None, list[str]]:
     """The stages of `model`, and everything that is wrong."""
     problems = []
     if any(torch_private.is_compiled(module) for module in model.modules()):
         problems.append("the model is compiled, and cannot be cut any more; pass it uncompiled")
     partition, more = resolve(model, config.size, config.chunks, config.partition)
     problems += [f"parallel.pipeline: {problem}" for problem in more]
-    for name in Splitter(model, config.non_split, "the model").find_unknown():
-        problems.append(f"parallel.pipeline.non_split: {type(model).__name__}.forward has no argument {name}")
+    problems += _find_unknown_arguments(model, criterion, config.non_split)
     if config.balance == "time":
         problems += _find_timing_problems(loader, config)
     size, microbatches = getattr(loader, "batch_size", None), config.microbatches or 1
@@ -44,4 +46,16 @@ def _find_timing_problems(loader: Any, config: PipelineConfig) -> Iterator[str]:
     if not isinstance(config.partition, str):
         yield f"{key}: partition names where the stages begin, so there is nothing to balance; remove one of the two"
     elif not hasattr(getattr(loader, "dataset", None), "__getitem__"):
-        yield f"{key} is measured on samples dataset[i] of the dataloader, but there is no such dataset; use 'parameters'"
+        yield f"{key} is measured on samples dataset[i] of the dataloader, which has no such dataset; use 'parameters'"
+
+
+def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequence[str]) -> Iterator[str]:
+    """Names in `non_split` that neither the model nor the criterion takes."""
+    known = [name for what in (model, criterion) if what is not None for name in parameter_names(what)]
+    takes_anything = any(name.startswith("*") for name in known)
+    for name in () if takes_anything else non_split:
+        if name not in known:
+            yield (
+                f"parallel.pipeline.non_split: neither {type(model).__name__}.forward nor the criterion has an "
+                f"argument {name!r}{did_you_mean(name, known)}; they have {', '.join(known)}"
+            )

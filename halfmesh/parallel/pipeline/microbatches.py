@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...errors import InputError, did_you_mean
+from ...errors import InputError
 from ...tree import map_tensors
 from .boundary import tensors_of
 from .pieces import Call
@@ -25,15 +25,9 @@ class Splitter:
     """
 
     def __init__(self, what: Callable[..., Any], non_split: Collection[str], name: str) -> None:
-        self._names = _parameter_names(what)
+        self._names = parameter_names(what)
         self.non_split = frozenset(non_split)
         self.name = name
-
-    def find_unknown(self) -> list[str]:
-        """Those of `non_split` that the function does not take, with what may be meant."""
-        if self._names is None:
-            return []
-        return [f"{name!r}{did_you_mean(name, self._names)}" for name in self.non_split if name not in self._names]
 
     def batch_size(self, call: Call) -> int | None:
         """Rows of the first tensor that is split; None if there is none.
@@ -99,14 +93,11 @@ def choose_count(rows: int, microbatches: int, fits: Callable[[int], bool]) -> i
     return min(larger, default=max(counts, default=None))
 
 
-def _parameter_names(what: Callable[..., Any]) -> list[str] | None:
-    """Names of the parameters; None where anything may be given."""
+def parameter_names(what: Callable[..., Any]) -> list[str]:
+    """Names of the parameters, those of *args and **kwargs with their stars; none of what is built in."""
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     try:
         parameters = inspect.signature(getattr(what, "forward", what)).parameters
-    except (TypeError, ValueError):  # built in
-        return None
-    return None if _takes_anything(parameters) else list(parameters)
-
-
-def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
+    except (TypeError, ValueError):
+        return ["*args", "**kwargs"]
+    return [stars.get(parameter.kind, "") + name for name, parameter in parameters.items()]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 
 import torch
 from torch import nn
 
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
+from .block_partition import children_of
 from .pieces import Piece
 from .traced import TracedPartition
 
@@ -130,19 +132,33 @@ def divide(costs: Sequence[float], count: int) -> list[int]:
     """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible; of those that are equal
     in this, the ones with the smallest sum of squares."""
     sums = [0.0, *accumulate(costs)]
-    best: dict[int, tuple[tuple[float, float], list[int]]] = {0: ((0.0, 0.0), [0])}
+    largest, _ = _search(sums, count, max, inf)
+    _, bounds = _search(sums, count, lambda squares, cost: squares + cost * cost, largest)
+    return bounds
+
+
+def _search(
+    sums: Sequence[float], count: int, add: Callable[[float, float], float], limit: float
+) -> tuple[float, list[int]]:
+    """The smallest value that `add` gives over all runs, none of which costs more than `limit`; and their bounds.
+
+    Args:
+        sums: of the first 0, 1, ... costs.
+        add: the value of some runs and the cost of the next one to the value of all of them; it grows with both.
+    """
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for run in range(1, count + 1):
-        ends = range(run, len(costs) - (count - run) + 1)
         following = {}
-        for end in ends:
-            options = []
-            for begin, ((largest, squares), bounds) in best.items():
-                if begin < end:
-                    cost = sums[end] - sums[begin]
-                    options.append(((max(largest, cost), squares + cost * cost), [*bounds, end]))
-            following[end] = min(options)
+        for end in range(run, len(sums) - (count - run)):
+            options = [
+                (add(value, sums[end] - sums[begin]), [*bounds, end])
+                for begin, (value, bounds) in best.items()
+                if begin < end and sums[end] - sums[begin] <= limit
+            ]
+            if options:
+                following[end] = min(options)
         best = following
-    return best[len(costs)][1]
+    return best[len(sums) - 1]
 
 
 def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
@@ -156,17 +172,21 @@ def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
     users = partition.entries(model)
+    ranks: dict[int, set[int]] = {}  # of a tensor, wherever it is: by its id
+    for entry, tensor in all_entries(model):
+        ranks.setdefault(id(tensor), set()).update(stage % partition.size for stage in users[entry])
     shared = [
         ".".join(filter(None, entry))
-        for entry, stages in users.items()
-        if entry[1].startswith("running_") and len({stage % partition.size for stage in stages}) > 1
+        for entry, tensor in all_entries(model)
+        if entry[1].startswith("running_") and len(ranks[id(tensor)]) > 1
     ]
     if shared:
         yield (
             f"{shorten(shared)}: running statistics that several stages would keep, each from its own activations; use "
             "a norm without statistics there, or cut the model so that one stage has both uses"
         )
-    sparse = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and module.sparse]
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]
     if sparse:
         yield f"{shorten(sparse)}: sparse gradients do not work under a pipeline; build the embedding with sparse=False"
 
@@ -184,7 +204,7 @@ def _suggest(model: nn.Module, count: int) -> str:
         return f"name the {count - 1} module(s) that begin a stage in {how}; it has {children or 'no modules'}"
     _, name, row = max(rows, key=lambda found: found[0])
     costs = [float(sum(p.numel() for p in module.parameters())) for module in row]
-    keys = [key for key, _ in row.named_children()]
+    keys = children_of(row)
     points = [".".join(filter(None, (name, keys[bound]))) for bound in divide(costs, count)[1:-1]]
     text = ", ".join(map(repr, points)) + ("," if len(points) == 1 else "")
     return f"name the modules that begin a stage, for example partition=({text}); or register a partitioner"

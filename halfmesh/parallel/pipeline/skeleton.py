@@ -17,6 +17,7 @@ from .boundary import Crossing, widen
 from .partition import Partition
 from .pieces import Call
 from .stage import Surroundings
+from .tracing import unchanged
 
 
 class Skeleton:
@@ -65,7 +66,8 @@ class Skeleton:
                 if piece.prepare is not None:
                     piece.prepare(self.model, call)
         names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        with torch_private.fake_mode(), _data_needed():
+        # Whoever asks first, perhaps an evaluation: what is found here is used for training, too.
+        with torch.inference_mode(False), torch.enable_grad(), unchanged(self.model.modules()), _without_data():
             weights = {f"model.{name}": _fake(tensor, device) for name, tensor in names.items()}
             faked = Call(*map_tensors(lambda tensor: _fake(tensor, device), (call.args, dict(call.kwargs))))
             run = _Run(self.model)
@@ -99,8 +101,14 @@ class _Run(nn.Module):
             is_last = index == len(partition.stages) - 1
             carry = carry if is_last else widen(carry, around.dtype)
             trees.append(carry)
-            carry = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), carry)
+            carry = map_tensors(_cross, carry)
         return trees
+
+
+def _cross(tensor: torch.Tensor) -> torch.Tensor:
+    """As the next stage gets it: contiguous, and no leaf, so that it may be changed in place."""
+    crossed = tensor.detach().contiguous()
+    return crossed.requires_grad_().clone() if tensor.requires_grad else crossed
 
 
 def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -115,9 +123,10 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _data_needed() -> Iterator[None]:
+def _without_data() -> Iterator[None]:
     try:
-        yield
+        with torch_private.fake_mode():
+            yield
     except torch_private.DATA_NEEDED as error:
         raise InputError(
             "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
@@ -131,4 +140,4 @@ def signature_of(call: Call) -> str:
 
 
 def _shape(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
