@@ -132,7 +132,7 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
         return dtype
     if dtype.is_complex:
         raise InputError("complex tensors cannot be sent through a pipeline; pass real and imaginary part alone")
-    return torch.float64 if dtype == torch.int64 else torch.float32
+    return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
 def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,10 +141,10 @@ def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         return tensor
     wire = _wire_dtype(tensor.dtype)
-    return (tensor if tensor.dtype == torch.int64 else tensor.to(torch.int32)).view(wire)
+    return (tensor if tensor.dtype.itemsize == 8 else tensor.to(torch.int32)).view(wire)
 
 
 def from_wire(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
         return tensor
-    return tensor.view(torch.int64 if dtype == torch.int64 else torch.int32).to(dtype)
+    return tensor.view(dtype) if dtype.itemsize == 8 else tensor.view(torch.int32).to(dtype)

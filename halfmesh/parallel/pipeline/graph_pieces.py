@@ -48,8 +48,8 @@ def cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
             changed = _changed_by(node)
             if changed is not None and changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
                 raise InputError(
-                    f"parallel.pipeline.partition: {changed.target} is changed in place in another stage than it is first "
-                    "used, which has a copy; change it where it is used first, or in a module of its own"
+                    f"parallel.pipeline.partition: {changed.target} is changed in place in another stage than it is "
+                    "first used, which has a copy; change it where it is used first, or in a module of its own"
                 )
     return [_piece_graph(nodes, piece_of, everywhere, index, len(points) + 1) for index in range(len(points) + 1)]
 

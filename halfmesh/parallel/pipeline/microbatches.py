@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -35,23 +36,24 @@ class Splitter:
         Raises:
             InputError: other tensors have other numbers of rows.
         """
-        sizes = {
-            name: tensor.shape[0]
+        sizes = [
+            (name, tensor.shape[0])
             for name, value in self._named(call)
             if name not in self.non_split
             for tensor in tensors_of(value)
             if tensor.dim()
-        }
-        first = next(iter(sizes.values()), None)
-        odd = {name: size for name, size in sizes.items() if size != first}
-        if odd:
-            name, size = next(iter(odd.items()))
-            raise InputError(
-                f"{self.name}: {name} has {size} rows, and {next(iter(sizes))} has {first}; arguments are split into "
-                "microbatches along their first dim. Name those without a batch dim in parallel.pipeline.non_split="
-                f"({name!r},)"
-            )
-        return first
+        ]
+        if not sizes:
+            return None
+        first, rows = sizes[0]
+        for name, size in sizes:
+            if size != rows:
+                raise InputError(
+                    f"{self.name}: {name} has {size} rows, and {first} has {rows}; arguments are split into "
+                    "microbatches along their first dim. Name those without a batch dim in parallel.pipeline.non_split="
+                    f"({name!r},)"
+                )
+        return rows
 
     def split(self, call: Call, count: int, rows: int) -> list[Call]:
         """The call in `count` equal parts of `rows` rows in all."""
@@ -80,7 +82,7 @@ class Splitter:
         return [map_tensors(partial(cut, index), value) for index in range(count)]
 
     def _named(self, call: Call) -> list[tuple[str, Any]]:
-        names = self._names or ()
+        names = list(takewhile(lambda name: not name.startswith("*"), self._names))
         positional = [(names[i] if i < len(names) else f"argument {i + 1}", value) for i, value in enumerate(call.args)]
         return [*positional, *call.kwargs.items()]
 
