@@ -11,7 +11,7 @@ from models import COMPUTE_DTYPES, TOLERANCES
 
 from halfmesh.compat import render_table
 
-from .cells import AXES, MODES, covering, product
+from .cells import AXES, MODES, MOST_RANKS, PIPES, covering, product, thorough
 from .mutants import MUTANTS
 from .overflows import KINDS
 from .parity import MOVEMENT, NORM
@@ -22,7 +22,8 @@ from .workloads import SAMPLES, UPDATES, WORKLOADS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
 
 MODELS = {
-    "mlp": "linear layers, divided by patterns in the config: by columns, by rows, a head made whole, one left alone",
+    "mlp": "linear layers, divided by patterns in the config (by columns, by rows, a head made whole, one left alone) "
+    "and cut at split points in it",
     "gpt": "`examples/gpt.py`: fused qkv, embedding and head tied",
     "vit": "timm's VisionTransformer: norms of q and k, LayerScale",
     "llama": "transformers' LlamaForCausalLM, with its own plan: 8 heads on 4 key-value heads, embedding and head tied",
@@ -53,13 +54,16 @@ def _trained() -> Iterator[str]:
     axes["mode"] = ", ".join(f"`{mode}`" for mode in modes)
     axes["data"] += " ranks, `replicate`"
     axes["tensor"] += " ranks"
+    axes["pipeline"] = "none, " + ", ".join(f"`{pipe}`" for pipe in PIPES[1:])
     axes["clip_grad_norm"] = "off, or a norm that clips some of the updates"
     yield "## What is trained"
     yield _table(("axis", "values"), axes.items())
     yield _fill(
-        f"""{len(product()):,} combinations of these are allowed. `make test` runs {len(covering())} of them, in which
-        each possible pair of values occurs, and each mode with each model on a tensor group. `make test-composition`
-        runs all."""
+        f"""A pipeline is named by its ranks, schedule, microbatches (m) and chunks (v). {len(product()):,} combinations
+        of these are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them, in which each
+        possible pair of values occurs, each mode with each model on a tensor group and on a pipeline, and each mode
+        where pipeline, data and tensor parallelism meet. `make test-composition` runs {len(thorough()):,}: all without
+        a pipeline, and with one so many that each possible three values of three axes occur."""
     )
     yield _table(("model", "what is in it"), MODELS.items())
     yield _fill(
@@ -102,7 +106,7 @@ def _how_to_run() -> Iterator[str]:
     yield "## Run it"
     yield """```
 make test                # with the few cells
-make test-composition    # with all of them: about half an hour on two cores
+make test-composition    # with many: some hours on two cores
 ```"""
     yield f"One cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`"
 
