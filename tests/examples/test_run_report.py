@@ -14,6 +14,7 @@ from PIL import Image
 
 import halfmesh
 from halfmesh import ParallelContext
+from halfmesh.engine.handles import PipelineLoss, PipelineOutput
 
 VIT_POINT = vit_report.Point(
     update=1, epoch=0.5, loss=0.25, loss_scale=1024.0, skipped=1, accuracy=50.0, images_per_s=10.0
@@ -55,6 +56,21 @@ def test_the_gpt_meter_joins_the_batches_of_an_update():
         point = meter.take(epoch=1.0)
         assert (meter.batches, meter.updates) == (0, 0)
     assert (point.losses, point.loss, point.update) == ((1.5, 6.0), 3.75, 2)
+
+
+def test_meters_take_what_a_pipeline_gives():
+    output = PipelineOutput(None)
+    loss = PipelineLoss(output, None)
+    output.settle(lambda: torch.eye(2))
+    loss.settle(lambda: torch.tensor(1.5))
+    with make_engine() as engine:
+        images, text = vit_report.Meter(engine), gpt_report.Meter(engine)
+        images.add(loss, output, torch.tensor([0, 0]))
+        engine.global_step = 1
+        text.add(loss, torch.zeros(2, 3))
+        point = images.take(1.0)
+        assert (point.loss, point.accuracy) == (1.5, 50.0)
+        assert text.take(1.0).losses == (1.5,)
 
 
 def measure_on_rank(rank, world_size):

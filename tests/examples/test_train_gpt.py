@@ -154,25 +154,33 @@ def test_each_byte_follows_those_before_it(prompt, expected):
     assert train_gpt.generate(Alphabet(), prompt, 6, context=4, temperature=1.0) == expected
 
 
-def generate_on_rank(rank, world_size):
+LAYOUTS = {
+    "one process": {},
+    "tensor": {"tensor": {"size": 2, "sequence_parallel": True}},
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 2}},
+}
+
+
+def generate_on_rank(rank, world_size, layout):
     """Twice the context, from a prompt, with a model that is divided over all ranks."""
     torch.manual_seed(0)
     model = GPT(context=8, width=16, depth=2, num_heads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"seed": 3, "parallel": {"tensor": {"size": world_size, "sequence_parallel": world_size > 1}}}
+    config = {"seed": 3, "parallel": LAYOUTS[layout]}
     with halfmesh.initialize(model, optimizer, config=config, device="cpu") as engine:
         text = train_gpt.generate(engine, b"abc", 16, context=8, temperature=1.0)
         return text, train_gpt.generate(engine, b"abc", 16, context=8, temperature=1.0), engine.training
 
 
 def test_a_sample_is_the_same_on_all_ranks():
-    [(expected, again, training)] = run_ranks(generate_on_rank, 1)
+    [(expected, again, training)] = run_ranks(generate_on_rank, 1, "one process")
     assert len(expected) == 3 + 16
     assert expected.startswith(b"abc")
     assert len(set(expected[3:])) > 4
     assert again == expected
     assert not training
-    assert run_ranks(generate_on_rank, 2) == [(expected, expected, False)] * 2
+    for layout in ("tensor", "pipeline"):
+        assert run_ranks(generate_on_rank, 2, layout) == [(expected, expected, False)] * 2, layout
 
 
 def test_what_a_terminal_shows():
