@@ -173,10 +173,8 @@ class Division:
             context,
             Surroundings(precision.autocast, lambda: self._drawing(model), dtype),
         )
-        compared = [SameCalls(context.group("pp"), "pipeline")]
-        if self.tensor is not None:
-            compared.append(SameCalls(context.tp_group, "tensor group"))
-        return PipelinePasses(model, pipeline, config, context, precision, update, accumulation, compared)
+        over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
+        return PipelinePasses(model, pipeline, config, context, precision, update, accumulation, over_tensor)
 
     @contextmanager
     def _drawing(self, model: nn.Module) -> Iterator[None]:

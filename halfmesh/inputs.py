@@ -43,6 +43,12 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             "close() makes them whole), or, after an error, build the model again"
         )
         return
+    if any(getattr(owner, "is_stage_cut", False) for owner in torch_private.hook_owners(model)):
+        yield (
+            "model: this rank holds stages of it for another engine; close that one first (its close() makes the model "
+            "whole), or, after an error, build the model again"
+        )
+        return
     params = dict(model.named_parameters())
     lazy = [name for name, p in params.items() if isinstance(p, UninitializedParameter)]
     if lazy:

@@ -109,3 +109,15 @@ def fake_mode() -> Iterator[None]:
 def in_fake_mode() -> bool:
     """Whether tensors have no memory here."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Whether something is registered that runs when `module` is called."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def hook_owners(module: nn.Module) -> list[Any]:
+    """The objects whose methods run before `module` is called."""
+    return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]

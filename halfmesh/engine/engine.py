@@ -82,12 +82,19 @@ class Engine(Readings):
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for these inputs, in the config's precision."""
+        """The model's output for these inputs, in the config's precision.
+
+        Under a pipeline, in training and with gradients, it is a handle: for `criterion`, and after `backward`, with
+        `keep_outputs`, to be used like the output. All ranks of a pipeline call this with the same inputs.
+        """
         self._refuse_if_closed()
         return self._passes.forward(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
-        """The criterion's value for these arguments, in the config's precision."""
+        """The criterion's value for these arguments, in the config's precision.
+
+        Of a handle it is one, too, to be used like the loss of the whole batch after `backward`, on every rank.
+        """
         if self._criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
         return self._passes.criterion(self._criterion, *args, **kwargs)
@@ -96,7 +103,8 @@ class Engine(Readings):
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
 
         `step` frees the gradients that it uses, so a forgotten `zero_grad` does no harm. On the last microbatch of a
-        cycle the gradients are reduced over the data ranks while backward runs.
+        cycle the gradients are reduced over the data ranks while backward runs. Under a pipeline all microbatches go
+        forward and backward here.
 
         Args:
             loss_id: which of the `num_losses` losses this is (mode APEX); each has a loss scale of its own.

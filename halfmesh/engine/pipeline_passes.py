@@ -50,7 +50,7 @@ class PipelinePasses:
 
     Args:
         model: the user's, of which the training mode counts.
-        compared: over which ranks the model's inputs have to be the same.
+        over_tensor: compares calls over this rank's tensor group, if it has one.
     """
 
     is_single = False
@@ -64,7 +64,7 @@ class PipelinePasses:
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-        compared: Sequence[SameCalls],
+        over_tensor: SameCalls | None,
     ) -> None:
         self._model = model
         self._pipeline = pipeline
@@ -73,20 +73,22 @@ class PipelinePasses:
         self._precision = precision
         self._update = update
         self._accumulation = accumulation
-        self._compared = compared
+        self._over_pipeline = SameCalls(context.group("pp"), "pipeline")
+        self._over_tensor = over_tensor
         self._splitter = Splitter(model, config.non_split, "engine(...)")
         self._told: set[int] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
         training = self._model.training
-        for same in self._compared:
-            same.compare_inputs(training, args, kwargs)
+        self._over_pipeline.compare_inputs(training, args, kwargs)
+        if self._over_tensor is not None:
+            self._over_tensor.compare_inputs(training, args, kwargs)
         call = Call(self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs))
         if training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
         everywhere = self._config.eval_outputs == "all"
-        output = self._pipeline.evaluate(call, everywhere)
+        output = self._pipeline.evaluate(call, self._compare, everywhere)
         if not everywhere and not self._pipeline.has_last:
             return Elsewhere()
         return self._precision.cast_output(output)
@@ -127,15 +129,24 @@ class PipelinePasses:
         forward: _Forward = loss.output.batch
         last = _LastStage(self._precision, self._update, self._accumulation, loss, self._config.keep_outputs)
 
+        def finish(output: Any, index: int) -> torch.Tensor:
+            self._compare(output)
+            return last.finish(output, index)
+
         def on_last(params: Any) -> None:
             if reducer is not None and sends:
                 reducer.expect_rest(params)
 
         with self._update.collecting(loss_id):
-            self._pipeline.train(forward.calls, last.finish, on_last)
+            self._pipeline.train(forward.calls, finish, on_last)
         self._settle(loss, last, forward)
 
     # -- parts -------------------------------------------------------------------------------------------------
+
+    def _compare(self, output: Any) -> None:
+        """On the last stage: an output that is divided over the tensor group is not the model's."""
+        if self._over_tensor is not None:
+            self._over_tensor.compare_outputs(self._model.training, output)
 
     def _split(self, call: Call) -> _Forward:
         """The microbatches of a batch.

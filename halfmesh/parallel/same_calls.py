@@ -25,15 +25,15 @@ class SameCalls:
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group = group
         self._what = what
-        self._seen: set[bool] = set()
-        self._looking = False
+        self._inputs_seen: set[bool] = set()
+        self._outputs_seen: set[bool] = set()
 
     @torch.no_grad()
     def compare_inputs(self, training: bool, args: Any, kwargs: Any) -> None:
         """Raise InputError if they differ; on all ranks."""
-        self._looking = training not in self._seen
-        self._seen.add(training)
-        if self._looking and len(set(self._everyone(_digest((args, kwargs))))) > 1:
+        looks = training not in self._inputs_seen
+        self._inputs_seen.add(training)
+        if looks and len(set(self._everyone(_digest((args, kwargs))))) > 1:
             raise InputError(
                 f"the {self._group.size()} ranks of a {self._what} were given different inputs, but they compute one "
                 "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
@@ -41,11 +41,11 @@ class SameCalls:
             )
 
     @torch.no_grad()
-    def compare_outputs(self, output: Any) -> None:
-        """Raise InputError if they differ by more than rounding; on all ranks. After `compare_inputs`."""
-        if not self._looking:
+    def compare_outputs(self, training: bool, output: Any) -> None:
+        """Raise InputError if they differ by more than rounding; on all ranks."""
+        if training in self._outputs_seen:
             return
-        self._looking = False
+        self._outputs_seen.add(training)
         found: list[torch.Tensor] = []
         map_tensors(lambda tensor: found.append(tensor) or tensor, output)  # type: ignore[func-returns-value]
         mine = [(tuple(tensor.shape), _norm(tensor)) for tensor in found]

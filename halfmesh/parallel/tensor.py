@@ -61,7 +61,7 @@ class TensorParallel:
             model.register_forward_pre_hook(common.enter),
             model.register_forward_hook(common.leave, always_call=True),
             model.register_forward_pre_hook(lambda m, a, k: same.compare_inputs(m.training, a, k), with_kwargs=True),
-            model.register_forward_hook(lambda _, a, output: same.compare_outputs(output)),
+            model.register_forward_hook(lambda m, a, output: same.compare_outputs(m.training, output)),
         ]
         self._undo.append(removal(hooks))
 

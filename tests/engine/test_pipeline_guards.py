@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -54,6 +56,11 @@ def compiled() -> nn.Module:
     return model
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batch": (
         deep,
@@ -96,6 +103,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "sparse": (Sparse, pipe(), "0: sparse gradients do not work under a pipeline"),
     "compiled": (compiled, pipe(), "the model is compiled, and cannot be cut any more; pass it uncompiled"),
+    "hooks": (
+        lambda: hooked(deep()),
+        pipe(),
+        "the model itself: hooks are registered on it, but under a pipeline it is not called as a whole",
+    ),
     "time": (
         Blocks,
         pipe(partition=("blocks.3",), balance="time"),
@@ -234,7 +246,12 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
         engine = make_engine(pipe(), model=model)
         found[name] = said(engine, x)
         engine.close()
-    engine = make_engine(pipe(), model=deep(nn.Dropout(0.1)))
+    model = deep(nn.Dropout(0.1))
+    engine = make_engine(pipe(), model=model)
+    found["given again"] = said(make_engine, pipe(), model=model)
+    found["pickled"] = said(pickle.dumps, model)
+    copied = copy.deepcopy(model)
+    assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
     found["different"] = said(engine, x + rank)
     engine.close()
     engine = make_engine(pipe(), model=deep(), criterion=None)
@@ -276,6 +293,8 @@ MESSAGES = {
     "by data": "the model's forward asks for the values of its activations",
     "picky": "the model's forward asks for the values of its activations",
     "different": "the 2 ranks of a pipeline were given different inputs",
+    "given again": "model: this rank holds stages of it for another engine; close that one first",
+    "pickled": "a model that is cut into stages cannot be pickled; save engine.state_dict()",
     "no criterion": "no criterion was given to initialize",
     "samples": "balance='time': the model could not be run on the first samples of the dataloader",
 }

@@ -27,6 +27,9 @@ class StageCut:
         ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
     """
 
+    is_stage_cut = True
+    """Tells `initialize` that a model is cut already."""
+
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
     ) -> None:
@@ -58,6 +61,15 @@ class StageCut:
             model.register_load_state_dict_pre_hook(self._take_own),
         ]
 
+    def __deepcopy__(self, memo: Any) -> StageCut:
+        return self  # a copy of the model, such as an average of its weights, holds the same stages
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a model that is cut into stages cannot be pickled; save engine.state_dict(), or call engine.close() "
+            "first, which gives the whole model back"
+        )
+
     def weight(self, param: nn.Parameter) -> float:
         """1 / (number of pipeline ranks that hold the parameter)."""
         return 1 / len(self.ties.get(param, [0]))
@@ -67,7 +79,8 @@ class StageCut:
 
         All ranks of the engine call it together.
         """
-        sets = sorted({tuple(holders) for _, holders in self._places.values() if len(holders) > 1})
+        params = (holders for tensor, holders in self._places.values() if isinstance(tensor, nn.Parameter))
+        sets = sorted({tuple(holders) for holders in params if len(holders) > 1})
         return {ranks: self._context.subgroup("pp", ranks) for ranks in sets}
 
     def close(self, whole: bool = True) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ... import torch_private
 from ...errors import InputError
 from ..kinds import comes_from
 from .block_partition import BlockPartition, children_of
@@ -16,12 +17,21 @@ from .pieces import Call, Piece
 
 
 class SequentialPartition:
-    """Any nn.Sequential, before each of its modules."""
+    """Any nn.Sequential, before each of its modules, and before those of the nn.Sequentials that it is made of."""
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
         if not comes_from(model, (nn.Sequential,)):
             return None
-        return [self._piece(name, first=index == 0) for index, name in enumerate(children_of(model))]
+        return [self._piece(name, first=index == 0) for index, name in enumerate(self._rows(model, ""))]
+
+    def _rows(self, row: nn.Module, prefix: str) -> Iterator[str]:
+        for name in children_of(row):
+            child = row.get_submodule(name)
+            opens = comes_from(child, (nn.Sequential,)) and len(list(child.children())) > 0
+            if opens and not torch_private.has_call_hooks(child):  # which run when it is called as a whole
+                yield from self._rows(child, f"{prefix}{name}.")
+            else:
+                yield prefix + name
 
     def _piece(self, name: str, first: bool) -> Piece:
         def run(model: nn.Module, call: Call, carry: Any) -> Any:

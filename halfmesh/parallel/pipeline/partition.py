@@ -10,6 +10,7 @@ from math import inf
 import torch
 from torch import nn
 
+from ... import torch_private
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
 from .block_partition import children_of
@@ -184,6 +185,16 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
         yield (
             f"{shorten(shared)}: running statistics that several stages would keep, each from its own activations; use "
             "a norm without statistics there, or cut the model so that one stage has both uses"
+        )
+    hooked = [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if torch_private.has_call_hooks(module) and not any(_is_used(name, piece) for piece in partition.pieces)
+    ]
+    if hooked:
+        yield (
+            f"{shorten(hooked)}: hooks are registered on it, but under a pipeline it is not called as a whole; "
+            "register them on the modules below it"
         )
     tables = (nn.Embedding, nn.EmbeddingBag)
     sparse = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]

@@ -19,6 +19,9 @@ from .schedules import Schedule
 from .skeleton import Skeleton, signature_of
 from .stage import Batch, StageModule, Surroundings, make_stage
 
+MOST_SHAPES = 16
+"""For so many shapes of batches at once a schedule is kept."""
+
 OnLast = Callable[[Collection[nn.Parameter]], None]
 """Called before the last backward of a step on this rank, with the parameters that get gradients from it."""
 
@@ -63,7 +66,7 @@ class Pipeline:
             for index in self._modules
         }
         self._crossings: dict[str, Sequence[Crossing]] = {}
-        self._schedules: dict[tuple[str, int], Any] = {}
+        self._schedules: dict[tuple[str, int], Any] = {}  # the last used last; each holds what it receives into
         self._on_last: OnLast = lambda params: None
         self._left = 0
 
@@ -104,8 +107,12 @@ class Pipeline:
                 module.batch = None
 
     @torch.no_grad()
-    def evaluate(self, call: Call, everywhere: bool = True) -> Any:
-        """The model's output for a whole batch, without gradients; on all ranks, or on the one with the last stage."""
+    def evaluate(self, call: Call, look: Callable[[Any], None] = lambda output: None, everywhere: bool = True) -> Any:
+        """The model's output for a whole batch, without gradients; on all ranks, or on the one with the last stage.
+
+        Args:
+            look: called with the output on the last stage.
+        """
         _, crossings = self._known(call)
         size = self.partition.size
         output: Any = None
@@ -115,6 +122,7 @@ class Pipeline:
                 carry = self._receive(crossings[index - 1], (index - 1) % size)
             carry = module.compute(call, carry)
             if module.is_last:
+                look(carry)
                 output = carry
             else:
                 for tensor in leave(carry, crossings[index]):
@@ -129,7 +137,8 @@ class Pipeline:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _known(self, call: Call) -> tuple[str, Sequence[Crossing]]:
-        key = f"{self._model.training} {signature_of(call)}"
+        modes = "".join("01"[module.training] for module in self._model.modules())
+        key = f"{modes} {signature_of(call)}"
         if key not in self._crossings:
             self._crossings[key] = self._skeleton.crossings(
                 self.partition, call, self._model, self._context.device, self._surroundings
@@ -137,13 +146,17 @@ class Pipeline:
         return key, self._crossings[key]
 
     def _schedule(self, key: str, crossings: Sequence[Crossing], count: int) -> Any:
-        if (key, count) not in self._schedules:
+        schedule = self._schedules.pop((key, count), None)
+        if schedule is None:
             stages = [
                 make_stage(module, crossings, self._context.device, self._group, partial(self._a_last, index))
                 for index, module in self._modules.items()
             ]
-            self._schedules[key, count] = self.schedule.make(stages, count)
-        return self._schedules[key, count]
+            schedule = self.schedule.make(stages, count)
+        self._schedules[key, count] = schedule
+        if len(self._schedules) > MOST_SHAPES:
+            del self._schedules[next(iter(self._schedules))]
+        return schedule
 
     def _a_last(self, index: int) -> None:
         """The last backward of stage `index` begins."""

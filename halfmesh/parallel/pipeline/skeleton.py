@@ -36,7 +36,8 @@ class Skeleton:
     def __init__(self, model: nn.Module) -> None:
         memo: dict[int, Any] = {}
         for param in model.parameters():
-            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            # Frozen ones too: they may be unfrozen later, of which ranks that do not hold them do not hear.
+            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
         for buffer in model.buffers():
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         try:
@@ -54,7 +55,7 @@ class Skeleton:
 
         Args:
             call: as on this device, or with other tensors of the same shapes.
-            source: the model that runs, of which training mode and frozen parameters are taken over.
+            source: the model that runs, whose modules may be in training mode or not.
             around: what the stages' forward runs in.
 
         Raises:
@@ -75,13 +76,9 @@ class Skeleton:
         return [Crossing(map_tensors(_without_memory, tree)) for tree in trees]
 
     def _follow(self, source: nn.Module) -> None:
-        """Take over what may have changed in the model. (Of its parameters, those that this rank holds.)"""
+        """Take over what may have changed in the model."""
         for mine, theirs in zip(self.model.modules(), source.modules(), strict=True):
             mine.training = theirs.training
-        own = dict(source.named_parameters())
-        for name, param in self.model.named_parameters():
-            if name in own:
-                param.requires_grad_(own[name].requires_grad)
 
 
 class _Run(nn.Module):
