@@ -134,7 +134,7 @@ def provoke(rank, world_size):
     engine.close()
     halfmesh.PARTITIONERS.unregister("tower")
     engine = make_engine(model_of("my_partition.py", "Tower", 8, 3))
-    told["other images on other stages"] = say(lambda: engine(samples(8, seed=rank)[0]))
+    told["different images on the stages of one copy"] = say(lambda: engine(samples(8, seed=rank)[0]))
     return told
 
 
