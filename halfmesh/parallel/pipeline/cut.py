@@ -53,12 +53,13 @@ class StageCut:
         }
         self.tied_names = [name for id_, name in self._names.items() if len(self._holders[id_]) > 1]
         """Of all parameters that several pipeline ranks hold."""
-        self._shapes = {id(t): (t.shape, t.dtype) for t in tensors.values()}
+        self._shapes = {id(t): torch.empty_like(t, device="meta") for t in tensors.values()}
         self._foreign = {entry: t for entry, (t, holders) in self._places.items() if mine not in holders}
         self._drop()
         self._hooks = [
             model.register_forward_pre_hook(self._refuse_call),
             model.register_load_state_dict_pre_hook(self._take_own),
+            model.register_load_state_dict_post_hook(self._expect_own),
         ]
 
     def __deepcopy__(self, memo: Any) -> StageCut:
@@ -121,8 +122,7 @@ class StageCut:
         for (path, name), (tensor, holders) in self._places.items():
             if id(tensor) not in done and len(holders) < context.pp_size:
                 if context.pp_rank not in holders:
-                    shape, dtype = self._shapes[id(tensor)]
-                    tensor.data = torch.empty(shape, dtype=dtype, device=context.device)
+                    tensor.data = torch.empty_like(self._shapes[id(tensor)], device=context.device)
                 else:  # as it is now, if it was replaced: BatchNorm's counter is
                     tensor = getattr(modules[path], name)
                 context.broadcast(tensor, "pp", holders[0])
@@ -155,6 +155,11 @@ class StageCut:
             )
         for name in foreign & state.keys():
             del state[name]
+
+    def _expect_own(self, module: nn.Module, keys: Any) -> None:
+        """BatchNorm adds its counter to states without versions, on ranks that do not hold it, too."""
+        foreign = {".".join(filter(None, entry)) for entry in self._foreign}
+        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in foreign]
 
     def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:
         raise InputError(

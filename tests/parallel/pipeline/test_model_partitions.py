@@ -46,9 +46,23 @@ def test_sequential():
 
 
 def test_named_and_nested_sequential():
-    inner = nn.Sequential(OrderedDict(up=nn.Linear(4, 8), act=nn.GELU()))
+    inner = nn.Sequential(
+        OrderedDict(up=nn.Linear(4, 8), act=nn.Sequential(nn.GELU(), nn.Tanh()), none=nn.Sequential())
+    )
     model = nn.Sequential(OrderedDict(body=inner, head=nn.Linear(8, 2)))
-    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == ["body", "head"]
+    names = ["body.up", "body.act.0", "body.act.1", "body.none", "head"]
+    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == names
+
+
+def test_an_inner_sequential_whose_call_does_more_is_one_piece():
+    class Twice(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    hooked = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    hooked.register_forward_hook(lambda module, args, output: output * 3)
+    model = nn.Sequential(Twice(nn.Linear(4, 4), nn.ReLU()), hooked, nn.Linear(4, 2))
+    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == ["0", "1", "2"]
 
 
 def test_first_module_of_a_sequential_takes_what_the_model_is_called_with():

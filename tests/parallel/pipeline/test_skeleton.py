@@ -44,8 +44,8 @@ def facts(tree: Any) -> list[tuple[Any, ...]]:
 
 
 def run(model: nn.Module, partition: Partition, call: Call, around: Surroundings) -> list[Any]:
-    """What each stage of a copy really returns."""
-    model, found, carry = copy.deepcopy(model), [], None
+    """What each stage of a copy really returns; frozen parameters count as trained, for they may be later."""
+    model, found, carry = copy.deepcopy(model).requires_grad_(), [], None
     for stage in partition.stages:
         for piece in stage:
             if piece.prepare is not None:
@@ -220,7 +220,7 @@ def test_gradients_that_training_needs_are_known_from_an_evaluation(within):
     assert [facts(crossing.tree)[0][2] for crossing in found] == [True] * 3
 
 
-def test_modes_and_frozen_parameters_follow_the_model():
+def test_modes_follow_the_model():
     class Mode(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if self.training else x.double()
@@ -235,10 +235,13 @@ def test_modes_and_frozen_parameters_follow_the_model():
     assert look() == [(torch.float32, True), (torch.float32, True)]
     model[1].eval()
     assert look() == [(torch.float32, True), (torch.float64, True)]
-    model.requires_grad_(False)
-    assert look() == [(torch.float32, False), (torch.float64, False)]
-    model.requires_grad_(True)
-    assert look() == [(torch.float32, True), (torch.float64, True)]
+    model.train()
+    assert look() == [(torch.float32, True), (torch.float32, True)]
+
+
+def test_frozen_parameters_may_be_trained_later():
+    found = find(frozen(make(nn.ReLU())), torch.randn(2, 4))
+    assert [facts(crossing.tree)[0][2] for crossing in found] == [True] * 3
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
