@@ -238,10 +238,8 @@ STEPS: list[tuple[str, int, int]] = [
     ("train", 8, 4),
     ("train", 12, 4),  # other shapes
     ("evaluate", 3, 1),
-    ("train", 8, 4),
-    ("evaluate", 1, 1),
     ("train", 16, 8),
-    ("evaluate last", 5, 1),
+    ("evaluate last", 1, 1),
 ]
 
 
@@ -278,22 +276,28 @@ def job(rank: int, name: str, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def jobs(rank: int, world_size: int, names: list[str], layouts: list[Layout]) -> dict[Any, Any]:
-    return {(name, layout.schedule): job(rank, name, layout) for name in names for layout in layouts}
+# The schedules differ in the order of the work, not in what crosses: each boundary is met under one of them at least.
+SOME = ["batch_norm", "dict", "in_place", "tied_embedding", "shared_layer"]
+JOBS = [(name, "1f1b") for name in MODELS]
+JOBS += [(name, "gpipe") for name in SOME[:3]]
+JOBS += [(name, "interleaved") for name in (*SOME, "frozen_first", "no_parameters", "tuple", "skips")]
+
+
+def run_jobs(rank: int, world_size: int, jobs: list[tuple[str, str]]) -> dict[Any, Any]:
+    return {(name, schedule): job(rank, name, LAYOUTS[schedule]) for name, schedule in jobs}
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[Any]:
-    return run_ranks(jobs, 4, list(MODELS), [LAYOUTS["1f1b"], LAYOUTS["gpipe"]], timeout=120)
+    return run_ranks(run_jobs, 4, [job for job in JOBS if LAYOUTS[job[1]].size == 4], timeout=180)
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Any]:
-    return run_ranks(jobs, 2, list(MODELS), [LAYOUTS["interleaved"]], timeout=120)
+    return run_ranks(run_jobs, 2, [job for job in JOBS if LAYOUTS[job[1]].size == 2], timeout=180)
 
 
-@pytest.mark.parametrize("schedule", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "schedule"), JOBS)
 def test_equal_to_one_process(name, schedule, four_ranks, two_ranks):
     ranks = [rank[name, schedule] for rank in (two_ranks if schedule == "interleaved" else four_ranks)]
     for step, expected in enumerate(ranks[0]["expected"]):
@@ -303,7 +307,7 @@ def test_equal_to_one_process(name, schedule, four_ranks, two_ranks):
                 summed[param] = summed[param] + grad if param in summed else grad
         assert {n for n, g in summed.items() if g.any()} == {n for n, g in expected.items() if g.any()}, step
         for param, grad in expected.items():
-            torch.testing.assert_close(summed.get(param, torch.zeros_like(grad)), grad, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(summed.get(param, torch.zeros_like(grad)), grad, rtol=1e-6, atol=1e-6)
     for index, rank in enumerate(ranks):
         for number, (found, expected) in enumerate(rank["outputs"]):
             if number == len(rank["outputs"]) - 1 and index != len(ranks) - 1:
