@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from ... import torch_private
 from ...errors import did_you_mean
@@ -45,8 +46,13 @@ def _find_timing_problems(loader: Any, config: PipelineConfig) -> Iterator[str]:
     key = "parallel.pipeline.balance='time'"
     if not isinstance(config.partition, str):
         yield f"{key}: partition names where the stages begin, so there is nothing to balance; remove one of the two"
-    elif not hasattr(getattr(loader, "dataset", None), "__getitem__"):
+    elif not _is_indexed(getattr(loader, "dataset", None)):
         yield f"{key} is measured on samples dataset[i] of the dataloader, which has no such dataset; use 'parameters'"
+
+
+def _is_indexed(dataset: Any) -> bool:
+    methods = all(hasattr(dataset, name) for name in ("__getitem__", "__len__"))
+    return methods and not isinstance(dataset, IterableDataset)  # which inherits a __getitem__ that raises
 
 
 def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequence[str]) -> Iterator[str]:

@@ -39,7 +39,7 @@ def measure(
             with _moved(model, piece, device):
                 seconds = []
                 for _ in range(1 + REPEATS):
-                    entered = map_tensors(_leaf, carry)
+                    entered = map_tensors(_entered, carry)
                     begin = _now(device)
                     with scope():
                         result = piece.run(model, call.afresh(), entered)
@@ -67,9 +67,10 @@ def sample_call(model: nn.Module, loader: Any, rows: int, device: torch.device) 
     return Call(tuple(batch[: max(1, len(needed))]))
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().clone()
-    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+def _entered(tensor: torch.Tensor) -> torch.Tensor:
+    """As a stage gets it: no leaf, so that it may be changed in place."""
+    tensor = tensor.detach()
+    return tensor.requires_grad_().clone() if tensor.is_floating_point() else tensor.clone()
 
 
 def _now(device: torch.device) -> float:
