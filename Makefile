@@ -2,6 +2,7 @@
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
 #   make test     all tests                    make test-composition   many more modes in layouts: hours
+#   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -14,7 +15,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition lint format clean
+.PHONY: demo test test-composition bench-pipeline lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -25,6 +26,9 @@ test: $(INSTALLED)
 
 test-composition: $(INSTALLED)
 	COMPOSITION=full $(BIN)/python -m pytest tests/composition
+
+bench-pipeline: $(INSTALLED)
+	$(BIN)/python benchmarks/pipeline_schedules.py --out benchmarks/results/pipeline_schedules.md
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

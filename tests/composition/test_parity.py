@@ -12,14 +12,21 @@ from functools import partial
 import pytest
 from dist_harness import RankFailure
 
-from .cells import Cell, covering, thorough
+from .cells import Cell, Pipe, covering, thorough
 from .launches import run_jobs
 from .parity import find_problems
 from .training import Outcome, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
-CELLS = thorough() if os.environ.get("COMPOSITION") == "full" else covering()
+OTHERS = (
+    Cell("none", "gpt2", pipeline=Pipe(2, "1f1b", 2)),
+    Cell("naive_fp16", "gpt2", pipeline=Pipe(2, "interleaved", 4, 2)),
+    Cell("torch_bf16", "gpt2", data=2, pipeline=Pipe(2, "gpipe", 4)),
+)
+CELLS = sorted(
+    (*(thorough() if os.environ.get("COMPOSITION") == "full" else covering()), *OTHERS), key=lambda c: c.world_size
+)
 AT_ONCE = 24
 """Cells of one launch."""
 

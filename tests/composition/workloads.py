@@ -151,6 +151,14 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "vocab_size": WORDS}
+    nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **nothing, use_cache=False, initializer_range=0.2))
+
+
 def _frozen_gpt() -> nn.Module:
     """Without gradients: a block, and the embedding with the head that is tied to it."""
     model = _gpt()
@@ -205,11 +213,13 @@ WORKLOADS = {
 """The values of the axis `model`."""
 
 SPECIAL = {
+    "gpt2": Workload(_gpt2, _text, lr=0.02, max_norm=3.0),
     "branching": Workload(Branching, _every_other, lr=0.05, max_norm=0.9, plan=BRANCHING_PLAN, sequence=False),
     "frozen_gpt": Workload(_frozen_gpt, _text, lr=0.05, max_norm=1.2),
     "frozen_vit": Workload(_frozen_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
 }
-"""Models in which not every parameter has a gradient. They are not on an axis."""
+"""Models that are not on an axis: one that no tensor group divides, and others in which not every parameter has a
+gradient."""
 
 
 def find_workload(name: str) -> Workload:

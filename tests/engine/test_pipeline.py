@@ -396,6 +396,58 @@ def test_every_microbatch_stage_and_data_rank_drops_otherwise():
     assert [m.tolist() for r in again for m in r["masks"]] == [m.tolist() for r in results for m in r["masks"]]
 
 
+def masks_of_tensor_groups(rank: int, world_size: int) -> list[torch.Tensor]:
+    """2 stages x 2 ranks of a tensor group, with dropout on activations that each of these has whole."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), Recorded(), nn.Linear(16, 16), Recorded(), nn.Linear(16, CLASSES))
+    config = pipe(partition=("2",))
+    config["parallel"]["tensor"] = {"size": 2, "plan": {"0": "colwise_gather", "2": "colwise_gather"}}
+    engine = make(config, model)
+    for _ in range(2):
+        if rank == 1:
+            torch.rand(5)
+        step(engine, *make_data(8))
+    return (model[1] if engine.context.pp_rank == 0 else model[3]).masks
+
+
+def test_a_tensor_group_drops_alike_in_each_stage():
+    first, second, third, fourth = run_ranks(masks_of_tensor_groups, 4)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(third, fourth, rtol=0, atol=0)
+    assert all(not torch.equal(mask, other) for mask in first for other in third)
+
+
+def unfreezes(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The first stage is trained from the third update on, the last until then."""
+    model = Deep()
+    model[0].requires_grad_(False)
+    kept = list(model[0].parameters()), list(model[-1].parameters())
+    engine = make(pipe(), model)
+    x, y = make_data(8)
+    for number in range(4):
+        if number == 2:
+            for param in kept[0]:
+                param.requires_grad_(True)
+            for param in kept[1]:
+                param.requires_grad_(False)
+        step(engine, x, y)
+    return whole(engine)
+
+
+def test_parameters_are_frozen_and_unfrozen_on_the_way():
+    model, (x, y) = Deep(), make_data(8)
+    optimizer = sgd(model.parameters())
+    model[0].requires_grad_(False)
+    for number in range(4):
+        if number == 2:
+            model[0].requires_grad_(True), model[-1].requires_grad_(False)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for weights in run_ranks(unfreezes, 2):
+        assert difference(weights, model) < 1e-6
+
+
 # -- ragged batches --------------------------------------------------------------------------------------------------
 
 
@@ -548,6 +600,50 @@ def test_gradients_are_reduced_in_the_last_backward_once_per_update():
     for result in run_ranks(sends, 4):
         for counts, params, size in result.values():
             assert counts == [(params * n, params * n, size * n) for n in (1, 2)]
+
+
+def traffic(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank sends in one update: to other stages, and to all."""
+    x, y = make_data(8)
+    found = {}
+    modes = {"fp32": {}, "torch": {"bf16": {"mode": "torch"}}, "naive": {"bf16": {"mode": "naive"}}}
+    for name, mode in modes.items():
+        engine = make(pipe(microbatches=4, clip_grad_norm=1.0) | mode)
+        step(engine, x, y)
+        sent: list[int] = []
+        collectives: list[tuple[str, int]] = []
+
+        class Recorded(dist.P2POp):
+            def __init__(self, op: Any, tensor: torch.Tensor, *args: Any, sent: Any = sent, **kwargs: Any) -> None:
+                super().__init__(op, tensor, *args, **kwargs)
+                if op is dist.isend:
+                    sent.append(tensor.numel() * tensor.element_size())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "P2POp", Recorded)
+            for call in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list"):
+                inner = getattr(dist, call)
+
+                def record(
+                    tensor: Any, *args: Any, call: Any = call, inner: Any = inner, to: Any = collectives, **kw: Any
+                ):
+                    to.append((call, tensor.numel() * tensor.element_size()))
+                    return inner(tensor, *args, **kw)
+
+                patch.setattr(dist, call, record)
+            step(engine, x, y)[1].item()
+        found[name] = sent, collectives
+        engine.close()
+    return found
+
+
+def test_what_is_sent_in_an_update():
+    """Activations once forward and their gradients once back, the loss, and one verdict with the norm."""
+    for result in run_ranks(traffic, 2):
+        for mode, size in {"fp32": 4, "torch": 4, "naive": 2}.items():
+            sent, collectives = result[mode]
+            assert sent == [2 * 16 * size] * 4
+            assert collectives == [("broadcast", 16), ("all_reduce", 16)]
 
 
 def idle_stages(rank: int, world_size: int) -> dict[str, Any]:

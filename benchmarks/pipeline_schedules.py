@@ -1,0 +1,205 @@
+"""How long ranks wait under each schedule, and how much they keep for backward; beside the formulas.
+
+    python benchmarks/pipeline_schedules.py [--out benchmarks/results/pipeline_schedules.md]
+
+A stage's layers sleep for a fixed time in forward and for twice that in backward, so that a few cores can play many
+ranks, and what is measured is the schedule: waiting = 1 - (time asleep) / (time of engine.backward), the median of
+several steps, averaged over the ranks. What is kept for backward is counted in bytes by
+torch.autograd.graph.saved_tensors_hooks, and given in microbatches of a stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import halfmesh
+
+FORWARD_S = 0.02
+LAYERS = 8
+"""Of which each rank of a pipeline has as many as any other."""
+FEATURES = 64
+ROWS = 4
+"""Of a microbatch."""
+STEPS = 5
+CASES = [
+    (size, microbatches, schedule, chunks)
+    for size in (2, 4)
+    for microbatches in (4, 8)
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+]
+
+
+class _Nap(torch.autograd.Function):
+    """Keeps its input, and takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, meter: Meter) -> torch.Tensor:
+        ctx.save_for_backward(x.clone())
+        ctx.meter = meter
+        meter.nap(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _ = ctx.saved_tensors
+        ctx.meter.nap(2 * FORWARD_S)
+        return grad.clone(), None
+
+
+class Layer(nn.Module):
+    """`share` of a rank's time, if it has all layers of one."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+        self.meter = (meter,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Nap.apply(x * self.weight, self.meter[0])
+
+
+class Meter:
+    """Seconds asleep, and bytes that are kept for backward now and at most."""
+
+    def __init__(self) -> None:
+        self.asleep = 0.0
+        self.share = 1.0
+        self.kept = self.most = 0
+
+    def nap(self, seconds: float) -> None:
+        begin = time.perf_counter()
+        time.sleep(seconds * self.share)
+        self.asleep += time.perf_counter() - begin
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        return Kept(self, tensor)
+
+    def __deepcopy__(self, memo: Any) -> Meter:
+        silent = Meter()
+        silent.share = 0.0
+        return silent
+
+
+class Kept:
+    """A tensor that backward needs."""
+
+    def __init__(self, meter: Meter, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._meter = meter
+        self._bytes = 0 if tensor.is_leaf and tensor.requires_grad else tensor.numel() * tensor.element_size()
+        meter.kept += self._bytes
+        meter.most = max(meter.most, meter.kept)
+
+    def __del__(self) -> None:
+        self._meter.kept -= self._bytes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank: the part of a step that it waited, and microbatches of a stage that it kept at most."""
+
+    waiting: float
+    kept: float
+
+
+def measure(size: int, microbatches: int, schedule: str, chunks: int) -> Measured:
+    """One case on one rank."""
+    torch.manual_seed(0)
+    meter = Meter()
+    meter.share = size / LAYERS  # all microbatches' forwards take m x FORWARD_S on each rank
+    model = nn.Sequential(*(Layer(meter) for _ in range(LAYERS)))
+    options = {"size": size, "microbatches": microbatches, "schedule": schedule, "chunks": chunks}
+    engine = halfmesh.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        lambda output, target: (output - target).square().mean(),
+        config={"parallel": {"pipeline": options}},
+        device="cpu",
+    )
+    x = torch.randn(microbatches * ROWS, FEATURES)
+    waiting = []
+    for step in range(1 + STEPS):
+        engine.zero_grad()
+        loss = engine.criterion(engine(x), x)
+        dist.barrier()
+        meter.asleep, meter.most, begin = 0.0, 0, time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda kept: kept.tensor):
+            engine.backward(loss)
+        dist.barrier()
+        if step:
+            waiting.append(1 - meter.asleep / (time.perf_counter() - begin))
+        engine.step()
+    engine.close()
+    # Each layer keeps the product's input and the nap's, of a microbatch.
+    of_a_microbatch = LAYERS / size * ROWS * FEATURES * 4 * 2
+    return Measured(statistics.median(waiting), meter.most / of_a_microbatch)
+
+
+def run(rank: int, cases: list[tuple[int, int, str, int]], size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("halfmesh").setLevel(logging.WARNING)
+    dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"file://{folder}/store")
+    found = [measure(*case) for case in cases]
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        torch.save(everyone, f"{folder}/found")
+    dist.destroy_process_group()
+
+
+def table() -> str:
+    lines = [
+        "| ranks | microbatches | schedule | waiting, measured | by the formula | kept by each rank, in microbatches |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size in sorted({case[0] for case in CASES}):
+        cases = [case for case in CASES if case[0] == size]
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run, (cases, size, folder), nprocs=size)
+            everyone = torch.load(f"{folder}/found", weights_only=False)
+        for number, (_, microbatches, schedule, chunks) in enumerate(cases):
+            found = [measured[number] for measured in everyone]
+            formula = halfmesh.SCHEDULES.get(schedule).bubble(size, chunks, microbatches)
+            name = f"{schedule}, {chunks} chunks" if chunks > 1 else schedule
+            waiting = statistics.mean(one.waiting for one in found)
+            kept = ", ".join(f"{one.kept:.1f}" for one in found)
+            lines.append(f"| {size} | {microbatches} | {name} | {waiting:.1%} | {formula:.1%} | {kept} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the table here, too")
+    out = parser.parse_args().out
+    where = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {datetime.date.today()}"
+    text = f"""# Schedules of a pipeline
+
+Written by `make bench-pipeline` ({where}): {(__doc__ or "").split(chr(10) * 2, 2)[2].strip()}
+
+{table()}
+
+The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m microbatches. gpipe
+keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait.
+"""
+    print(text)
+    if out is not None:
+        out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
