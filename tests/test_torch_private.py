@@ -148,3 +148,36 @@ def test_load_hooks_are_told_of_assign(assign):
     layer.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(torch_private.assigns(metadata)))
     layer.load_state_dict(layer.state_dict(), assign=assign)
     assert seen == [assign]
+
+
+def test_fake_mode():
+    """Autocast, autograd and shapes as ever; no memory, and no values."""
+    assert not torch_private.in_fake_mode()
+    weight = torch.ones(3, 2, requires_grad=True)
+    with torch_private.fake_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert torch_private.in_fake_mode()
+        result = torch.empty(4, 2) @ torch.empty(3, 2, requires_grad=True).T
+        assert (result.shape, result.dtype, result.requires_grad) == ((4, 3), torch.bfloat16, True)
+        assert (torch.empty(4, 2) @ weight.T).requires_grad  # real tensors may take part
+        large = torch.empty(2**50)
+        assert (large + large).numel() == 2**50
+        for ask in (lambda: result.sum().item(), lambda: bool(result[0, 0] > 0), lambda: result[result > 0]):
+            with pytest.raises(torch_private.DATA_NEEDED):
+                ask()
+    assert not torch_private.in_fake_mode()
+
+
+def test_hooks_of_modules():
+    class Owner:
+        def hook(self, module, args):
+            pass
+
+    owner = Owner()
+    assert not torch_private.has_call_hooks(nn.Linear(2, 2))
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        module = nn.Linear(2, 2)
+        handle = getattr(module, f"register_{register}")(owner.hook)
+        assert torch_private.has_call_hooks(module)
+        assert torch_private.hook_owners(module) == ([owner] if register == "forward_pre_hook" else [])
+        handle.remove()
+        assert not torch_private.has_call_hooks(module)
