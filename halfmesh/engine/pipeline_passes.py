@@ -24,7 +24,8 @@ from ..parallel.pipeline.runner import Pipeline, refuse_own_loss
 from ..parallel.same_calls import SameCalls
 from ..tree import map_tensors
 from .accumulation import Accumulation
-from .handles import Elsewhere, Handle, PipelineLoss, PipelineOutput, find_handles, replace
+from .handles import Elsewhere, PipelineLoss, PipelineOutput, find_handles
+from .last_stage import CriterionCalls, LastStage
 
 _log = get_logger(__name__)
 
@@ -35,14 +36,6 @@ class _Forward:
 
     calls: Sequence[Call]
     rows: int
-
-
-@dataclass
-class _Criterion:
-    """The criterion's calls of the same microbatches, with the output's handle in the output's place."""
-
-    function: Callable[..., Any]
-    calls: Sequence[Call]
 
 
 class PipelinePasses:
@@ -110,7 +103,7 @@ class PipelinePasses:
         forward: _Forward = output.batch
         splitter = Splitter(criterion, self._config.non_split, "engine.criterion(...)")
         calls = splitter.split(Call(args, kwargs), len(forward.calls), forward.rows)
-        return PipelineLoss(output, _Criterion(criterion, calls))
+        return PipelineLoss(output, CriterionCalls(criterion, calls))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse what is no loss of this pipeline's, or has been used."""
@@ -127,7 +120,7 @@ class PipelinePasses:
         if retain_graph:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
-        last = _LastStage(self._precision, self._update, self._accumulation, loss, self._config.keep_outputs)
+        last = LastStage(self._precision, self._update, self._accumulation, loss, self._config.keep_outputs)
 
         def finish(output: Any, index: int) -> torch.Tensor:
             self._compare(output)
@@ -183,7 +176,7 @@ class PipelinePasses:
             )
         return count
 
-    def _settle(self, loss: PipelineLoss, last: _LastStage, forward: _Forward) -> None:
+    def _settle(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
         """Send the loss (and the outputs) to the other stages, without waiting."""
         mean = self._accumulation.reduction == "mean"
         device, group, source = self._context.device, self._context.group("pp"), self._pipeline.last_rank
@@ -210,61 +203,6 @@ class PipelinePasses:
         ]
         loss.output.batch, loss.output.was_used = None, True
         loss.output.settle(lambda: _after(works, lambda: output))
-
-
-class _LastStage:
-    """What the last stage does with the outputs of the microbatches, and keeps of it."""
-
-    def __init__(
-        self,
-        precision: Precision,
-        update: MixedPrecisionOptimizer,
-        accumulation: Accumulation,
-        loss: PipelineLoss,
-        keeps_outputs: bool,
-    ) -> None:
-        self._precision = precision
-        self._update = update
-        self._accumulation = accumulation
-        self._handle: Handle = loss.output
-        self._criterion: _Criterion = loss.call
-        count = len(self._criterion.calls)
-        self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
-        self._keeps_outputs = keeps_outputs
-        self._losses: dict[int, torch.Tensor] = {}
-        self._weights: dict[int, torch.Tensor] = {}
-        self._outputs: dict[int, Any] = {}
-
-    def finish(self, output: Any, index: int) -> torch.Tensor:
-        """What backward of microbatch `index` begins with."""
-        output = self._precision.cast_output(output)
-        if self._keeps_outputs:
-            self._outputs[index] = map_tensors(torch.Tensor.detach, output)
-        call = self._criterion.calls[index]
-        args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
-        value = self._precision.criterion(self._criterion.function, *args, **kwargs)
-        total, weight = self._accumulation.read_loss(value)
-        self._losses[index] = total.detach()
-        if weight is not None:
-            self._weights[index] = weight
-        return self._update.scaled(total, self._divisor)
-
-    def figures(self, mean: bool, device: torch.device) -> torch.Tensor:
-        """The batch's loss, and the weight of a weighted one: float64 [2]."""
-        losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
-        weights = [weight.to(device) for weight in self._weights.values()]
-        weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
-        return torch.stack([losses.mean() if mean else losses.sum(), weight])
-
-    def output(self) -> Any:
-        """The outputs of all microbatches as one."""
-        parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
-        joined = iter([_join(tensors) for tensors in zip(*parts, strict=True)])
-        return map_tensors(lambda _: next(joined), self._outputs[0])
-
-
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(tensors)) if tensors[0].dim() == 0 else torch.cat(list(tensors))
 
 
 def _joined_empty(meta: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
