@@ -57,7 +57,7 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
             problems.append(problem)
     partition = None
     if config.parallel.pipeline.size > 1:
-        from .parallel.pipeline.checks import make_partition
+        from .stage_checks import make_partition
 
         partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
         problems += more
@@ -156,7 +156,7 @@ class Division:
         """How the engine computes. `model` is cast already."""
         if self.plans.partition is None or self._skeleton is None:
             return DirectPasses(model, precision, update, accumulation)
-        from .engine.pipeline_passes import PipelinePasses
+        from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
         from .parallel.registries import SCHEDULES
@@ -165,6 +165,9 @@ class Division:
         # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
         dtype = torch.float32 if recipe.autocast else None
         context, config = self._context, self._config.parallel.pipeline
+        options = PipelineOptions(
+            config.microbatches or 1, config.non_split, config.keep_outputs, config.eval_outputs == "all"
+        )
         pipeline = Pipeline(
             model,
             self._skeleton,
@@ -174,7 +177,7 @@ class Division:
             Surroundings(precision.autocast, lambda: self._drawing(model), dtype),
         )
         over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
-        return PipelinePasses(model, pipeline, config, context, precision, update, accumulation, over_tensor)
+        return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)
 
     @contextmanager
     def _drawing(self, model: nn.Module) -> Iterator[None]:

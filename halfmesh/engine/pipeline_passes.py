@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..config.schema import PipelineConfig
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -38,6 +37,17 @@ class _Forward:
     rows: int
 
 
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What `parallel.pipeline` says of the loop."""
+
+    microbatches: int
+    non_split: Collection[str] = ()
+    keep_outputs: bool = False
+    outputs_everywhere: bool = True
+    """Whether all ranks get the outputs of evaluation, or those of the last stage."""
+
+
 class PipelinePasses:
     """`halfmesh.engine.passes.Passes` of a rank that has some stages of the model.
 
@@ -52,7 +62,7 @@ class PipelinePasses:
         self,
         model: nn.Module,
         pipeline: Pipeline,
-        config: PipelineConfig,
+        options: PipelineOptions,
         context: ParallelContext,
         precision: Precision,
         update: MixedPrecisionOptimizer,
@@ -61,14 +71,14 @@ class PipelinePasses:
     ) -> None:
         self._model = model
         self._pipeline = pipeline
-        self._config = config
+        self._options = options
         self._context = context
         self._precision = precision
         self._update = update
         self._accumulation = accumulation
         self._over_pipeline = SameCalls(context.group("pp"), "pipeline")
         self._over_tensor = over_tensor
-        self._splitter = Splitter(model, config.non_split, "engine(...)")
+        self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._told: set[int] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +90,7 @@ class PipelinePasses:
         call = Call(self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs))
         if training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
-        everywhere = self._config.eval_outputs == "all"
+        everywhere = self._options.outputs_everywhere
         output = self._pipeline.evaluate(call, self._compare, everywhere)
         if not everywhere and not self._pipeline.has_last:
             return Elsewhere()
@@ -101,7 +111,7 @@ class PipelinePasses:
         if output.was_used:
             output.value()  # raises
         forward: _Forward = output.batch
-        splitter = Splitter(criterion, self._config.non_split, "engine.criterion(...)")
+        splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
         calls = splitter.split(Call(args, kwargs), len(forward.calls), forward.rows)
         return PipelineLoss(output, CriterionCalls(criterion, calls))
 
@@ -120,7 +130,7 @@ class PipelinePasses:
         if retain_graph:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
-        last = LastStage(self._precision, self._update, self._accumulation, loss, self._config.keep_outputs)
+        last = LastStage(self._precision, self._update, self._accumulation, loss, self._options.keep_outputs)
 
         def finish(output: Any, index: int) -> torch.Tensor:
             self._compare(output)
@@ -157,15 +167,14 @@ class PipelinePasses:
 
     def _count(self, rows: int) -> int:
         """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
-        config, schedule = self._config, self._pipeline.schedule
-        wanted = config.microbatches or 1
+        wanted = self._options.microbatches
         if rows % wanted == 0:
             return wanted
-        count = choose_count(rows, wanted, lambda n: not any(schedule.find_problems(config.size, config.chunks, n)))
+        count = choose_count(rows, wanted, self._pipeline.takes)
         if count is None:
             raise InputError(
                 f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
-                f"schedule={config.schedule!r} takes; give the loader drop_last=True, or a batch size that is a "
+                "parallel.pipeline.schedule takes; give the loader drop_last=True, or a batch size that is a "
                 f"multiple of {wanted}"
             )
         if rows not in self._told:
@@ -188,7 +197,7 @@ class PipelinePasses:
             loss.settle(lambda: (figures[0].float(), figures[1].float()))
         else:
             loss.settle(lambda: _after([work], figures[0].float))
-        if not self._config.keep_outputs:
+        if not self._options.keep_outputs:
             loss.output.drop()
             return
         if self._pipeline.has_last:

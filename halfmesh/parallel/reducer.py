@@ -14,7 +14,7 @@ from .. import torch_private
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
-from ..strides import is_dense
+from .buckets import Bucket, make_buckets
 
 _log = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class Reducer:
         self._finished = False
         self._collecting = False
         self._armed = False
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._bucket_of: dict[int, Bucket] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
 
@@ -81,7 +81,7 @@ class Reducer:
         """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
         self._shards = [shard for shard in shards if self._takes_part(shard)]
-        self._buckets = _make_buckets(self._shards, self.options)
+        self._buckets = make_buckets(self._shards, self.options.dtype, self.options.bucket_bytes)
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
             # The shard is bound now: a closure over the loop variable would see the last one.
@@ -226,87 +226,6 @@ class Reducer:
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         return work
-
-
-class _Bucket:
-    """Some shards whose gradients travel in one flat tensor: all gradients, then one flag per shard.
-
-    A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
-    """
-
-    def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
-        self.shards = shards
-        self.dtype = dtype
-        self.missing: set[int] = set()
-        self.flat: torch.Tensor | None = None
-        self._absent: list[int] = []
-
-    def reset(self) -> None:
-        self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
-        self.flat = None
-        self._absent = []
-
-    def pack(self) -> torch.Tensor:
-        """Move the gradients into a new flat tensor."""
-        grads = [shard.take_grad() for shard in self.shards]
-        numel = sum(shard.param.numel() for shard in self.shards)
-        self.flat = torch.empty(numel + len(self.shards), dtype=self.dtype, device=self.shards[0].param.device)
-        self.flat[numel:].fill_(1)
-        present: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(self.flat), strict=True)):
-            if grad is None:
-                self._absent.append(index)
-                view.zero_()
-                self.flat[numel + index] = 0
-            elif grad.layout != torch.strided:
-                raise InputError(
-                    f"the gradient of {shard.name!r} is sparse ({grad.layout}), which data parallelism does not "
-                    "support; build its layer with sparse=False"
-                )
-            else:
-                present.append((view, grad))
-            shard.clear_grad()
-        if present:
-            torch_private.foreach_copy_(*zip(*present, strict=True))
-        return self.flat
-
-    def unpack(self) -> None:
-        """Give each shard its part of the reduced flat tensor, as a view where the dtype allows."""
-        assert self.flat is not None
-        flags = self.flat[-len(self.shards) :].tolist() if self._absent else []
-        for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
-            if index in self._absent and flags[index] == 0:
-                continue
-            half = shard.param.dtype.itemsize < torch.float32.itemsize
-            if half and self.dtype != shard.param.dtype:  # bf16 and fp16 do not fit into each other either
-                shard.main_grad = view
-            else:
-                shard.param.grad = view.to(shard.param.dtype)
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
-        views, offset = [], 0
-        for shard in self.shards:
-            param = shard.param
-            stride = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
-            views.append(flat.as_strided(param.shape, stride, offset))
-            offset += param.numel()
-        return views
-
-
-def _make_buckets(shards: Sequence[ParamShard], options: ReduceOptions) -> list[_Bucket]:
-    """Buckets in reverse order of the model, which is about the order in which gradients arrive."""
-    buckets: list[_Bucket] = []
-    room = 0
-    for shard in reversed(shards):
-        dtype = torch.float64 if shard.param.dtype == torch.float64 else options.dtype
-        size = shard.param.numel() * dtype.itemsize
-        if size > room or not buckets or buckets[-1].dtype != dtype:
-            buckets.append(_Bucket([], dtype))
-            room = options.bucket_bytes
-        buckets[-1].shards.append(shard)
-        room -= size
-    return buckets
 
 
 def _last_part(name: str) -> str:

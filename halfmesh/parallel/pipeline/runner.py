@@ -75,6 +75,11 @@ class Pipeline:
         """Whether this rank has the last stage."""
         return len(self.partition.stages) - 1 in self._modules
 
+    def takes(self, microbatches: int) -> bool:
+        """Whether the schedule can run so many microbatches."""
+        size = self.partition.size
+        return not any(self.schedule.find_problems(size, len(self.partition.stages) // size, microbatches))
+
     @property
     def last_rank(self) -> int:
         """The pipeline rank that has the last stage."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ... import torch_private
-from ...errors import did_you_mean
-from .microbatches import parameter_names
-from .partition import Partition, resolve
+from . import torch_private
+from .errors import did_you_mean
+from .parallel.pipeline.microbatches import parameter_names
+from .parallel.pipeline.partition import Partition, resolve
 
 if TYPE_CHECKING:
-    from ...config.schema import PipelineConfig
+    from .config.schema import PipelineConfig
 
 
 def make_partition(

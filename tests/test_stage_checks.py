@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfmesh.config.schema import PipelineConfig
-from halfmesh.parallel.pipeline.checks import make_partition
+from halfmesh.stage_checks import make_partition
 
 
 def make_model(count: int = 4) -> nn.Sequential:

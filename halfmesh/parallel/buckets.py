@@ -1,0 +1,93 @@
+"""Gradients that travel together, in one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import torch_private
+from ..errors import InputError
+from ..shard import ParamShard
+from ..strides import is_dense
+
+
+class Bucket:
+    """Some shards whose gradients travel in one flat tensor: all gradients, then one flag per shard.
+
+    A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
+    """
+
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
+        self.shards = shards
+        self.dtype = dtype
+        self.missing: set[int] = set()
+        self.flat: torch.Tensor | None = None
+        self._absent: list[int] = []
+
+    def reset(self) -> None:
+        self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
+        self.flat = None
+        self._absent = []
+
+    def pack(self) -> torch.Tensor:
+        """Move the gradients into a new flat tensor."""
+        grads = [shard.take_grad() for shard in self.shards]
+        numel = sum(shard.param.numel() for shard in self.shards)
+        self.flat = torch.empty(numel + len(self.shards), dtype=self.dtype, device=self.shards[0].param.device)
+        self.flat[numel:].fill_(1)
+        present: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(self.flat), strict=True)):
+            if grad is None:
+                self._absent.append(index)
+                view.zero_()
+                self.flat[numel + index] = 0
+            elif grad.layout != torch.strided:
+                raise InputError(
+                    f"the gradient of {shard.name!r} is sparse ({grad.layout}), which data parallelism does not "
+                    "support; build its layer with sparse=False"
+                )
+            else:
+                present.append((view, grad))
+            shard.clear_grad()
+        if present:
+            torch_private.foreach_copy_(*zip(*present, strict=True))
+        return self.flat
+
+    def unpack(self) -> None:
+        """Give each shard its part of the reduced flat tensor, as a view where the dtype allows."""
+        assert self.flat is not None
+        flags = self.flat[-len(self.shards) :].tolist() if self._absent else []
+        for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
+            if index in self._absent and flags[index] == 0:
+                continue
+            half = shard.param.dtype.itemsize < torch.float32.itemsize
+            if half and self.dtype != shard.param.dtype:  # bf16 and fp16 do not fit into each other either
+                shard.main_grad = view
+            else:
+                shard.param.grad = view.to(shard.param.dtype)
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
+        views, offset = [], 0
+        for shard in self.shards:
+            param = shard.param
+            stride = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
+            views.append(flat.as_strided(param.shape, stride, offset))
+            offset += param.numel()
+        return views
+
+
+def make_buckets(shards: Sequence[ParamShard], reduce_dtype: torch.dtype, size_limit: int) -> list[Bucket]:
+    """Buckets in reverse order of the model, which is about the order in which gradients arrive."""
+    buckets: list[Bucket] = []
+    room = 0
+    for shard in reversed(shards):
+        dtype = torch.float64 if shard.param.dtype == torch.float64 else reduce_dtype
+        size = shard.param.numel() * dtype.itemsize
+        if size > room or not buckets or buckets[-1].dtype != dtype:
+            buckets.append(Bucket([], dtype))
+            room = size_limit
+        buckets[-1].shards.append(shard)
+        room -= size
+    return buckets
