@@ -76,23 +76,26 @@ def leave(tree: Any, crossing: Crossing | None = None) -> list[torch.Tensor]:
 
 
 def enter(received: Sequence[torch.Tensor], crossing: Crossing) -> tuple[Any, list[torch.Tensor]]:
-    """What a stage works with, made of what it received; and those received tensors that will get no gradient.
+    """What a stage works with, made of what it received; and anchors for `tie`, without which some of that, or all,
+    would get no gradient.
 
     What is returned may be changed in place, as in one process.
     """
     metas = crossing.tensors
     needing = [tensor for tensor, meta in zip(received, metas, strict=True) if meta.requires_grad]
-    entered = iter(_Enter.apply(*needing) if needing else ())
+    *tensors, link = _Enter.apply(*needing) if needing else (None,)
+    entered: Iterator[torch.Tensor] = iter(tensors)
     values = [
         next(entered) if meta.requires_grad else from_wire(tensor.detach(), meta.dtype)
         for tensor, meta in zip(received, metas, strict=True)
     ]
     anchors = [tensor for tensor, meta in zip(received, metas, strict=True) if not meta.requires_grad]
-    return crossing.fill(values), anchors
+    return crossing.fill(values), anchors if link is None else [*anchors, link]
 
 
 def tie(results: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """`results`, all of which require gradients, and backward from which gives each of `anchors` a gradient of zero."""
+    """`results`, all of which require gradients, and backward from which gives each of `anchors` a gradient of zero, or
+    where it is no leaf, reaches what it came from."""
     if not anchors and all(result.requires_grad for result in results):
         return tuple(results)
     if not anchors:
@@ -101,27 +104,29 @@ def tie(results: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]) -> tup
 
 
 class _Enter(Function):
-    """Tensors that are not leaves, and share memory with what was received; unused ones get a gradient of zeros."""
+    """Tensors that are not leaves, and share memory with what was received; unused ones get a gradient of zeros. The
+    last one links them to the results of the stage, which may use none of them."""
 
     @staticmethod
     def forward(ctx: Any, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.detach() for tensor in received)
+        return *(tensor.detach() for tensor in received), received[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return grads
+        return grads[:-1]
 
 
 class _Tie(Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.count = count
+        ctx.leaves = [tensor.is_leaf for tensor in tensors[:count]]
         ctx.save_for_backward(*tensors[:count])
         return tuple(tensor.detach() for tensor in tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors), *grads
+        pairs = zip(ctx.saved_tensors, ctx.leaves, strict=True)
+        return None, *(torch.zeros_like(anchor) if is_leaf else None for anchor, is_leaf in pairs), *grads
 
 
 # -- the wire --------------------------------------------------------------------------------------------------------
@@ -138,6 +143,9 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, and floating: of an integer the bits."""
     tensor = tensor.contiguous()
+    if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+        # Where a dim is 0 or 1 others count as contiguous, too, but not for stages of torch 2.11.
+        tensor = tensor.reshape(-1).view(tensor.shape)
     if tensor.is_floating_point():
         return tensor
     wire = _wire_dtype(tensor.dtype)

@@ -159,6 +159,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         ),
         "auto",
     ),
+    "strides": (
+        lambda: sequential(
+            Layer(give=lambda x, y: y.sum(1)[None].t()), Layer(lambda x: x.expand(-1, WIDTH)), linear(), linear()
+        ),
+        "auto",
+    ),
     "detached": (lambda: sequential(linear(), linear(), Layer(torch.Tensor.detach), linear()), "auto"),
     "half": (
         lambda: sequential(linear(), Layer(give=lambda x, y: y.bfloat16()), Layer(torch.Tensor.float), linear()),
