@@ -646,6 +646,26 @@ def test_what_is_sent_in_an_update():
             assert collectives == [("broadcast", 16), ("all_reduce", 16)]
 
 
+def raises(rank: int, world_size: int) -> str:
+    """The criterion fails on the last stage, of which the first hears when the connection closes."""
+
+    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise LookupError("no such class")
+
+    engine = make(pipe(), criterion=criterion)
+    if engine.context.is_last_stage:
+        with pytest.raises(LookupError, match=r"^'no such class'$"):
+            step(engine, *make_data(8))
+        return "raised"
+    with pytest.raises(RuntimeError):
+        step(engine, *make_data(8))
+    return "lost"
+
+
+def test_errors_of_a_stage_are_raised_as_they_are():
+    assert run_ranks(raises, 2, timeout=30) == ["lost", "raised"]
+
+
 def idle_stages(rank: int, world_size: int) -> dict[str, Any]:
     """Stages with nothing to train, and one without parameters; the loss overflows once."""
     x, y = make_data(8)

@@ -107,6 +107,12 @@ class Pipeline:
         try:
             given = {"index": numbers} | ({"target": numbers} if self.has_last else {})
             schedule.step(**given)
+        except RuntimeError as error:
+            # torch puts an error of its own around what a stage raises, the model's and the criterion's errors.
+            own = error.__cause__
+            if own is None:
+                raise
+            raise own from own.__cause__
         finally:
             for module in self._modules.values():
                 module.batch = None
