@@ -197,6 +197,11 @@ class ByData(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
+class ThroughNumpy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.detach().numpy())
+
+
 class Picky(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x[:, 0] > 0]
@@ -230,6 +235,8 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     found["loss_id"] = said(engine.backward, loss, 1)
     found["targets"] = said(engine.criterion, output, y[:5])
     found["rows"] = said(engine, x, torch.ones(3, 2))
+    found["names"] = said(engine.criterion, output, y, [str(number) for number in range(8)])
+    found["numpy"] = said(engine.criterion, output, y.numpy())
     found["nothing"] = said(engine)
     found["model"] = said(engine.model, x)
     output = engine(x)
@@ -242,7 +249,13 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     assert engine.step() is not None
     found["after"] = said(lambda: (engine.backward(engine.criterion(engine(x), y)), engine.step()))
     engine.close()
-    for name, model in (("own loss", OwnLoss()), ("by data", deep(ByData())), ("picky", deep(Picky()))):
+    for name, model in (
+        ("own loss", OwnLoss()),
+        ("by data", deep(ByData())),
+        ("picky", deep(Picky())),
+        ("through numpy", deep(ThroughNumpy())),
+        ("wrong size", deep(nn.Linear(5, 5))),
+    ):
         engine = make_engine(pipe(), model=model)
         found[name] = said(engine, x)
         engine.close()
@@ -282,6 +295,8 @@ MESSAGES = {
     "loss_id": "loss_id",
     "targets": "engine.criterion(...): target has 5 rows, and the batch has 8",
     "rows": "engine(...): argument 2 has 3 rows, and input has 8; arguments are split into microbatches",
+    "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",
+    "numpy": "engine.criterion(...): target has 8 items, as many as the batch has rows, but they are no tensors",
     "nothing": "engine(...) was given no tensor with a batch dim",
     "model": "the model itself was called, but this rank holds stage",
     "twice": "engine.backward(loss) was called twice for one output; call engine(...) again before",
@@ -292,6 +307,8 @@ MESSAGES = {
     "own loss": "the model returns its own loss, which a pipeline has on its last stage only",
     "by data": "the model's forward asks for the values of its activations",
     "picky": "the model's forward asks for the values of its activations",
+    "through numpy": "the model's forward failed where it was run on tensors without data",
+    "wrong size": "the model's forward failed where it was run on tensors without data",
     "different": "the 2 ranks of a pipeline were given different inputs",
     "given again": "model: this rank holds stages of it for another engine; close that one first",
     "pickled": "a model that is cut into stages cannot be pickled; save engine.state_dict()",

@@ -44,6 +44,7 @@ class StageCut:
             self._holders[id(tensor)] = sorted({*self._holders.get(id(tensor), []), *ranks[entry]})
         self._places = {entry: (tensor, self._holders[id(tensor)]) for entry, tensor in tensors.items()}
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._params = dict(model.named_parameters())
         self._names = {id(p): name for name, p in model.named_parameters()}
         mine = context.pp_rank
         self.ties = {
@@ -132,11 +133,16 @@ class StageCut:
 
     def _exchange_state(self) -> None:
         """The groups as they came, with what was added to them since; and each parameter's state from who has it."""
-        optimizer, context = self._optimizer, self._context
-        for group, before in zip(optimizer.param_groups, self._groups, strict=False):
-            known = {id(param) for param in before}
-            group["params"] = [*before, *(param for param in group["params"] if id(param) not in known)]
-        params = {self._names[id(param)]: param for group in self._groups for param in group}
+        optimizer, context, params = self._optimizer, self._context, self._params
+        self._groups += [[] for _ in optimizer.param_groups[len(self._groups) :]]
+        names = [[self._names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
+        for rank in range(context.pp_size):
+            for before, theirs in zip(self._groups, context.broadcast_object(names, "pp", rank), strict=False):
+                known = {id(param) for param in before}
+                before += [params[name] for name in theirs if name in params and id(params[name]) not in known]
+        for group, all_of_it in zip(optimizer.param_groups, self._groups, strict=True):
+            known = {id(param) for param in all_of_it}
+            group["params"] = [*all_of_it, *(param for param in group["params"] if id(param) not in known)]
         for rank in range(context.pp_size):
             own = {n: p for n, p in params.items() if self._holders[id(p)][0] == rank}
             state = {n: {k: _to_cpu(v) for k, v in optimizer.state.get(p, {}).items()} for n, p in own.items()}

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import InputError
@@ -68,6 +69,12 @@ class Splitter:
     def _parts(self, name: str, value: Any, count: int, rows: int) -> Sequence[Any]:
         if name in self.non_split:
             return [value] * count
+        if count > 1 and _has_rows_without_tensors(value, rows):
+            raise InputError(
+                f"{self.name}: {name} has {rows} items, as many as the batch has rows, but they are no tensors, and "
+                "are not split into microbatches; pass a tensor, or, if each microbatch needs all of it, name it in "
+                f"parallel.pipeline.non_split=({name!r},)"
+            )
 
         def cut(index: int, tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() == 0:
@@ -85,6 +92,13 @@ class Splitter:
         names = list(takewhile(lambda name: not name.startswith("*"), self._names))
         positional = [(names[i] if i < len(names) else f"argument {i + 1}", value) for i, value in enumerate(call.args)]
         return [*positional, *call.kwargs.items()]
+
+
+def _has_rows_without_tensors(value: Any, rows: int) -> bool:
+    """Whether it may be one item for each row: names of samples, an array of numpy."""
+    if isinstance(value, (list, tuple)):
+        return len(value) == rows and not any(isinstance(item, (torch.Tensor, list, tuple, dict)) for item in value)
+    return isinstance(value, np.ndarray) and value.ndim > 0 and len(value) == rows
 
 
 def choose_count(rows: int, microbatches: int, fits: Callable[[int], bool]) -> int | None:

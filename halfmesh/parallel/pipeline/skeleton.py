@@ -129,6 +129,11 @@ def _without_data() -> Iterator[None]:
             "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
             f"crosses between stages has to be known from shapes alone: {str(error).splitlines()[0]}"
         ) from error
+    except RuntimeError as error:
+        raise InputError(
+            f"the model's forward failed where it was run on tensors without data, to find the shapes between its "
+            f"stages: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def signature_of(call: Call) -> str:
