@@ -266,6 +266,8 @@ class Engine(Readings):
         self._update.close()
         if self._cycle.reducer is not None:
             self._cycle.reducer.close()
+        if whole:
+            self._passes.close()
         self._division.close(whole)
 
     def __enter__(self) -> Engine:

@@ -43,6 +43,10 @@ class Passes(Backward, Protocol):
         """The criterion's value."""
         ...
 
+    def close(self) -> None:
+        """No more calls follow."""
+        ...
+
 
 class DirectBackward:
     """At once, from a loss with a graph."""
@@ -80,3 +84,6 @@ class DirectPasses(DirectBackward):
 
     def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._precision.criterion(criterion, *args, **kwargs)
+
+    def close(self) -> None:
+        """Nothing is under way."""

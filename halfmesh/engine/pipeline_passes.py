@@ -80,6 +80,8 @@ class PipelinePasses:
         self._over_tensor = over_tensor
         self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._told: set[int] = set()
+        self._rows = 0  # of the largest microbatch so far
+        self._sent: list[dist.Work | None] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
@@ -144,6 +146,11 @@ class PipelinePasses:
             self._pipeline.train(forward.calls, finish, on_last)
         self._settle(loss, last, forward)
 
+    def close(self) -> None:
+        """Wait for what is still on its way: nothing may be, when a process ends."""
+        _after(self._sent, lambda: None)
+        self._sent = []
+
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _compare(self, output: Any) -> None:
@@ -169,8 +176,9 @@ class PipelinePasses:
         """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
         wanted = self._options.microbatches
         if rows % wanted == 0:
+            self._rows = max(self._rows, rows // wanted)
             return wanted
-        count = choose_count(rows, wanted, self._pipeline.takes)
+        count = choose_count(rows, max(self._rows, rows / wanted), self._pipeline.takes)
         if count is None:
             raise InputError(
                 f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
@@ -191,6 +199,7 @@ class PipelinePasses:
         device, group, source = self._context.device, self._context.group("pp"), self._pipeline.last_rank
         figures = last.figures(mean, device) if self._pipeline.has_last else _empty(2, device)
         work = dist.broadcast(figures, group_src=source, group=group, async_op=True)
+        self._sent = [work]
         if self._accumulation.reduction == "weighted":
             _after([work], lambda: None)
             self._accumulation.add_weight(figures[1])
@@ -210,6 +219,7 @@ class PipelinePasses:
             for t in tensors_of(output)
             if t.numel()
         ]
+        self._sent += works
         loss.output.batch, loss.output.was_used = None, True
         loss.output.settle(lambda: _after(works, lambda: output))
 

@@ -101,12 +101,11 @@ def _has_rows_without_tensors(value: Any, rows: int) -> bool:
     return isinstance(value, np.ndarray) and value.ndim > 0 and len(value) == rows
 
 
-def choose_count(rows: int, microbatches: int, fits: Callable[[int], bool]) -> int | None:
-    """Into how many equal microbatches `rows` rows are split: `microbatches` where that divides them, else the next
-    larger number, else the next smaller one, that does and that `fits` the schedule. None: there is no such number."""
+def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:
+    """Into how many equal microbatches `rows` rows are split: as few as `fits` the schedule, of `most` rows at most; if
+    there is none, as many as fit. None: no number of equal ones fits."""
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
-    larger = [n for n in counts if n >= microbatches]
-    return min(larger, default=max(counts, default=None))
+    return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
 
 
 def parameter_names(what: Callable[..., Any]) -> list[str]:

@@ -143,21 +143,23 @@ def anything(count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rows", "wanted", "fits", "expected"),
+    ("rows", "most", "fits", "expected"),
     [
-        (8, 4, anything, 4),
-        (6, 4, anything, 6),  # the next larger one
-        (10, 4, anything, 5),
-        (7, 4, anything, 7),
-        (3, 4, anything, 3),  # there is no larger one
-        (1, 4, anything, 1),
-        (6, 4, lambda n: n >= 4, 6),
-        (3, 4, lambda n: n >= 4, None),
-        (12, 4, lambda n: n % 4 == 0, 4),
-        (10, 4, lambda n: n % 4 == 0, None),
-        (8, 3, lambda n: n % 2 == 0, 4),
-        (2, 8, lambda n: n % 2 == 0, 2),
+        (8, 2, anything, 4),
+        (6, 2, anything, 3),
+        (6, 1.5, anything, 6),  # a third of a row is none
+        (10, 2.5, anything, 5),
+        (7, 2, anything, 7),
+        (62, 8, anything, 31),  # not 2 of 31, which need more memory
+        (3, 8, anything, 1),
+        (3, 8, lambda n: n >= 2, 3),
+        (6, 3, lambda n: n >= 4, 6),
+        (3, 1, lambda n: n >= 4, None),
+        (12, 3, lambda n: n % 4 == 0, 4),
+        (12, 1, lambda n: n in (4, 6), 6),  # as many as fit
+        (10, 3, lambda n: n % 4 == 0, None),
+        (2, 1, lambda n: n % 2 == 0, 2),
     ],
 )
-def test_choose_count(rows, wanted, fits, expected):
-    assert choose_count(rows, wanted, fits) == expected
+def test_choose_count(rows, most, fits, expected):
+    assert choose_count(rows, most, fits) == expected
