@@ -149,6 +149,8 @@ def _convert(
     precision = backend.precision(update.recipe, context.device)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
+    if division.random is not None:
+        update.tell_of_parts()
     reducer = make_reduction(given.model, update, context, config, division)
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}

@@ -57,8 +57,10 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
             problems.append(problem)
     partition = None
     if config.parallel.pipeline.size > 1:
-        from .stage_checks import make_partition
+        from .stage_checks import find_optimizer_problem, make_partition
 
+        if (problem := find_optimizer_problem(optimizer)) is not None:
+            problems.append(problem)
         partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
         problems += more
     if problems:
@@ -123,6 +125,8 @@ class Division:
         self._skeleton: Skeleton | None = None
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
+        self.host_random = OwnRandomness(model_seed(config.seed, context))
+        """Those of python and numpy that stages of a pipeline draw."""
         if plans.tensor is not None:
             axis = TensorAxis(context.tp_group, context.device, self.random)
             self.tensor = TensorParallel(model, optimizer, plans.tensor, axis)
@@ -184,13 +188,14 @@ class Division:
         """Around the forward of a stage: it draws the model's own random numbers."""
         assert self.random is not None
         settle: Callable[[], Any] = (lambda: None) if self.tensor is None else self.tensor.axis.settle
-        settle()
-        self.random.enter(model)
-        try:
-            yield
-        finally:
+        with self.host_random:  # of python and numpy: a stage draws more or less often than others
             settle()
-            self.random.leave()
+            self.random.enter(model, always=True)
+            try:
+                yield
+            finally:
+                settle()
+                self.random.leave()
 
     def close(self, whole: bool = True) -> None:
         """Give the model back as it came. All ranks together.

@@ -5,16 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import nn, optim
 from torch.utils.data import IterableDataset
 
 from . import torch_private
-from .errors import did_you_mean
+from .errors import did_you_mean, shorten
+from .log import get_logger
 from .parallel.pipeline.microbatches import parameter_names
 from .parallel.pipeline.partition import Partition, resolve
 
+_log = get_logger(__name__)
+
+_OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
+"""Settings that join all parameters: LAMB's clipping, the step size that Prodigy and D-Adaptation find."""
+
 if TYPE_CHECKING:
     from .config.schema import PipelineConfig
+
+
+def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
+    """Why `optimizer` cannot step the parameters of one stage by themselves, if it cannot."""
+    for group in optimizer.param_groups:
+        for key in _OF_ALL_PARAMETERS:
+            if group.get(key):
+                return (
+                    f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all its "
+                    "parameters together, but each rank of a pipeline holds its stage's only; set it to None (for "
+                    "clipping there is clip_grad_norm in the config), or use another optimizer"
+                )
+    return None
 
 
 def make_partition(
@@ -24,6 +43,13 @@ def make_partition(
     problems = []
     if any(torch_private.is_compiled(module) for module in model.modules()):
         problems.append("the model is compiled, and cannot be cut any more; pass it uncompiled")
+    synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synced:
+        problems.append(
+            f"{shorten(synced)}: SyncBatchNorm joins all ranks, but those of other stages do not have the layer; use "
+            "BatchNorm, whose running statistics are averaged over the data ranks"
+        )
+    _warn_of_sequences(model)
     partition, more = resolve(model, config.size, config.chunks, config.partition)
     problems += [f"parallel.pipeline: {problem}" for problem in more]
     problems += _find_unknown_arguments(model, criterion, config.non_split)
@@ -65,3 +91,16 @@ def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequenc
                 f"parallel.pipeline.non_split: neither {type(model).__name__}.forward nor the criterion has an "
                 f"argument {name!r}{did_you_mean(name, known)}; they have {', '.join(known)}"
             )
+
+
+def _warn_of_sequences(model: nn.Module) -> None:
+    """Layers of torch that by default take the sequence, and not the batch, as their first dim."""
+    kinds = (nn.MultiheadAttention, nn.RNNBase)
+    found = [n for n, module in model.named_modules() if isinstance(module, kinds) and not module.batch_first]
+    if found:
+        _log.warning(
+            "%s take(s) [sequence, batch, ...] (batch_first=False), but a pipeline splits dim 0 of what the model is "
+            "called with; if that is the sequence, transpose within the model, or build the layers with "
+            "batch_first=True",
+            shorten(found),
+        )

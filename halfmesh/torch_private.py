@@ -46,7 +46,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes whenever `tensor` is written in place or given other memory (`tensor.data = ...`)."""
-    return tensor._version, tensor.data_ptr()
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -111,11 +111,10 @@ def in_fake_mode() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def has_call_hooks(module: nn.Module) -> bool:
-    """Whether something is registered that runs when `module` is called."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def count_call_hooks(module: nn.Module) -> int:
+    """How many hooks run when `module` is called, or in its backward."""
+    forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return forward + len(module._backward_hooks) + len(module._backward_pre_hooks)
 
 
 def hook_owners(module: nn.Module) -> list[Any]:

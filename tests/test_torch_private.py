@@ -173,11 +173,11 @@ def test_hooks_of_modules():
             pass
 
     owner = Owner()
-    assert not torch_private.has_call_hooks(nn.Linear(2, 2))
+    assert not torch_private.count_call_hooks(nn.Linear(2, 2))
     for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
         module = nn.Linear(2, 2)
         handle = getattr(module, f"register_{register}")(owner.hook)
-        assert torch_private.has_call_hooks(module)
+        assert torch_private.count_call_hooks(module)
         assert torch_private.hook_owners(module) == ([owner] if register == "forward_pre_hook" else [])
         handle.remove()
-        assert not torch_private.has_call_hooks(module)
+        assert not torch_private.count_call_hooks(module)

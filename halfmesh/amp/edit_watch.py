@@ -1,4 +1,4 @@
-"""Notices gradients that were changed by others while the loss scale is still in them."""
+"""Notices gradients that were changed by others, where they are not what they look like."""
 
 from __future__ import annotations
 
@@ -13,8 +13,18 @@ from ..shard import ParamShard
 _log = get_logger(__name__)
 
 
+SCALED = "where they are still multiplied by the loss scale"
+IN_PARTS = "of which each rank has only its part of the model's, so that a norm over them is not the model's"
+
+
 class EditWatch:
-    """Looks at one gradient as backward left it, and again before the step; warns once."""
+    """Looks at one gradient as backward left it, and again before the step; warns once.
+
+    Attributes:
+        why: what is special about the gradients.
+    """
+
+    why = SCALED
 
     def __init__(self) -> None:
         self._grad: torch.Tensor | None = None
@@ -22,7 +32,7 @@ class EditWatch:
         self._warned = False
 
     def note(self, shards: Sequence[ParamShard]) -> None:
-        """After a backward. Reduced gradients come later and are not looked at."""
+        """After a backward, and after a reduction."""
         if self._warned:
             return
         grads = (shard.param.grad for shard in shards)
@@ -38,6 +48,7 @@ class EditWatch:
         if any(shard.param.grad is grad for shard in shards):
             self._warned = True
             _log.warning(
-                "gradients were changed between engine.backward and engine.step, where they are still multiplied by "
-                "the loss scale; to clip them use clip_grad_norm in the config, or engine.clip_grad_norm_(max_norm)"
+                "gradients were changed between engine.backward and engine.step, %s; to clip them use clip_grad_norm "
+                "in the config, or engine.clip_grad_norm_(max_norm)",
+                self.why,
             )

@@ -12,7 +12,7 @@ from torch import nn, optim
 from .. import torch_private
 from ..errors import InputError
 from ..shard import OneRank, ParamShard, Ranks
-from .edit_watch import EditWatch
+from .edit_watch import IN_PARTS, EditWatch
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales
@@ -103,7 +103,15 @@ class MixedPrecisionOptimizer:
         self._begin()
         yield
         self.losses.collect(loss_id, self.holdings.trained)
-        if self.losses.scale is not None:
+        self.watch_edits()
+
+    def tell_of_parts(self) -> None:
+        """The gradients of this rank are a part of the model's."""
+        self._edits.why = IN_PARTS
+
+    def watch_edits(self) -> None:
+        """What others change of the gradients from now on is told, where they are scaled or a part of the model's."""
+        if self.losses.scale is not None or self._edits.why is IN_PARTS:
             self._edits.note(self.holdings.trained)
 
     @torch.no_grad()

@@ -92,6 +92,7 @@ class GradientCycle:
         """Reduce what has not been reduced yet."""
         if self.reducer is not None and (self.reducer.stale or not self._complete):
             self.reducer.finish()
+            self._update.watch_edits()
         self._complete = True
 
     def divisor(self) -> float | torch.Tensor:

@@ -217,6 +217,7 @@ class Engine(Readings):
             | {
                 "rank": self.context.rank,
                 "model": None if self._division.random is None else self._division.random.state,
+                "host": self._division.host_random.state,
             },
             "layout": checkpoint.layout(self.context),
         }
@@ -238,6 +239,7 @@ class Engine(Readings):
             checkpoint.set_random_state(state["random"], self.context.device)
             if self._division.random is not None:
                 self._division.random.state = state["random"]["model"].cpu()
+                self._division.host_random.state = state["random"]["host"]
 
     def save(self, *_: Any, **__: Any) -> NoReturn:
         """Not built yet."""

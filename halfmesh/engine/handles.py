@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,11 @@ def replace(tree: Any, old: Handle, new: Any) -> Any:
     """`tree` with `new` in the place of `old`."""
     if tree is old:
         return new
-    if type(tree) in (list, tuple):
-        return type(tree)(replace(item, old, new) for item in tree)
-    return {key: replace(item, old, new) for key, item in tree.items()} if type(tree) is dict else tree
+    if all(handle is not old for handle in find_handles(tree)):
+        return tree
+    if isinstance(tree, dict):
+        changed = copy.copy(tree)
+        changed.update({key: replace(item, old, new) for key, item in tree.items()})
+        return changed
+    items = [replace(item, old, new) for item in tree]
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..errors import InputError
 from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.pieces import Call
 from ..tree import map_tensors
@@ -23,10 +25,17 @@ class CriterionCalls:
 
     function: Callable[..., Any]
     calls: Sequence[Call]
+    stamps: Sequence[tuple[int, int]] = ()
+    """Of the tensors in `calls`, which may not change before the backward."""
 
 
 class LastStage:
-    """What the last stage does with the outputs of the microbatches, and keeps of it."""
+    """What the last stage does with the outputs of the microbatches, and keeps of it.
+
+    Args:
+        params: the model's on this rank, if it is to be looked whether the loss depends on them by another way than
+            the output.
+    """
 
     def __init__(
         self,
@@ -35,6 +44,7 @@ class LastStage:
         accumulation: Accumulation,
         loss: PipelineLoss,
         keeps_outputs: bool,
+        params: Collection[nn.Parameter] | None = None,
     ) -> None:
         self._precision = precision
         self._update = update
@@ -44,6 +54,8 @@ class LastStage:
         count = len(self._criterion.calls)
         self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
         self._keeps_outputs = keeps_outputs
+        self._looks = params is not None
+        self._params = {id(param) for param in params or ()}
         self._losses: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, Any] = {}
@@ -57,6 +69,8 @@ class LastStage:
         args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
         total, weight = self._accumulation.read_loss(value)
+        if self._looks and index == 0:
+            _refuse_other_ways(total, output, self._params)
         self._losses[index] = total.detach()
         if weight is not None:
             self._weights[index] = weight
@@ -74,6 +88,25 @@ class LastStage:
         parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
         joined = iter([_join(tensors) for tensors in zip(*parts, strict=True)])
         return map_tensors(lambda _: next(joined), self._outputs[0])
+
+
+def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
+    """Raise InputError if `loss` depends on parameters (by their ids) or activations otherwise than through `output`:
+    of those of other stages it would know nothing."""
+    ends = {tensor.grad_fn for tensor in tensors_of(output)}
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in ends or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in params or node.name() == "_EnterBackward":
+            raise InputError(
+                "the criterion's loss depends on the model otherwise than through its output (a penalty on weights, a "
+                "term that a layer keeps): of the stages that other ranks have it would know nothing. Let the model "
+                "return such a term as a part of its output; for a penalty on weights use the optimizer's weight_decay"
+            )
+        todo += [following for following, _ in node.next_functions]
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

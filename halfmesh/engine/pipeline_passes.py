@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import torch_private
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..errors import InputError
@@ -23,7 +24,7 @@ from ..parallel.pipeline.runner import Pipeline, refuse_own_loss
 from ..parallel.same_calls import SameCalls
 from ..tree import map_tensors
 from .accumulation import Accumulation
-from .handles import Elsewhere, PipelineLoss, PipelineOutput, find_handles
+from .handles import Elsewhere, PipelineLoss, PipelineOutput, find_handles, replace
 from .last_stage import CriterionCalls, LastStage
 
 _log = get_logger(__name__)
@@ -35,6 +36,9 @@ class _Forward:
 
     calls: Sequence[Call]
     rows: int
+    modes: str
+    stamps: Sequence[tuple[int, int]]
+    """Of the tensors in `calls`, which may not change before the backward; nor may the model's modes."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,16 @@ class PipelinePasses:
         self._told: set[int] = set()
         self._rows = 0  # of the largest microbatch so far
         self._sent: list[dist.Work | None] = []
+        self._has_run = False
+        self._has_batch_norm = pipeline.has_batch_norm
+        self._of_two = " with 2 samples or more in each, which BatchNorm needs" if self._has_batch_norm else ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
         training = self._model.training
-        self._over_pipeline.compare_inputs(training, args, kwargs)
-        if self._over_tensor is not None:
-            self._over_tensor.compare_inputs(training, args, kwargs)
+        for handle in find_handles((args, kwargs)):
+            handle.value()
+        self._compare_inputs("inputs", args, kwargs)
         call = Call(self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs))
         if training and torch.is_grad_enabled():
             return PipelineOutput(self._split(call))
@@ -113,9 +120,11 @@ class PipelinePasses:
         if output.was_used:
             output.value()  # raises
         forward: _Forward = output.batch
+        others = replace((args, kwargs), output, None)
+        self._compare_inputs("targets", *others)
         splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
         calls = splitter.split(Call(args, kwargs), len(forward.calls), forward.rows)
-        return PipelineLoss(output, CriterionCalls(criterion, calls))
+        return PipelineLoss(output, CriterionCalls(criterion, calls, _stamps(calls)))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse what is no loss of this pipeline's, or has been used."""
@@ -132,7 +141,10 @@ class PipelinePasses:
         if retain_graph:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
-        last = LastStage(self._precision, self._update, self._accumulation, loss, self._options.keep_outputs)
+        self._refuse_changes(forward, loss.call)
+        params = None if self._has_run else list(self._model.parameters())
+        keeps, self._has_run = self._options.keep_outputs, True
+        last = LastStage(self._precision, self._update, self._accumulation, loss, keeps, params)
 
         def finish(output: Any, index: int) -> torch.Tensor:
             self._compare(output)
@@ -158,19 +170,43 @@ class PipelinePasses:
         if self._over_tensor is not None:
             self._over_tensor.compare_outputs(self._model.training, output)
 
+    def _compare_inputs(self, of: str, args: Any, kwargs: Any) -> None:
+        """Of the ranks that compute one batch."""
+        self._over_pipeline.compare_inputs(self._model.training, args, kwargs, of)
+        if self._over_tensor is not None:
+            self._over_tensor.compare_inputs(self._model.training, args, kwargs, of)
+
+    def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
+        """What is computed now was called before."""
+        if forward.modes != self._pipeline.modes():
+            raise InputError(
+                "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and "
+                "engine.backward(loss), which computes the forward, too, under a pipeline; call backward first"
+            )
+        if forward.stamps != _stamps(forward.calls) or criterion.stamps != _stamps(criterion.calls):
+            raise InputError(
+                "an input or a target was changed in place between engine(...) and engine.backward(loss), which "
+                "computes the forward, too, under a pipeline; change a copy, or call backward first"
+            )
+
     def _split(self, call: Call) -> _Forward:
         """The microbatches of a batch.
 
         Raises:
             InputError: it cannot be split, or the model returns a loss.
         """
+        if any(tensor.requires_grad for tensor in tensors_of((call.args, dict(call.kwargs)))):
+            raise InputError(
+                "an input of engine(...) requires gradients, which only the first stage could give it under a "
+                "pipeline; detach it"
+            )
         rows = self._splitter.batch_size(call)
         if not rows:
             raise InputError("engine(...) was given no tensor with a batch dim, so there is nothing to split")
         count = self._count(rows)
         calls = self._splitter.split(call, count, rows)
         refuse_own_loss(self._pipeline.output_of(calls[0]))
-        return _Forward(calls, rows)
+        return _Forward(calls, rows, self._pipeline.modes(), _stamps(calls))
 
     def _count(self, rows: int) -> int:
         """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
@@ -178,12 +214,14 @@ class PipelinePasses:
         if rows % wanted == 0:
             self._rows = max(self._rows, rows // wanted)
             return wanted
-        count = choose_count(rows, max(self._rows, rows / wanted), self._pipeline.takes)
+        needed = 2 if self._model.training and self._has_batch_norm else 1
+        count = choose_count(
+            rows, max(self._rows, rows / wanted), lambda n: self._pipeline.takes(n) and rows // n >= needed
+        )
         if count is None:
             raise InputError(
                 f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
-                "parallel.pipeline.schedule takes; give the loader drop_last=True, or a batch size that is a "
-                f"multiple of {wanted}"
+                "parallel.pipeline.schedule takes" + self._of_two + "; give the loader drop_last=True"
             )
         if rows not in self._told:
             self._told.add(rows)
@@ -200,6 +238,7 @@ class PipelinePasses:
         figures = last.figures(mean, device) if self._pipeline.has_last else _empty(2, device)
         work = dist.broadcast(figures, group_src=source, group=group, async_op=True)
         self._sent = [work]
+        loss.call = None  # who keeps the loss does not keep the batch
         if self._accumulation.reduction == "weighted":
             _after([work], lambda: None)
             self._accumulation.add_weight(figures[1])
@@ -222,6 +261,11 @@ class PipelinePasses:
         self._sent += works
         loss.output.batch, loss.output.was_used = None, True
         loss.output.settle(lambda: _after(works, lambda: output))
+
+
+def _stamps(calls: Sequence[Call]) -> list[tuple[int, int]]:
+    tensors = (tensor for call in calls for tensor in tensors_of((call.args, dict(call.kwargs))))
+    return [torch_private.edit_stamp(tensor) for tensor in tensors]
 
 
 def _joined_empty(meta: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:

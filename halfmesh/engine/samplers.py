@@ -108,20 +108,21 @@ class OwnRandomness:
     """
 
     def __init__(self, seed: int) -> None:
-        self._state: dict[str, Any] | None = None
+        self.state: dict[str, Any] | None = None
+        """Where the sequence is, between two scopes; None before the first."""
         self._seed = seed
 
     def __enter__(self) -> None:
         self._outside = random_state(torch.device("cpu"))
-        if self._state is not None:
-            set_random_state(self._state, torch.device("cpu"))
+        if self.state is not None:
+            set_random_state(self.state, torch.device("cpu"))
         else:
             random.seed(self._seed)
             np.random.seed(self._seed % 2**32)
             torch.random.default_generator.manual_seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        self._state = random_state(torch.device("cpu"))
+        self.state = random_state(torch.device("cpu"))
         set_random_state(self._outside, torch.device("cpu"))
 
 

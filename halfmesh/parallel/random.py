@@ -53,9 +53,9 @@ class CommonRandom:
         """Where the sequence is, between two calls of the model."""
         self._outside: torch.Tensor | None = None
 
-    def enter(self, model: nn.Module, *_: Any) -> None:
-        """A forward hook: the model begins."""
-        if model.training and self._outside is None:
+    def enter(self, model: nn.Module, *_: Any, always: bool = False) -> None:
+        """A forward hook: the model begins. `always`: also in evaluation, where some of its modules may train."""
+        if (model.training or always) and self._outside is None:
             self._outside = self._generator.get_state()
             self._generator.set_state(self.state)
 

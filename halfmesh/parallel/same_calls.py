@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from ..tree import map_tensors
 
 
 class SameCalls:
-    """Compares what goes into the model, and what comes out, over the ranks of a group: in the first call of each mode.
-    Ranks that see different data would mix it up silently, and an output that is divided is not the model's.
+    """Compares what goes into the model, and what comes out, over the ranks of a group: in the first call of each kind,
+    and what goes in also in the tenth, the hundredth, and so on. Ranks that see different data would mix it up
+    silently, and an output that is divided is not the model's.
 
     Args:
         group: the ranks.
@@ -25,17 +27,17 @@ class SameCalls:
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group = group
         self._what = what
-        self._inputs_seen: set[bool] = set()
+        self._inputs_seen: Counter[tuple[bool, str]] = Counter()
         self._outputs_seen: set[bool] = set()
 
     @torch.no_grad()
-    def compare_inputs(self, training: bool, args: Any, kwargs: Any) -> None:
-        """Raise InputError if they differ; on all ranks."""
-        looks = training not in self._inputs_seen
-        self._inputs_seen.add(training)
+    def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
+        """Raise InputError if they differ; on all ranks. `of` is what messages call them."""
+        self._inputs_seen[training, of] += 1
+        looks = str(self._inputs_seen[training, of]).rstrip("0") == "1"
         if looks and len(set(self._everyone(_digest((args, kwargs))))) > 1:
             raise InputError(
-                f"the {self._group.size()} ranks of a {self._what} were given different inputs, but they compute one "
+                f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
                 "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
                 "engine.context.dp_size"
             )

@@ -296,7 +296,7 @@ MESSAGES = {
     "targets": "engine.criterion(...): target has 5 rows, and the batch has 8",
     "rows": "engine(...): argument 2 has 3 rows, and input has 8; arguments are split into microbatches",
     "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",
-    "numpy": "engine.criterion(...): target has 8 items, as many as the batch has rows, but they are no tensors",
+    "numpy": "engine.criterion(...): target has 8 items, as many as the batch has rows, but is no tensor",
     "nothing": "engine(...) was given no tensor with a batch dim",
     "model": "the model itself was called, but this rank holds stage",
     "twice": "engine.backward(loss) was called twice for one output; call engine(...) again before",

@@ -69,8 +69,9 @@ def leave(tree: Any, crossing: Crossing | None = None) -> list[torch.Tensor]:
         found = [(tuple(t.shape), t.dtype) for t in tensors]
         if wanted != found:
             raise InputError(
-                f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes: shapes "
-                "that depend on the data cannot be sent through a pipeline; pad to a size that does not"
+                f"a stage returned tensors of {found}, where {wanted} was expected from its inputs' shapes. Shapes "
+                "that depend on the data cannot be sent through a pipeline: pad to a size that does not. Dtypes differ "
+                "where engine(...) is called within an autocast and engine.backward(loss) is not: leave it out"
             )
     return tensors
 

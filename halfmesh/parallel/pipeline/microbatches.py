@@ -69,11 +69,11 @@ class Splitter:
     def _parts(self, name: str, value: Any, count: int, rows: int) -> Sequence[Any]:
         if name in self.non_split:
             return [value] * count
-        if count > 1 and _has_rows_without_tensors(value, rows):
+        if count > 1 and _has_items_of_rows(value, rows):
             raise InputError(
-                f"{self.name}: {name} has {rows} items, as many as the batch has rows, but they are no tensors, and "
-                "are not split into microbatches; pass a tensor, or, if each microbatch needs all of it, name it in "
-                f"parallel.pipeline.non_split=({name!r},)"
+                f"{self.name}: {name} has {rows} items, as many as the batch has rows, but is no tensor, and is not "
+                "split into microbatches; pass one tensor with a row for each sample (padded, if they differ in size). "
+                f"If it is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
             )
 
         def cut(index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,11 +94,25 @@ class Splitter:
         return [*positional, *call.kwargs.items()]
 
 
-def _has_rows_without_tensors(value: Any, rows: int) -> bool:
-    """Whether it may be one item for each row: names of samples, an array of numpy."""
-    if isinstance(value, (list, tuple)):
-        return len(value) == rows and not any(isinstance(item, (torch.Tensor, list, tuple, dict)) for item in value)
-    return isinstance(value, np.ndarray) and value.ndim > 0 and len(value) == rows
+def _has_items_of_rows(tree: Any, rows: int) -> bool:
+    """Whether somewhere in `tree` there may be one item for each row: names of samples, boxes of each image, an array
+    of numpy. (A list of tensors that each have all rows is none.)"""
+    if isinstance(tree, np.ndarray):
+        return tree.ndim > 0 and len(tree) == rows
+    if isinstance(tree, dict):
+        return any(_has_items_of_rows(value, rows) for value in tree.values())
+    if not isinstance(tree, (list, tuple)):
+        return False
+    if len(tree) == rows and not hasattr(tree, "_fields") and not any(_is_of_rows(item, rows) for item in tree):
+        return True
+    return any(_has_items_of_rows(item, rows) for item in tree)
+
+
+def _is_of_rows(item: Any, rows: int) -> bool:
+    """Whether an item of a list has all rows, or stands for something that has (an output of the model)."""
+    if isinstance(item, torch.Tensor):
+        return item.dim() > 0 and item.shape[0] == rows
+    return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, torch.Tensor, type(None)))
 
 
 def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:

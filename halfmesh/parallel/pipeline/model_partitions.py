@@ -28,7 +28,7 @@ class SequentialPartition:
         for name in children_of(row):
             child = row.get_submodule(name)
             opens = comes_from(child, (nn.Sequential,)) and len(list(child.children())) > 0
-            if opens and not torch_private.has_call_hooks(child):  # which run when it is called as a whole
+            if opens and not torch_private.count_call_hooks(child):  # which run when it is called as a whole
                 yield from self._rows(child, f"{prefix}{name}.")
             else:
                 yield prefix + name

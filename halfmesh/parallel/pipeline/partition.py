@@ -53,6 +53,14 @@ class Partition:
         """The stages that a rank of the pipeline has."""
         return list(range(rank, len(self.stages), self.size))
 
+    def not_called(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The modules, by name, that no stage calls: it calls those below them."""
+        return [
+            (name, module)
+            for name, module in model.named_modules()
+            if not any(_is_used(name, piece) for piece in self.pieces)
+        ]
+
     def entries(self, model: nn.Module) -> dict[Entry, list[int]]:
         """For each parameter and buffer of `model` the stages that use it; what no piece uses is in the first."""
         users: dict[Entry, list[int]] = {entry: [] for entry, _ in all_entries(model)}
@@ -188,8 +196,8 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
         )
     hooked = [
         name or "the model itself"
-        for name, module in model.named_modules()
-        if torch_private.has_call_hooks(module) and not any(_is_used(name, piece) for piece in partition.pieces)
+        for name, module in partition.not_called(model)
+        if torch_private.count_call_hooks(module)
     ]
     if hooked:
         yield (

@@ -38,12 +38,14 @@ class Piece:
         run: called as run(model, call, carry): takes what the piece before returned (None in the first) and returns
             what the next one takes, the model's output in the last. Tensors may be anywhere in lists, tuples, dicts
             and dataclasses. It must take modules from `model`, never from where else: it runs on copies, too.
+        looks_into: names of modules whose plain attributes (numbers, flags, words) count in `prepare`.
         prepare: called as prepare(model, call) with a whole model, before calls of a new kind.
     """
 
     name: str
     uses: tuple[str, ...]
     run: Callable[[nn.Module, Call, Any], Any] = field(repr=False)
+    looks_into: tuple[str, ...] = field(default=(), repr=False)
     prepare: Callable[[nn.Module, Call], None] | None = field(default=None, repr=False)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import InputError
+from ... import torch_private
+from ...errors import InputError, shorten
 from ..context import ParallelContext
 from .boundary import Crossing, from_wire, leave
 from .partition import Partition, all_entries
@@ -18,9 +20,11 @@ from .pieces import Call
 from .schedules import Schedule
 from .skeleton import Skeleton, signature_of
 from .stage import Batch, StageModule, Surroundings, make_stage
+from .tracing import plain_values
 
+MOST_CROSSINGS = 256
 MOST_SHAPES = 16
-"""For so many shapes of batches at once a schedule is kept."""
+"""For so many shapes of batches what crosses is known, and a schedule kept."""
 
 OnLast = Callable[[Collection[nn.Parameter]], None]
 """Called before the last backward of a step on this rank, with the parameters that get gradients from it."""
@@ -65,7 +69,10 @@ class Pipeline:
             index: [t for e, t in tensors.items() if index in entries[e] and isinstance(t, nn.Parameter)]
             for index in self._modules
         }
-        self._crossings: dict[str, Sequence[Crossing]] = {}
+        self._broken = ""
+        self._not_called = [(n, m, torch_private.count_call_hooks(m)) for n, m in partition.not_called(model)]
+        self._traced = [model.get_submodule(name) for piece in partition.pieces for name in piece.looks_into]
+        self._crossings: dict[str, Sequence[Crossing]] = {}  # the last used last
         self._schedules: dict[tuple[str, int], Any] = {}  # the last used last; each holds what it receives into
         self._on_last: OnLast = lambda params: None
         self._left = 0
@@ -74,6 +81,11 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether this rank has the last stage."""
         return len(self.partition.stages) - 1 in self._modules
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether the model, all stages of it, has a layer that needs two samples in training."""
+        return any(torch_private.is_batch_norm(module) for module in self._model.modules())
 
     def takes(self, microbatches: int) -> bool:
         """Whether the schedule can run so many microbatches."""
@@ -99,8 +111,11 @@ class Pipeline:
         """
         key, crossings = self._known(calls[0])
         schedule = self._schedule(key, crossings, len(calls))
-        batch = Batch(calls, finish, crossings)
-        numbers = torch.arange(len(calls))
+        with self._in_one_piece():
+            self._run(schedule, Batch(calls, finish, crossings), on_last)
+
+    def _run(self, schedule: Any, batch: Batch, on_last: OnLast) -> None:
+        numbers = torch.arange(len(batch.calls))
         self._on_last, self._left = on_last, len(self._modules)
         for module in self._modules.values():
             module.batch = batch
@@ -125,6 +140,10 @@ class Pipeline:
             look: called with the output on the last stage.
         """
         _, crossings = self._known(call)
+        with self._in_one_piece():
+            return self._forward(call, crossings, look, everywhere)
+
+    def _forward(self, call: Call, crossings: Sequence[Crossing], look: Callable[[Any], None], everywhere: bool) -> Any:
         size = self.partition.size
         output: Any = None
         for index, module in self._modules.items():
@@ -147,14 +166,46 @@ class Pipeline:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        """An error on this rank leaves the others in the middle of the batch: what they get next would be another's."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
+
     def _known(self, call: Call) -> tuple[str, Sequence[Crossing]]:
-        modes = "".join("01"[module.training] for module in self._model.modules())
-        key = f"{modes} {signature_of(call)}"
-        if key not in self._crossings:
-            self._crossings[key] = self._skeleton.crossings(
+        if self._broken:
+            raise InputError(
+                f"this pipeline was left in the middle of a batch by an error ({self._broken}), and the stages do not "
+                "agree any more about what comes next; end the run (a batch cannot be left out by catching its error)"
+            )
+        self._refuse_new_hooks()
+        key = f"{self.modes()} {signature_of(call)}"
+        crossings = self._crossings.pop(key, None)
+        if crossings is None:
+            crossings = self._skeleton.crossings(
                 self.partition, call, self._model, self._context.device, self._surroundings
             )
-        return key, self._crossings[key]
+        self._crossings[key] = crossings
+        if len(self._crossings) > MOST_CROSSINGS:
+            del self._crossings[next(iter(self._crossings))]
+        return key, crossings
+
+    def modes(self) -> str:
+        """What of the model decides what is computed: which modules train; of traced ones their plain values, too."""
+        training = "".join("01"[module.training] for module in self._model.modules())
+        return f"{training} {plain_values(self._traced)}" if self._traced else training
+
+    def _refuse_new_hooks(self) -> None:
+        count = torch_private.count_call_hooks
+        hooked = [name or "the model itself" for name, module, own in self._not_called if count(module) > own]
+        if hooked:
+            raise InputError(
+                f"{shorten(hooked)}: hooks were registered on it, but under a pipeline it is not called as a whole; "
+                "register them on the modules below it"
+            )
 
     def _schedule(self, key: str, crossings: Sequence[Crossing], count: int) -> Any:
         schedule = self._schedules.pop((key, count), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,16 +69,37 @@ class Skeleton:
         names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         # Whoever asks first, perhaps an evaluation: what is found here is used for training, too.
         with torch.inference_mode(False), torch.enable_grad(), unchanged(self.model.modules()), _without_data():
+            before = {
+                (id(module), name)
+                for module in self.model.modules()
+                for name, value in vars(module).items()
+                if isinstance(value, torch.Tensor)
+            }
             weights = {f"model.{name}": _fake(tensor, device) for name, tensor in names.items()}
             faked = Call(*map_tensors(lambda tensor: _fake(tensor, device), (call.args, dict(call.kwargs))))
             run = _Run(self.model)
             trees = torch.func.functional_call(run, weights, (partition, faked, around))
+            self._refuse_kept(before)
         return [Crossing(map_tensors(_without_memory, tree)) for tree in trees]
+
+    def _refuse_kept(self, before: Collection[tuple[int, str]]) -> None:
+        """Within the run: activations that a module keeps, for a criterion that cannot reach those of other ranks."""
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                new = (id(module), name) not in before  # the weight that weight_norm computes is not
+                if new and isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+                    raise InputError(
+                        f"{'.'.join(filter(None, (path, name)))} is kept on the model with its graph, for a loss term "
+                        "perhaps, which would reach what other stages keep as little as their parameters; return it as "
+                        "a part of the output, or keep it detached"
+                    )
 
     def _follow(self, source: nn.Module) -> None:
         """Take over what may have changed in the model."""
         for mine, theirs in zip(self.model.modules(), source.modules(), strict=True):
-            mine.training = theirs.training
+            for name, value in vars(theirs).items():
+                if isinstance(value, (bool, int, float, str)):
+                    vars(mine)[name] = value
 
 
 class _Run(nn.Module):
@@ -97,9 +118,23 @@ class _Run(nn.Module):
                     carry = piece.run(self.model, here, carry)
             is_last = index == len(partition.stages) - 1
             carry = carry if is_last else widen(carry, around.dtype)
+            if not is_last:
+                _refuse_numbers(carry)
             trees.append(carry)
             carry = map_tensors(_cross, carry)
         return trees
+
+
+def _refuse_numbers(carry: Any) -> None:
+    """A float that the next stage gets is known to it from this run, and not from the stage's own."""
+    if isinstance(carry, float):
+        raise InputError(
+            f"a stage returns the number {carry:g}, which the next one would get once and for all; return it as a "
+            "tensor, or let each stage read it where it needs it"
+        )
+    if isinstance(carry, (list, tuple, dict)):
+        for item in carry.values() if isinstance(carry, dict) else carry:
+            _refuse_numbers(item)
 
 
 def _cross(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +173,16 @@ def _without_data() -> Iterator[None]:
 
 def signature_of(call: Call) -> str:
     """The same for calls between which nothing that crosses can differ."""
-    return repr(map_tensors(_shape, (call.args, dict(call.kwargs))))
+    return repr(map_tensors(_shape, _without_floats((call.args, dict(call.kwargs)))))
+
+
+def _without_floats(tree: Any) -> Any:
+    """Shapes do not follow from floats, which may be others in each step."""
+    if isinstance(tree, float):
+        return "a float"
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_without_floats, tree))
+    return {key: _without_floats(value) for key, value in tree.items()} if type(tree) is dict else tree
 
 
 def _shape(tensor: torch.Tensor) -> Any:

@@ -80,7 +80,9 @@ class StageModule(nn.Module):
         carry = self.compute(batch.calls[number], carry)
         if self.is_last:
             # As float64 it can carry any loss without rounding what flows back.
-            return tie([batch.finish(carry, number).double().reshape(1)], anchors)
+            with self._surroundings.random():  # the criterion runs here only, and may draw, too
+                loss = batch.finish(carry, number)
+            return tie([loss.double().reshape(1)], anchors)
         return tie(leave(carry, batch.crossings[self.index]), anchors)
 
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 from ...errors import InputError, find_near
 from .graph_pieces import cut, uses_of
 from .pieces import Call, Piece
-from .tracing import opened, trace
+from .tracing import opened, plain_values, trace
 
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
 _GIVEN = object()
@@ -42,7 +42,11 @@ class TracedPartition:
         self._refuse_unknown(model)
         traced = _TracedModel(model, self.points)
         names = ("the beginning", *self.points)
-        return [Piece(names[i], used, partial(traced.run, i), traced.prepare) for i, used in enumerate(traced.uses)]
+        looks_into = tuple(name for name, _ in opened(model, self.points))
+        return [
+            Piece(names[i], used, partial(traced.run, i), looks_into if i == 0 else (), traced.prepare)
+            for i, used in enumerate(traced.uses)
+        ]
 
     def _refuse_unknown(self, model: nn.Module) -> None:
         known = dict(model.named_modules())
@@ -72,11 +76,13 @@ class _Kind:
         given: the arguments that have values; one that is left out has its default.
         fixed: None, flags and words, with their names.
         training: whether the modules that are looked into train.
+        plain: numbers, flags and words on them.
     """
 
     given: frozenset[str]
     fixed: frozenset[tuple[str, Any]]
     training: tuple[bool, ...]
+    plain: str
 
 
 class _TracedModel:
@@ -144,8 +150,9 @@ class _TracedModel:
 
     def _kind(self, values: dict[str, Any], model: nn.Module) -> _Kind:
         fixed = {name: value for name, value in values.items() if isinstance(value, (bool, str, NoneType))}
-        training = (module.training for module in opened(model, self._points))
-        return _Kind(frozenset(values.keys() - fixed.keys()), frozenset(fixed.items()), tuple(training))
+        plain = plain_values(module for _, module in opened(model, self._points))
+        training = (module.training for _, module in opened(model, self._points))
+        return _Kind(frozenset(values.keys() - fixed.keys()), frozenset(fixed.items()), tuple(training), plain)
 
     def _trace(self, model: nn.Module, kind: _Kind) -> list[fx.Graph]:
         left_out = {name: default for name, default in self._defaults.items() if name not in kind.given}

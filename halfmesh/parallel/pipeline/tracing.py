@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
@@ -31,17 +34,33 @@ def trace(model: nn.Module, points: Sequence[str], fixed: Mapping[str, Any]) -> 
         Exception: whatever the forward raises because values are not known.
     """
     tracer = _Tracer(points, inspect.signature(model.forward))
-    modules = opened(model, points)
+    modules = [module for _, module in opened(model, points)]
     with unchanged(modules), _Makers(tracer):
+        plain, drawn = plain_values(modules), _random_states()
         graph = tracer.trace(model, concrete_args=dict(fixed))
         _refuse_kept(modules)
+        if plain_values(modules) != plain:
+            raise InputError("it changes numbers or flags on the model")
+        if _random_states() != drawn:
+            raise InputError("it draws random numbers of python or numpy")
         _fix_constants(graph, model)
     return graph
 
 
-def opened(model: nn.Module, points: Sequence[str]) -> list[nn.Module]:
-    """The modules that are looked into."""
-    return [module for name, module in model.named_modules() if _holds_a_point(name, points)]
+def opened(model: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The modules that are looked into, by name."""
+    return [(name, module) for name, module in model.named_modules() if _holds_a_point(name, points)]
+
+
+def plain_values(modules: Iterable[nn.Module]) -> str:
+    """The numbers, flags and words on modules: a trace keeps what a forward has read of them."""
+    plain = (bool, int, float, str, NoneType)
+    return repr(
+        [
+            {name: value for name, value in vars(module).items() if isinstance(value, plain) and name != "training"}
+            for module in modules
+        ]
+    )
 
 
 @contextmanager
@@ -123,6 +142,10 @@ def _modes() -> tuple[bool, ...]:
     devices = ("cpu", "cuda")
     autocast = (bool(torch.is_autocast_enabled(device)) for device in devices)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _random_states() -> str:
+    return repr((random.getstate(), np.random.get_state()))
 
 
 def _refuse_kept(modules: Iterable[nn.Module]) -> None:
