@@ -1,11 +1,6 @@
 """How long ranks wait under each schedule, and how much they keep for backward; beside the formulas.
 
-    python benchmarks/pipeline_schedules.py [--out benchmarks/results/pipeline_schedules.md]
-
-A stage's layers sleep for a fixed time in forward and for twice that in backward, so that a few cores can play many
-ranks, and what is measured is the schedule: waiting = 1 - (time asleep) / (time of engine.backward), the median of
-several steps, averaged over the ranks. What is kept for backward is counted in bytes by
-torch.autograd.graph.saved_tensors_hooks, and given in microbatches of a stage.
+python benchmarks/pipeline_schedules.py [--out benchmarks/results/pipeline_schedules.md]
 """
 
 from __future__ import annotations
@@ -29,7 +24,17 @@ from torch import nn
 
 import halfmesh
 
-FORWARD_S = 0.02
+_METHOD = """A stage's layers sleep for a fixed time in forward and for twice that in backward, so that a few cores can
+play many ranks, and what is measured is the schedule: waiting = 1 - (time asleep) / (time of `engine.backward`), the
+median of several steps, averaged over the ranks. What is kept for backward is counted in bytes by
+`torch.autograd.graph.saved_tensors_hooks`, and given in microbatches of a stage."""
+_READING = """The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m microbatches. What is
+measured is longer by what the formulas leave out: sending, which interleaved does more often, the loss, and Python.
+
+gpipe keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait. The last rank
+has the criterion's tensors, too."""
+
+FORWARD_S = 0.04
 LAYERS = 8
 """Of which each rank of a pipeline has as many as any other."""
 FEATURES = 64
@@ -189,12 +194,13 @@ def main() -> None:
     where = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {datetime.date.today()}"
     text = f"""# Schedules of a pipeline
 
-Written by `make bench-pipeline` ({where}): {(__doc__ or "").split(chr(10) * 2, 2)[2].strip()}
+Written by `make bench-pipeline`: {where}.
+
+{_METHOD}
 
 {table()}
 
-The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m microbatches. gpipe
-keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait.
+{_READING}
 """
     print(text)
     if out is not None:
