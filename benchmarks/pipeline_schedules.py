@@ -28,8 +28,9 @@ _METHOD = """A stage's layers sleep for a fixed time in forward and for twice th
 play many ranks, and what is measured is the schedule: waiting = 1 - (time asleep) / (time of `engine.backward`), the
 median of several steps, averaged over the ranks. What is kept for backward is counted in bytes by
 `torch.autograd.graph.saved_tensors_hooks`, and given in microbatches of a stage."""
-_READING = """The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m microbatches. What is
-measured is longer by what the formulas leave out: sending, which interleaved does more often, the loss, and Python.
+_READING = """The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m
+microbatches. What is measured is longer by what the formulas leave out: sending, which interleaved does more often, the
+loss, and Python.
 
 gpipe keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait. The last rank
 has the criterion's tensors, too."""
