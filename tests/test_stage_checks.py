@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from halfmesh import stage_checks
 from halfmesh.config.schema import PipelineConfig
 from halfmesh.stage_checks import make_partition
 
@@ -103,3 +105,25 @@ def test_what_cannot_be_timed():
 
 def test_everything_at_once():
     assert len(problems_of(make_model(1), loader_of(10), non_split=("zzz",))) == 3
+
+
+def test_layers_that_take_the_sequence_first_are_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(stage_checks, "_log", SimpleNamespace(warning=lambda text, *args: told.append(text % args)))
+    for batch_first in (False, True):
+        layers = (nn.TransformerEncoderLayer(4, 2, 8, batch_first=batch_first) for _ in range(2))
+        assert problems_of(nn.Sequential(*layers)) == []
+    [words] = told
+    assert words.startswith("0.self_attn, 1.self_attn take(s) [sequence, batch, ...] (batch_first=False)")
+
+
+def test_settings_of_all_parameters():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert stage_checks.find_optimizer_problem(optimizer) is None
+    for key in ("max_grad_norm", "d0"):
+        optimizer.param_groups[0][key] = 1.0
+        assert f"SGD has {key}=1.0, which it applies to all its parameters together" in (
+            stage_checks.find_optimizer_problem(optimizer) or ""
+        )
+        optimizer.param_groups[0][key] = None
+    assert stage_checks.find_optimizer_problem(optimizer) is None

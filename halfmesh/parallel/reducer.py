@@ -119,7 +119,7 @@ class Reducer:
         self._armed = True
         expected = {id(param) for param in params}
         for bucket in self._buckets:
-            bucket.missing = {id(shard) for shard in bucket.shards if id(shard.param) in expected}
+            bucket.missing &= {id(shard) for shard in bucket.shards if id(shard.param) in expected}
         self._launch_ready()
 
     def finish(self) -> None:

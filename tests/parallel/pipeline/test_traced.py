@@ -308,6 +308,21 @@ def test_random_numbers_are_drawn_in_each_call():
     assert not torch.equal(compose(model, pieces, X), compose(model, pieces, X))
 
 
+def test_random_numbers_from_the_arguments_are_drawn_once():
+    """Every stage could compute them, but each would draw others."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        noise = F.dropout(torch.ones_like(x), 0.5, self.training)
+        return self.c(self.b(self.a(x * noise)) * noise)
+
+    model = make(forward)
+    pieces = TracedPartition(("b", "c")).pieces_of(model)
+    torch.manual_seed(0)
+    found = compose(model, pieces, X)
+    torch.manual_seed(0)
+    assert_equal(found, model(X))
+
+
 def test_prepare_traces_each_kind_once(monkeypatch):
     model = make(options)
     (piece, _) = TracedPartition(("b",)).pieces_of(model)
