@@ -1,7 +1,7 @@
 # Needs make and a Python of at least 3.11; everything else goes into .venv here.
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
-#   make test     all tests                    make test-composition   many more modes in layouts: hours
+#   make test     all tests                    make test-composition   many more of them: 40 minutes or so
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv

@@ -106,7 +106,7 @@ def _how_to_run() -> Iterator[str]:
     yield "## Run it"
     yield """```
 make test                # with the few cells
-make test-composition    # with many: some hours on two cores
+make test-composition    # with many: about 40 minutes on two cores
 ```"""
     yield f"One cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`"
 
