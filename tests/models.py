@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
+from halfmesh.errors import InputError
 
 FEATURES, CLASSES = 8, 4
 FP16_TORCH = {"fp16": {"mode": "torch", "init_scale": 256.0}}
@@ -159,3 +160,12 @@ class MatmulDtypes(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
             self.dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def said(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call is refused with, or "nothing"."""
+    try:
+        call(*args, **kwargs)
+    except InputError as error:
+        return str(error)
+    return "nothing"

@@ -87,8 +87,7 @@ class PipelinePasses:
         self._rows = 0  # of the largest microbatch so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
-        self._has_batch_norm = pipeline.has_batch_norm
-        self._of_two = " with 2 samples or more in each, which BatchNorm needs" if self._has_batch_norm else ""
+        self._has_batch_norm = any(torch_private.is_batch_norm(module) for module in model.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
@@ -219,9 +218,10 @@ class PipelinePasses:
             rows, max(self._rows, rows / wanted), lambda n: self._pipeline.takes(n) and rows // n >= needed
         )
         if count is None:
+            of_two = " with 2 samples or more in each, which BatchNorm needs" if needed == 2 else ""
             raise InputError(
                 f"a batch of {rows} samples cannot be split into {wanted} microbatches, nor into another number that "
-                "parallel.pipeline.schedule takes" + self._of_two + "; give the loader drop_last=True"
+                f"parallel.pipeline.schedule takes{of_two}; give the loader drop_last=True"
             )
         if rows not in self._told:
             self._told.add(rows)

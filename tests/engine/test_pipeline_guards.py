@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import run_ranks
-from models import CLASSES, FEATURES, make_data, make_engine, make_loader, sgd
+from models import CLASSES, FEATURES, make_data, make_engine, make_loader, said, sgd
 from torch import nn
 
 import halfmesh
-from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
+from halfmesh.errors import ConfigError, IncompatibleConfigError
 
 
 def pipe(size: int = 2, microbatches: int | None = 2, **options: Any) -> dict[str, Any]:
@@ -205,14 +205,6 @@ class ThroughNumpy(nn.Module):
 class Picky(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x[:, 0] > 0]
-
-
-def said(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except InputError as error:
-        return str(error)
-    return "nothing"
 
 
 def misuse(rank: int, world_size: int) -> dict[str, str]:

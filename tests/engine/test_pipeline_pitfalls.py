@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from dist_harness import RankFailure, run_ranks
-from models import CLASSES, FEATURES, make_data, make_engine, make_loader, sgd
+from models import CLASSES, FEATURES, make_data, make_engine, make_loader, said, sgd
 from torch import nn
 
 import halfmesh
@@ -42,14 +42,6 @@ def step(engine: halfmesh.Engine, x: Any, y: Any) -> float:
     engine.backward(loss)
     engine.step()
     return loss.item()
-
-
-def said(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except InputError as error:
-        return str(error)
-    return "nothing"
 
 
 # -- errors that are caught ------------------------------------------------------------------------------------------

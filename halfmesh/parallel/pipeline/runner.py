@@ -82,11 +82,6 @@ class Pipeline:
         """Whether this rank has the last stage."""
         return len(self.partition.stages) - 1 in self._modules
 
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether the model, all stages of it, has a layer that needs two samples in training."""
-        return any(torch_private.is_batch_norm(module) for module in self._model.modules())
-
     def takes(self, microbatches: int) -> bool:
         """Whether the schedule can run so many microbatches."""
         size = self.partition.size
