@@ -152,7 +152,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         try:
             return self._update.step()
         finally:
-            self._cycle.clear()
+            self._cycle.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; they are always freed."""

@@ -9,11 +9,12 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.optim import optimizer as _all_optimizers
 from torch.utils.data import DataLoader
 
 FUSED_STEPS = frozenset(
@@ -29,6 +30,17 @@ DATA_NEEDED = (
 """What is raised in a fake mode where something asks for values."""
 
 
+class ScaleRule(Protocol):
+    """How a loss scale moves."""
+
+    @property
+    def growth_factor(self) -> float: ...
+    @property
+    def backoff_factor(self) -> float: ...
+    @property
+    def growth_interval(self) -> int: ...
+
+
 def foreach_norm(tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """The `ord`-norm of each tensor, accumulated in `dtype`; 0-dim results. `tensors` must not be empty."""
     return list(torch._foreach_norm(list(tensors), ord, dtype=dtype))
@@ -42,6 +54,19 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, converting the dtype where they differ."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def update_scale_(scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, rule: ScaleRule) -> None:
+    """Move `scale` (0-dim fp32) and `tracker` (0-dim int32) in place, as `torch.amp.GradScaler.update` does."""
+    torch._amp_update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+
+
+def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """`edit_stamp` of each."""
+    try:
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    except RuntimeError:  # tensors made in inference mode have no version
+        return [edit_stamp(tensor) for tensor in tensors]
 
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
@@ -61,9 +86,16 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The hooks registered on `optimizer` that run around its `step`."""
-    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+def has_step_hooks(optimizer: torch.optim.Optimizer, besides: int) -> bool:
+    """Whether hooks run around `optimizer.step()`, those for all optimizers included, but for so many pre-hooks."""
+    after = optimizer._optimizer_step_post_hooks or _all_optimizers._global_optimizer_post_hooks
+    before = _all_optimizers._global_optimizer_pre_hooks or len(optimizer._optimizer_step_pre_hooks) > besides
+    return bool(after or before)
+
+
+def is_scheduler_wrapper(step: object) -> bool:
+    """Whether `step` is what a torch scheduler has put in place of an optimizer's, to know that it was called."""
+    return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

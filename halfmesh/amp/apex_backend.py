@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from .. import torch_private
 from ..shard import ParamShard, Ranks
 from .apex_private import Apex
 from .backend import Backend
@@ -103,10 +102,8 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         ranks: Ranks | None,
         rules: UpdateRules | None,
     ) -> None:
-        super().__init__(optimizer, shards, recipe, ranks, rules, apex.masters())
         self.apex = apex
-        self.holdings.close()
-        self.holdings = _ApexHoldings(apex, optimizer, shards, recipe, self.rules)
+        super().__init__(optimizer, shards, recipe, ranks, rules, apex.masters())
         self.losses = _ApexScale(recipe, self.device, self.rules.wide_gradients)
 
     def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
@@ -116,6 +113,9 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             scaled.backward(retain_graph=retain_graph)
         if self.losses.scale is not None:
             self._edits.note(self.holdings.trained)
+
+    def _hold(self, shards: Sequence[ParamShard], masters: Mapping[nn.Parameter, nn.Parameter] | None) -> Holdings:
+        return _ApexHoldings(self.apex, self.optimizer, shards, self.recipe, self.rules)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -131,7 +131,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
                 self.holdings.refresh()
             self._put_back()
             max_norm, verdict = self._clip_once or (self.rules.max_norm, None)
-            if verdict is None and (max_norm > 0 or self._wants_verdict):
+            if verdict is None and (max_norm > 0 or self._asks):
                 verdict = self._measure(self._gradients())
             raises = self.rules.on_nonfinite == "raise" and verdict is not None and bool(verdict.found_inf)
             skips = raises or self._unscale()
@@ -144,8 +144,8 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             finally:
                 self._follow()
 
-    def zero_grad(self) -> None:
-        super().zero_grad()
+    def free_gradients(self) -> None:
+        super().free_gradients()
         for master in self.holdings.masters.values():
             master.grad = None
 
@@ -182,7 +182,11 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         return skips
 
     def _apply(
-        self, grads: list[tuple[ParamShard, torch.Tensor]], total: torch.Tensor | None, found_inf: torch.Tensor | None
+        self,
+        grads: list[tuple[ParamShard, torch.Tensor]],
+        fits: bool,
+        total: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
     ) -> None:
         shards = [shard for shard, _ in grads]
         grads.clear()
@@ -190,8 +194,8 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             return
         if total is not None and self.losses.scale is not None:
             total = total / self.losses.scale  # apex has divided by it
-        self._step_part(shards, None if total is None or total.item() == 1 else total, None)
-        self.holdings.note_published()
+        self.stepper.step_part(shards, None if total is None or total.item() == 1 else total, None)
+        self.holdings.note_published()  # by apex
 
     def _follow(self) -> None:
         """Take over the loss scale that apex has come to."""
@@ -211,14 +215,8 @@ class _ApexHoldings(Holdings):
         super().__init__(*args)
 
     def refresh(self) -> None:
-        new = {param: master for param, master in self._apex.masters().items() if param not in self.masters}
-        self.masters.update(new)
+        self.take_over({param: master for param, master in self._apex.masters().items() if param not in self.masters})
         super().refresh()
-        self._stamps.update((param, torch_private.edit_stamp(param)) for param in new)
-
-    def note_published(self) -> None:
-        """apex has rounded the masters into the model."""
-        self._stamps.update((param, torch_private.edit_stamp(param)) for param in self.masters)
 
 
 class _ApexScale(LossScales):

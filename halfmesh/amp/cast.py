@@ -33,9 +33,10 @@ class Precision:
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
         """O1's lists, with additions; None where torch.autocast or nothing casts."""
         self._fp16_scalars: list[weakref.ref[torch.Tensor]] = []
+        self._scope: AbstractContextManager[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_fp16_scalars": []}  # a copy has returned nothing yet
+        return vars(self) | {"_fp16_scalars": [], "_scope": None}  # a copy has returned nothing yet
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in: casts where the recipe has them, else nothing.
@@ -66,10 +67,10 @@ class Precision:
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
-        args, kwargs = self.cast_inputs(args), self.cast_inputs(kwargs)
-        with self.autocast():
-            output = model(*args, **kwargs)
-        return self.cast_output(output)
+        if self.recipe.param_dtype is not None:
+            args, kwargs = self.cast_inputs(args), self.cast_inputs(kwargs)
+        output = self._within(model, *args, **kwargs)
+        return output if self.recipe.output_dtype is None else self.cast_output(output)
 
     def cast_inputs(self, inputs: Any) -> Any:
         """What the model is called with, as the recipe says."""
@@ -84,12 +85,27 @@ class Precision:
 
     def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`criterion(*args, **kwargs)` in the forward scope, so that losses are fp32 where autocast says so."""
-        with self.autocast():
-            return criterion(*args, **kwargs)
+        return self._within(criterion, *args, **kwargs)
+
+    def _within(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`call(*args, **kwargs)` in the scope of `autocast`.
+
+        Making one costs more than entering it, so it is kept for the next call. A call within a call, or one after an
+        error, makes its own.
+        """
+        if not self.recipe.autocast:
+            return call(*args, **kwargs)
+        scope, self._scope = self._scope or self.autocast(), None
+        with scope:
+            result = call(*args, **kwargs)
+        self._scope = scope if self.casts is None else None
+        return result
 
     def starts_in_fp16(self, loss: torch.Tensor) -> bool:
         """Whether the gradient of `loss` starts in fp16: a loss in fp16, or one that the model itself returned so."""
-        return loss.dtype == torch.float16 or any(scalar() is loss for scalar in self._fp16_scalars)
+        if loss.dtype == torch.float16:
+            return True
+        return bool(self._fp16_scalars) and any(scalar() is loss for scalar in self._fp16_scalars)
 
     def _cast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():

@@ -31,14 +31,21 @@ class EditWatch:
         self._stamp = (0, 0)
         self._warned = False
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is a gradient that was looked at."""
+        return self._grad is not None
+
     def note(self, shards: Sequence[ParamShard]) -> None:
         """After a backward, and after a reduction."""
         if self._warned:
             return
-        grads = (shard.param.grad for shard in shards)
-        self._grad = next((g for g in grads if g is not None and g.layout == torch.strided), None)
-        if self._grad is not None:
-            self._stamp = torch_private.edit_stamp(self._grad)
+        for shard in shards:
+            grad = shard.param.grad
+            if grad is not None and grad.layout is torch.strided:
+                self._grad, self._stamp = grad, torch_private.edit_stamp(grad)
+                return
+        self._grad = None
 
     def warn(self, shards: Sequence[ParamShard]) -> None:
         """Before the step: warn if the gradient was changed and is still the one that will be used."""

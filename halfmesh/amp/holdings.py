@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn, optim
@@ -15,6 +14,9 @@ from . import fused
 from .master_weights import current_value, masters_for, publish, repoint
 from .recipe import HALF, Recipe
 from .rules import UpdateRules
+
+OWN_HOOKS = 1
+"""Step hooks of the optimizer that are halfmesh's: the one that refuses steps outside the engine."""
 
 # Update one parameter from that parameter's gradient and state alone, so that a step may be taken in parts.
 _ELEMENTWISE = (
@@ -43,6 +45,7 @@ class Holdings:
     Attributes:
         masters: the fp32 master of each of the model's parameters that has one.
         trained: the shards whose parameters the optimizer holds.
+        targets: what it holds for each of them, by the shard's id.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
 
@@ -65,7 +68,8 @@ class Holdings:
         self._rules = rules
         self.sparse = False
         self._switched: set[int] = set()
-        self._stamps: dict[nn.Parameter, tuple[int, int]] = {}
+        self._published: list[nn.Parameter] = []  # with a master
+        self._stamps: list[tuple[int, int]] = []  # of each of them, when its master was last rounded into it
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
         self.refresh()
 
@@ -76,29 +80,40 @@ class Holdings:
         if self._recipe.master_weights:
             new = masters_for(self.optimizer, [s for s in self.shards if s.param.dtype in HALF], self.masters)
             repoint(self.optimizer, new)
-            self.masters.update(new)
-            self._stamps.update((p, torch_private.edit_stamp(p)) for p in new)
+            self.take_over(new)
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
+        self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
+        self._forms = _forms([self.targets[id(s)] for s in self.trained])
         fused.refuse_broken(self.optimizer)
         if self._rules.fused == "auto" and not self.sparse:
             self._switched |= fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
+        self._known = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs
         self._seen = self._signature()
-        self._known = self._members()
+
+    def take_over(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """These are the masters of parameters from now on."""
+        self.masters.update(masters)
+        known = {id(param) for param in self._published}
+        added = [param for param in masters if id(param) not in known]
+        self._published += added
+        self._stamps += torch_private.edit_stamps(added)
 
     def changed(self) -> bool:
-        """Whether parameters were added since the last `refresh`, or settings that decide the implementation."""
+        """Whether parameters were added or laid out anew since the last `refresh`, or settings that decide the
+        implementation."""
         return self._signature() != self._seen
 
     @property
     def regrouped(self) -> bool:
         """Whether the groups hold other parameters than at the last `refresh`."""
-        return self._members() != self._known
+        known = [ids for _, ids, _ in self._seen]
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != known
 
     def target(self, shard: ParamShard) -> nn.Parameter:
-        """What the optimizer holds for `shard`."""
-        return self.masters.get(shard.param, shard.param)
+        """What the optimizer holds for `shard`, one of those trained."""
+        return self.targets[id(shard)]
 
     @property
     def keeps_masters(self) -> bool:
@@ -108,26 +123,31 @@ class Holdings:
     @property
     def streams(self) -> bool:
         """Whether a step may be taken in parts: an elementwise optimizer of torch, without hooks of the user's."""
-        own_hooks = 1  # the one that refuses steps outside the engine
-        hooked = len(torch_private.step_hooks(self.optimizer)) > own_hooks
-        return type(self.optimizer) in _ELEMENTWISE and not hooked
+        return type(self.optimizer) in _ELEMENTWISE and not torch_private.has_step_hooks(self.optimizer, OWN_HOOKS)
 
     def publish(self, shards: Sequence[ParamShard]) -> None:
-        """Round the masters of `shards` into the model."""
-        pairs = [(shard.param, self.masters[shard.param]) for shard in shards if shard.param in self.masters]
+        """Round the masters of `shards` into the model; `note_published` follows."""
+        pairs = [(s.param, target) for s in shards if (target := self.targets[id(s)]) is not s.param]
         if pairs:
             publish(pairs)
-            self._stamps.update((param, torch_private.edit_stamp(param)) for param, _ in pairs)
+
+    def note_published(self) -> None:
+        """The model is as the masters say."""
+        if self._published:
+            self._stamps = torch_private.edit_stamps(self._published)
 
     def take_edits(self) -> None:
         """Take over what was written into the model by others since the last `publish`: the next one would undo it.
 
         (Not seen: writes through `param.data`, as in `param.data.clamp_()`; torch keeps no count of those.)
         """
-        for param, stamp in self._stamps.items():
-            if torch_private.edit_stamp(param) != stamp:
+        now = torch_private.edit_stamps(self._published)
+        if now == self._stamps:
+            return
+        for param, old, new in zip(self._published, self._stamps, now, strict=True):
+            if old != new:
                 self.masters[param].data.copy_(current_value(param, self.masters[param]))
-                self._stamps[param] = torch_private.edit_stamp(param)
+        self._stamps = now
 
     def masters_by_name(self) -> dict[str, torch.Tensor]:
         """The fp32 value of each parameter that has a master, by the parameter's name.
@@ -135,6 +155,10 @@ class Holdings:
         It is the master itself, or a copy with what others have written into the model since.
         """
         return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
+
+    def fit(self, grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> bool:
+        """Whether every parameter has a gradient that the optimizer can take as it is."""
+        return not self.masters and _forms([grad for s, grad in grads if s.main_grad is None]) == self._forms
 
     def unfuse_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
@@ -153,20 +177,29 @@ class Holdings:
                 master.copy_(value)
                 taken.append(shard)
         self.publish(taken)
+        self.note_published()
 
     def close(self) -> None:
         """Remove the hook from the optimizer, and leave its implementation to torch again."""
         fused.switch_back(self.optimizer, self._switched)
         self._load_hook.remove()
 
-    def _members(self) -> list[list[int]]:
-        return [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
-
-    def _signature(self) -> list[tuple[Any, ...]]:
-        return [
-            (*(bool(group.get(key)) for key in fused.DECISIVE), *[p.stride() for p in group["params"]])
+    def _signature(self) -> list[tuple[list[bool], list[int], list[tuple[int, ...]]]]:
+        return [  # with `map`, because this is done at each step
+            (
+                [not group[key] for key in fused.DECISIVE if key in group],
+                list(map(id, group["params"])),
+                list(map(torch.Tensor.stride, group["params"])),
+            )
             for group in self.optimizer.param_groups
         ]
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...] | None]]:
+    """What gradients must have in common with what they belong to, for fused kernels. Sparse ones have no strides."""
+    if {tensor.layout for tensor in tensors} == {torch.strided}:
+        return list(zip([tensor.dtype for tensor in tensors], map(torch.Tensor.stride, tensors), strict=True))
+    return [(tensor.dtype, tensor.stride() if tensor.layout is torch.strided else None) for tensor in tensors]
 
 
 def refuse_foreign_params(

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
 class HostCopy:
-    """A copy of a small tensor in host memory. On a GPU it is started now and does not hold anything up."""
+    """Copies of 0-dim tensors in host memory. On a GPU they are started now and do not hold anything up.
 
-    def __init__(self, values: torch.Tensor) -> None:
+    Elsewhere, and while a CUDA graph is captured, the tensors themselves are kept: they must not be written any more
+    (of a graph they are the memory that each replay writes).
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._ready: torch.cuda.Event | None = None
         self._values = values
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
+        if values and values[0].device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            joined = torch.stack([value.double() for value in values])
+            copied = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+            copied.copy_(joined, non_blocking=True)
             self._ready = torch.cuda.Event()
             self._ready.record()
+            self._values = copied.unbind()
 
     @property
     def arrived(self) -> bool:
@@ -23,7 +31,7 @@ class HostCopy:
         return self._ready is None or self._ready.query()
 
     def read(self) -> list[float]:
-        """The values of a 1-D tensor; waits for them."""
+        """The values; waits for them."""
         if self._ready is not None:
             self._ready.synchronize()
-        return self._values.tolist()
+        return [float(value) for value in self._values]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private
 from ..errors import InputError
 from .recipe import LossScale
 
@@ -36,30 +37,33 @@ class LossScaler:
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._hysteresis_left = torch.full((), options.hysteresis, dtype=torch.int32, device=device)
 
-    @torch.no_grad()
     def update(self, found_inf: torch.Tensor, used: torch.Tensor | None = None) -> None:
-        """Move a dynamic scale.
+        """Move a dynamic scale, in place: a CUDA graph that has captured this moves it with each replay.
 
         Args:
-            found_inf: 0-dim, nonzero if the step's gradients held inf or nan.
+            found_inf: 0-dim fp32, 1.0 if the step's gradients held inf or nan, else 0.0.
             used: 0-dim bool; False leaves all as it is. None: it was used.
         """
-        options = self.options
-        if not options.dynamic:
+        if not self.options.dynamic:
             return
-        found = found_inf != 0
-        left = torch.where(found, (self._hysteresis_left - 1).clamp(min=0), self._hysteresis_left)
-        tracker = torch.where(found, 0, self._growth_tracker + 1)
-        grow = tracker >= options.growth_interval
-        lowered = (self.scale * options.backoff_factor).clamp(min=max(options.min_scale, _SMALLEST))
-        grown = (self.scale * options.growth_factor).clamp(max=self.max_scale)
-        scale = torch.where(found & (left == 0), lowered, torch.where(grow, grown, self.scale))
-        new = scale, torch.where(grow, 0, tracker), torch.where(grow, options.hysteresis, left)
-        if used is not None:
-            old = self.scale, self._growth_tracker, self._hysteresis_left
-            new = tuple(torch.where(used, a, b) for a, b in zip(new, old, strict=True))  # type: ignore[assignment]
-        # Out of place: results of earlier steps keep the scale that they were taken with.
-        self.scale, self._growth_tracker, self._hysteresis_left = new
+        state = self.scale, self._growth_tracker, self._hysteresis_left
+        before = [] if used is None else [value.clone() for value in state]
+        self._move(found_inf)
+        for value, old in zip(state, before, strict=False):
+            value.copy_(torch.where(used, value, old))  # type: ignore[arg-type]
+
+    def _move(self, found_inf: torch.Tensor) -> None:
+        options, tracker, left = self.options, self._growth_tracker, self._hysteresis_left
+        lowers = found_inf
+        if options.hysteresis > 1:
+            found = found_inf > 0
+            left.sub_(found.int()).clamp_(min=0)
+            lowers = found_inf * (left == 0)
+            tracker.masked_fill_(found, -1)  # where nothing is lowered the rule below counts one up, to 0
+        torch_private.update_scale_(self.scale, tracker, lowers, options)
+        self.scale.clamp_(max(options.min_scale, _SMALLEST), self.max_scale)
+        if options.hysteresis > 1:
+            left.masked_fill_((tracker == 0).logical_and_(~found), options.hysteresis)  # it has grown
 
     def cap(self, limit: float, reason: str) -> bool:
         """Keep a dynamic scale at or below `limit` from now on; returns whether that changed anything.
@@ -77,7 +81,7 @@ class LossScaler:
                 )
             return False
         self.max_scale = limit
-        self.scale = self.scale.clamp(max=limit)
+        self.scale.clamp_(max=limit)
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,6 +99,6 @@ class LossScaler:
             return
         self.max_scale = min(self.max_scale, float(state["max_scale"]))
         scale = min(max(state["scale"], self.options.min_scale), self.max_scale)
-        self.scale = torch.full_like(self.scale, scale)
-        self._growth_tracker = torch.full_like(self._growth_tracker, state["growth_tracker"])
-        self._hysteresis_left = torch.full_like(self._hysteresis_left, state["hysteresis_left"])
+        self.scale.fill_(scale)
+        self._growth_tracker.fill_(min(state["growth_tracker"], self.options.growth_interval - 1))
+        self._hysteresis_left.fill_(state["hysteresis_left"])

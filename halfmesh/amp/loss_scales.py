@@ -35,6 +35,8 @@ class LossScales:
 
     Attributes:
         scalers: empty where nothing is scaled.
+        first: that of loss 0.
+        scale: the one that complete gradients still carry (0-dim, moved in place), or None if they carry none.
         several: whether gradients are unscaled after each backward.
         wide_sums: whether half-precision gradients of several backwards are added in fp32.
     """
@@ -49,28 +51,21 @@ class LossScales:
         self._device = device
         self._nonfinite: dict[int, torch.Tensor] = {}
         self._tells = options is not None and options.dynamic and options.verbose
+        self.first = self.scalers[0] if self.scalers else None
+        self.scale = None if self.several or self.first is None else self.first.scale
         self._restart_log()
 
     def _restart_log(self) -> None:
         """What the scales are now was not brought about by an update."""
         self._log = ScaleLog([scaler.scale for scaler in self.scalers]) if self._tells else None
 
-    @property
-    def first(self) -> LossScaler | None:
-        """The scaler of loss 0."""
-        return self.scalers[0] if self.scalers else None
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The scale that complete gradients still carry (0-dim), or None if they are as they should be."""
-        return None if self.several or not self.scalers else self.scalers[0].scale
-
-    def seed(self, loss: torch.Tensor, loss_id: int, divisor: float) -> torch.Tensor:
-        """The gradient that backward of `loss` starts with: its scale / `divisor`."""
-        scaler = self._scaler(loss_id)
+    def seed(self, loss: torch.Tensor, loss_id: int, divisor: float) -> torch.Tensor | None:
+        """The gradient that backward of `loss` starts with: its scale / `divisor`; None where that is 1."""
+        scaler = self.scalers[loss_id] if self.several else self.first
         if scaler is None:
-            return torch.full_like(loss, 1 / divisor)
-        return (scaler.scale / divisor).to(loss.dtype).expand_as(loss)
+            return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
+        seed = (scaler.scale / divisor).to(loss.dtype)  # never the scale itself, which moves in place
+        return seed if loss.dim() == 0 else seed.expand_as(loss)
 
     def set_aside(self, shards: Sequence[ParamShard]) -> None:
         """Before a backward: keep what is there already apart from what comes, where they add up in fp32."""
@@ -119,10 +114,11 @@ class LossScales:
             nonfinite, used = verdict.by_loss
             # Sums of finite gradients that are not finite are no single loss's fault: all are lowered.
             blameless = verdict.found_inf * (nonfinite.sum() == 0)
+            found = ((nonfinite + blameless) > 0).float()
             for loss_id, scaler in enumerate(self.scalers):
-                scaler.update(nonfinite[loss_id] + blameless, used[loss_id] > 0)
+                scaler.update(found[loss_id], used[loss_id] > 0)
         if self._log is not None:
-            self._log.note(torch.stack([scaler.scale for scaler in self.scalers]))
+            self._log.note([scaler.scale for scaler in self.scalers])
 
     def current(self) -> tuple[float, ...]:
         """The scale of each loss; 1.0 without loss scaling (reads the host)."""
@@ -141,8 +137,8 @@ class LossScales:
         Raises:
             InputError: a static scale is above it.
         """
-        scaler = self._scaler(loss_id)
-        before = None if scaler is None else scaler.scale
+        scaler = self.scalers[loss_id] if self.several else self.first
+        before = None if scaler is None else scaler.scale.clone()
         reason = "the loss itself is fp16, and its gradient is the loss scale, in fp16"
         if scaler is None or before is None or not scaler.cap(FP16_SEED_LIMIT, reason):
             return
@@ -175,9 +171,6 @@ class LossScales:
             f"loss_id={loss_id!r} is not one of the num_losses={self._num_losses} losses; allowed: 0 to "
             f"{self._num_losses - 1}, or set num_losses in the config"
         )
-
-    def _scaler(self, loss_id: int) -> LossScaler | None:
-        return self.scalers[loss_id] if self.several else self.first
 
 
 def _widen(grad: torch.Tensor) -> torch.Tensor:

@@ -14,26 +14,21 @@ class StepResult:
     hold it up.
     """
 
-    def __init__(
-        self,
-        lr: float | torch.Tensor,
-        skipped: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
-        scale: torch.Tensor | None = None,
-        num_zeros: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, lr: float | torch.Tensor, **numbers: torch.Tensor | None) -> None:
+        """Of `numbers`, 0-dim tensors that nobody writes any more, those that are known: `skipped`, `norm` (of the
+        gradients as they were), `total` (what these were too large by), `scale`, `num_zeros`."""
         self._lr = lr
-        named = {"skipped": skipped, "norm": norm, "scale": scale, "num_zeros": num_zeros}
-        given = {name: value for name, value in named.items() if value is not None}
-        self._names = list(given)
-        self._read: dict[str, float] | None = None if given else {}
-        if given:
-            self._copy = HostCopy(torch.stack([value.double() for value in given.values()]))
+        known = {name: value for name, value in numbers.items() if value is not None}
+        self._names = list(known)
+        self._read: dict[str, float] | None = None
+        self._copy = HostCopy(list(known.values()))
 
     def _get(self, name: str) -> float | None:
+        if name not in self._names:
+            return None
         if self._read is None:
             self._read = dict(zip(self._names, self._copy.read(), strict=True))
-        return self._read.get(name)
+        return self._read[name]
 
     @property
     def skipped(self) -> bool:
@@ -43,7 +38,9 @@ class StepResult:
     @property
     def grad_norm(self) -> float | None:
         """Norm of the gradients over all ranks, unscaled and before clipping; None if nothing asked for it."""
-        return self._get("norm")
+        norm = self._get("norm")
+        total = None if norm is None else self._get("total")
+        return norm if norm is None or total is None else norm / total
 
     @property
     def loss_scale(self) -> float:

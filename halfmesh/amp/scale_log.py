@@ -18,12 +18,13 @@ class ScaleLog:
 
     def __init__(self, scales: Sequence[torch.Tensor]) -> None:
         """`scales`: those before the first update (0-dim, one per loss)."""
-        self._pending = deque([HostCopy(torch.stack(list(scales)))])
+        self._pending: deque[HostCopy] = deque()
         self._last: list[float] = []
+        self.note(scales)
 
-    def note(self, scales: torch.Tensor) -> None:
-        """The scales after an update (1-D, one per loss). Logs what has arrived so far."""
-        self._pending.append(HostCopy(scales))
+    def note(self, scales: Sequence[torch.Tensor]) -> None:
+        """The scales after an update. Logs what has arrived so far."""
+        self._pending.append(HostCopy([scale.clone() for scale in scales]))  # scalers change theirs in place
         while self._pending and self._pending[0].arrived:
             self._tell(self._pending.popleft().read())
 

@@ -18,8 +18,8 @@ class SkipWatch:
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._counters = torch.zeros(2, dtype=torch.float64, device=device)  # one operation counts both
+        self._in_a_row, self._skipped = self._counters.unbind()
         self._most = 0  # no more than this many in a row, as far as the host knows
         self._unmeasured = 0
         self._alarmed = False  # the last look found inf or nan
@@ -46,10 +46,9 @@ class SkipWatch:
         scalers: Sequence[LossScaler],
     ) -> None:
         """Count one verdict. `skips`: the update is skipped if non-finite; `raise_now`: it ends the run instead."""
-        found = verdict.found_inf.long()
-        self._in_a_row = (self._in_a_row + 1) * found
-        if skips:
-            self._skipped = self._skipped + found
+        found = verdict.found_inf
+        (self._counters if skips else self._in_a_row).add_(found)
+        self._in_a_row.mul_(found)
         self._most += 1
         if self._unmeasured:
             self._unmeasured = 0
@@ -71,8 +70,8 @@ class SkipWatch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where `state_dict` was taken."""
-        self._in_a_row = torch.full_like(self._in_a_row, state["in_a_row"])
-        self._skipped = torch.full_like(self._skipped, state["skipped"])
+        self._in_a_row.fill_(state["in_a_row"])
+        self._skipped.fill_(state["skipped"])
         self._most = state["in_a_row"]
 
 

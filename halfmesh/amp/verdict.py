@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,6 @@ class Verdict:
     [2, losses]), if the losses were told apart."""
 
 
-@torch.no_grad()
 def measure(
     grads: Sequence[tuple[ParamShard, torch.Tensor]],
     ranks: Ranks,
@@ -45,34 +43,45 @@ def measure(
     """Judge `grads`, pairs of a shard and its local gradient (any dtype), together with those of the other ranks.
 
     Each element counts with its shard's weight, so that copies on several ranks count once. Accumulated in fp32
-    within a chunk and in fp64 above. One all-reduce of two numbers (three with `count_zeros`, and one more for each
-    loss); for the maximum norm of two numbers per rank.
+    within a chunk and in fp64 above. The verdict follows from the norm, which is inf or nan if any element is. One
+    all-reduce of one number (two with `count_zeros`, and two more for each loss); for the maximum norm of one number
+    per rank.
 
     Args:
         by_loss: for each loss what its own gradients, which are in `grads`, held of inf or nan on this rank, and
             whether it was used (shape [2, losses]).
     """
-    power, bad = _local_sums(grads, device, norm_type)
-    zeros = [_zeros(grads, device)] if count_zeros else []
-    rest = [torch.stack([bad, *zeros]), *([] if by_loss is None else [by_loss.flatten()])]
+    norm = _local_norm(grads, device, norm_type)
+    zeros = [_zeros(grads, device).unsqueeze(0)] if count_zeros else []
+    rest = [*zeros, *([] if by_loss is None else [by_loss.flatten()])]
+    sums = torch.cat(rest) if rest else None
+    if ranks.size > 1:
+        norm, sums = _over_ranks(norm, sums, ranks, norm_type)
+    found_inf = (norm < math.inf).logical_not_().float()
+    losses = None if by_loss is None or sums is None else sums[-by_loss.numel() :].view_as(by_loss)
+    return Verdict(norm, found_inf, sums[0] if count_zeros and sums is not None else None, losses)
+
+
+def _over_ranks(
+    norm: torch.Tensor, sums: torch.Tensor | None, ranks: Ranks, norm_type: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norm over all ranks, and the sums of `sums`."""
     if math.isinf(norm_type):
         # SUM over one slot per rank, because a MAX all-reduce loses nan on gloo.
-        slots = torch.zeros(ranks.size, dtype=torch.float64, device=device)
-        slots[ranks.rank] = power
-        joined = torch.cat([slots, *rest])
-        ranks.all_reduce(joined)
-        norm, sums = joined[: ranks.size].max(), joined[ranks.size :]
+        own = torch.zeros(ranks.size, dtype=torch.float64, device=norm.device)
+        own[ranks.rank] = norm
     else:
-        joined = torch.cat([power.unsqueeze(0), *rest])
-        ranks.all_reduce(joined)
-        norm, sums = joined[0] ** (1 / norm_type), joined[1:]
-    losses = None if by_loss is None else sums[-by_loss.numel() :].view_as(by_loss)
-    return Verdict(norm, (sums[0] > 0).float(), sums[1] if count_zeros else None, losses)
+        own = (norm**norm_type).unsqueeze(0)
+    joined = own if sums is None else torch.cat([own, sums])
+    ranks.all_reduce(joined)
+    own, rest = joined[: own.numel()], joined[own.numel() :]
+    norm = own.max() if math.isinf(norm_type) else own[0] ** (1 / norm_type)
+    return norm, None if sums is None else rest
 
 
 def count_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """How many pieces of `grads` hold inf or nan (0-dim float64), on this rank, without reading them."""
-    return _local_sums(grads, device, math.inf)[1]
+    """1.0 if `grads` hold inf or nan on this rank, else 0.0 (0-dim float64), without reading them."""
+    return (_local_norm(grads, device, math.inf) < math.inf).logical_not_().double()
 
 
 def first_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str | None:
@@ -80,41 +89,48 @@ def first_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str | N
     return next((shard.name for shard, grad in grads if not bool(grad.isfinite().all())), None)
 
 
-def _local_sums(
+def _local_norm(
     grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device, norm_type: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[sum of weight * |g|^p, or the maximum of |g|] and the count of non-finite pieces, both float64.
+) -> torch.Tensor:
+    """This rank's norm (0-dim float64), each element counted with its shard's weight.
 
     Raises:
         InputError: a gradient is sparse.
     """
+    by_weight: dict[tuple[float, bool], list[torch.Tensor]] = {}
     for shard, grad in grads:
         if grad.layout != torch.strided:
             raise InputError(
                 f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
                 "gradient norm do not support; build its layer with sparse=False"
             )
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    power, bad = zero, zero
-    by_weight: dict[tuple[float, bool], list[torch.Tensor]] = defaultdict(list)
-    for shard, grad in grads:
-        by_weight[shard.weight, grad.dtype == torch.float64].extend(_chunks(grad))
-    for (weight, is_double), pieces in by_weight.items():
-        common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
+        key = shard.weight, grad.dtype is torch.float64
+        if key not in by_weight:
+            by_weight[key] = []
+        by_weight[key] += (grad,)
+    common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
+    norms = []
+    for (weight, is_double), tensors in by_weight.items():
+        sizes = list(map(torch.Tensor.numel, tensors))
+        whole = min(sizes) > 0 and max(sizes) <= CHUNK and all(map(torch.Tensor.is_contiguous, tensors))
+        pieces = tensors if whole else [piece for tensor in tensors for piece in _chunks(tensor)]
+        if not pieces:
+            continue
         accumulate = torch.float32 if common and not is_double else torch.float64
-        norms = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate)).double()
-        bad = bad + (~norms.isfinite()).sum()
-        power = (
-            torch.maximum(power, norms.max()) if math.isinf(norm_type) else power + weight * (norms**norm_type).sum()
-        )
-    return power, bad
+        each = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate))
+        norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
+        norms.append(norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type))
+    if len(norms) == 1:
+        return norms[0]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
     if grad.numel() == 0:
         return ()
-    small = grad.numel() <= CHUNK and grad.is_contiguous()
-    if small or grad.device.type != "cpu":  # CUDA's kernel works in chunks by itself
+    if grad.device.type != "cpu":  # CUDA's kernel works in chunks by itself
         return (grad,)
     return in_memory_order(grad).split(CHUNK)  # the CPU's is fast and exact on contiguous pieces only
 

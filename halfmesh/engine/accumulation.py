@@ -25,13 +25,10 @@ class Accumulation:
         self.reduction = reduction
         self.index = 0
         """Microbatches of this cycle that are complete."""
+        self.seed_divisor = float(length) if reduction == "mean" else 1.0
+        """What each loss is divided by in backward."""
         self._dp = dp
         self._weight: torch.Tensor | None = None
-
-    @property
-    def seed_divisor(self) -> float:
-        """What each loss is divided by in backward."""
-        return float(self.length) if self.reduction == "mean" else 1.0
 
     def is_last(self, at_end: bool) -> bool:
         """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
@@ -39,6 +36,9 @@ class Accumulation:
 
     def take_loss(self, loss: Any) -> torch.Tensor:
         """The scalar to run backward from; of a weighted (sum, weight) pair the weight is remembered."""
+        plain = self.reduction != "weighted" and isinstance(loss, torch.Tensor)
+        if plain and loss.requires_grad and loss.dtype.is_floating_point and loss.numel() == 1:
+            return loss
         total, weight = self.read_loss(loss)
         if weight is not None:
             self.add_weight(weight)

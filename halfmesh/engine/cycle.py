@@ -55,7 +55,7 @@ class GradientCycle:
 
     def is_last(self, at_end: bool) -> bool:
         """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
-        return self._accumulation.is_last(at_end)
+        return at_end or self._accumulation.index + 1 >= self._accumulation.length
 
     def add(self, loss: Any, at_end: bool, retain_graph: bool = False, loss_id: int = 0) -> None:
         """Run one backward. On the last microbatch its gradients are reduced while it runs, unless there are several
@@ -73,11 +73,14 @@ class GradientCycle:
             self.reducer.open(sends and self._passes.is_single)
         self._complete = False
         try:
-            with self._precision.backward():
+            if self._precision.casts is None:
                 self._passes.backward(loss, loss_id, retain_graph, self.reducer, sends)
+            else:
+                with self._precision.backward():
+                    self._passes.backward(loss, loss_id, retain_graph, self.reducer, sends)
             self._precision.forget_casts()
             self.fresh = True
-            if sends:
+            if sends and self.reducer is not None:
                 self.complete()
         except BaseException:
             self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
@@ -96,13 +99,23 @@ class GradientCycle:
         self._complete = True
 
     def divisor(self) -> float | torch.Tensor:
-        """What the complete gradients still have to be divided by."""
+        """Complete the gradients; returns what they still have to be divided by."""
+        if self.reducer is not None:
+            self.complete()
         return self._accumulation.divisor(self._accumulation.index + self.fresh)
 
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
         self._update.zero_grad()
-        self._precision.forget_casts()
+        self._begin_anew()
+
+    def end(self) -> None:
+        """The update is over: its gradients are used, or of no use."""
+        self._update.free_gradients()
+        self._precision.forget_casts()  # the weights have changed
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._accumulation.reset()
         if self.reducer is not None:
             self.reducer.forget()

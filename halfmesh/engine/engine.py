@@ -87,7 +87,8 @@ class Engine(Readings):
         Under a pipeline, in training and with gradients, it is a handle: for `criterion`, and after `backward`, with
         `keep_outputs`, to be used like the output. All ranks of a pipeline call this with the same inputs.
         """
-        self._refuse_if_closed()
+        if self._closed:
+            self._refuse_if_closed()
         return self._passes.forward(*args, **kwargs)
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,8 @@ class Engine(Readings):
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
-        self._refuse_if_closed()
+        if self._closed:
+            self._refuse_if_closed()
         self._cycle.add(loss, self._at_end, retain_graph, loss_id)
 
     def step(self, last: bool = False) -> StepResult | None:
@@ -129,7 +131,8 @@ class Engine(Readings):
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
         """
-        self._refuse_if_closed()
+        if self._closed:
+            self._refuse_if_closed()
         cycle = self._cycle
         if not cycle.fresh and not (last and cycle.begun):
             raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
@@ -139,10 +142,9 @@ class Engine(Readings):
             return None
         try:
             self._lr.settle()
-            cycle.complete()
             result = self._update.step(cycle.divisor())
-        finally:  # used up, or made useless by an error
-            cycle.clear()
+        finally:
+            cycle.end()
             if self._dataloader is not None:
                 self._dataloader.at_end = False
         self._last = result
@@ -174,7 +176,6 @@ class Engine(Readings):
                 f"engine.clip_grad_norm_ was called on microbatch {self._cycle.position}, where gradients are "
                 "incomplete; call it on the last one only, or set clip_grad_norm in the config"
             )
-        self._cycle.complete()
         return self._update.clip_grad_norm_(max_norm, self._cycle.divisor())
 
     def train(self, mode: bool = True) -> Engine:

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from updates import DYNAMIC, OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
-from halfmesh.amp import optimizer as optimizer_module
+from halfmesh.amp import stepper
 from halfmesh.amp.recipe import LossScale, Recipe
 
 
@@ -118,7 +118,7 @@ def test_streaming_in_parts_is_bitwise_one_step(name, monkeypatch):
     recipe = Recipe(torch.bfloat16, torch.bfloat16, False, True)
     results, calls = [], []
     for limit in (1, 200, 25 * 2**20):
-        monkeypatch.setattr(optimizer_module, "STREAM_BYTES", limit)
+        monkeypatch.setattr(stepper, "STREAM_BYTES", limit)
         params = make_params()
         update = make_update(params, OPTIMIZERS[name], recipe, max_norm=0.7)
         steps = 0
@@ -143,7 +143,7 @@ def test_streaming_in_parts_is_bitwise_one_step(name, monkeypatch):
 
 
 def test_no_streaming_where_the_users_hook_would_see_it(monkeypatch):
-    monkeypatch.setattr(optimizer_module, "STREAM_BYTES", 1)
+    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
     params = make_params()
     update = make_update(params, OPTIMIZERS["adamw"], Recipe(torch.bfloat16, torch.bfloat16, False, True))
     seen = []
@@ -155,7 +155,7 @@ def test_no_streaming_where_the_users_hook_would_see_it(monkeypatch):
 
 def test_one_master_gradient_at_a_time(monkeypatch):
     """While one part is stepped, no other part has an fp32 gradient, and its own fp16 gradient is gone."""
-    monkeypatch.setattr(optimizer_module, "STREAM_BYTES", 1)
+    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.float16, torch.float16, False, True))
     alive = []

@@ -1,0 +1,134 @@
+"""From complete gradients and the verdict on them to new weights: the last part of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from ..errors import InputError
+from ..shard import ParamShard
+from .direct_step import DirectStep
+from .holdings import OWN_HOOKS, Holdings
+from .master_weights import STREAM_BYTES
+
+Grads = list[tuple[ParamShard, torch.Tensor]]
+
+
+class Stepper:
+    """Steps the optimizer of `holdings`, and lets nobody else do so."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self._optimizer = holdings.optimizer
+        self._stepping = False
+        self._direct = DirectStep(self._optimizer, OWN_HOOKS)
+        self._guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
+
+    def take(self, grads: Grads, fits: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Divide by `total` and step, unless `found_inf` is set. Empties `grads`, to free them as it goes.
+
+        Args:
+            fits: whether `grads` are the parameters' own, and fit them.
+            total: 0-dim fp32, or None for 1.
+            found_inf: 0-dim fp32, 1.0 to skip; None: take the step.
+        """
+        holdings = self.holdings
+        if found_inf is not None and not holdings.folds:
+            if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
+                return
+            found_inf = None
+        if fits:
+            self.step_part([shard for shard, _ in grads], total, found_inf)
+            return
+        for part in self._parts(grads):
+            shards = [shard for shard, _ in part]
+            self._attach(part)
+            self.step_part(shards, total, found_inf)
+            holdings.publish(shards)
+            for shard in shards:
+                if (target := holdings.target(shard)) is not shard.param:
+                    target.grad = None
+        holdings.note_published()
+
+    def step_part(
+        self, shards: Sequence[ParamShard], total: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> None:
+        """Step what has gradients, which are those of `shards`, attached to what the optimizer holds."""
+        folds = self.holdings.folds
+        if self._direct.take(folds, total, found_inf):
+            return
+        attributes: dict[str, torch.Tensor] = {}
+        if folds:
+            named = {"grad_scale": total, "found_inf": found_inf}
+            attributes = {name: value for name, value in named.items() if value is not None}
+        elif total is not None and shards:
+            grads = [self.holdings.target(shard).grad for shard in shards]
+            torch_private.foreach_mul_([grad for grad in grads if grad is not None], 1 / total)
+        self._stepping = True
+        try:
+            self._optimizer.__dict__.update(attributes)
+            self._optimizer.step()
+        finally:
+            self._stepping = False
+            for name in attributes:
+                delattr(self._optimizer, name)
+
+    def close(self) -> None:
+        """The optimizer may step by itself again."""
+        self._guard.remove()
+
+    def _parts(self, grads: Grads) -> list[Grads]:
+        """The gradients in the parts that are stepped one after another: several where fp32 copies are made of them.
+
+        Empties `grads`.
+        """
+        targets = self.holdings.targets
+        parts: list[Grads] = []
+        pairs = {(grad.dtype, targets[id(shard)].dtype) for shard, grad in grads}
+        if all(source == target for source, target in pairs) or not self.holdings.streams:
+            parts.append(grads.copy())
+            grads.clear()
+            return parts
+        room = 0
+        for shard, grad in grads:
+            size = grad.numel() * 4
+            if size > room or not parts:
+                parts.append([])
+                room = STREAM_BYTES
+            parts[-1].append((shard, grad))
+            room -= size
+        grads.clear()
+        return parts
+
+    def _attach(self, part: Grads) -> None:
+        """Give each target its gradient, in its own dtype and strides, and drop the one it is made from.
+
+        Empties `part`.
+        """
+        targets = self.holdings.targets
+        made, sources = [], []
+        for shard, grad in part:
+            target = targets[id(shard)]
+            # Fused kernels need both alike. (Sparse gradients have no strides, and no such kernels.)
+            fits = grad.layout == torch.strided and grad.dtype == target.dtype and grad.stride() == target.stride()
+            if target is not shard.param:
+                shard.clear_grad()
+            if fits or grad.layout != torch.strided:
+                target.grad = grad.to(target.dtype)
+            else:
+                target.grad = torch.empty_like(target)
+                made.append(target.grad)
+                sources.append(grad)
+        part.clear()
+        if made:
+            torch_private.foreach_copy_(made, sources)
+
+    def _refuse_other_steps(self, *_: Any) -> None:
+        if not self._stepping:
+            raise InputError(
+                "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
+                "checked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
+            )
