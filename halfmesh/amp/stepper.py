@@ -13,6 +13,7 @@ from ..shard import ParamShard
 from .direct_step import DirectStep
 from .holdings import OWN_HOOKS, Holdings
 from .master_weights import STREAM_BYTES
+from .staging import Staging
 
 Grads = list[tuple[ParamShard, torch.Tensor]]
 
@@ -25,6 +26,7 @@ class Stepper:
         self._optimizer = holdings.optimizer
         self._stepping = False
         self._direct = DirectStep(self._optimizer, OWN_HOOKS)
+        self._staging = Staging()
         self._guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
 
     def take(self, grads: Grads, fits: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
@@ -43,9 +45,10 @@ class Stepper:
         if fits:
             self.step_part([shard for shard, _ in grads], total, found_inf)
             return
-        for part in self._parts(grads):
+        parts = self._parts(grads)
+        for number, part in enumerate(parts):
             shards = [shard for shard, _ in part]
-            self._attach(part)
+            self._attach(part, self._staging if self.holdings.streams else None, number)
             self.step_part(shards, total, found_inf)
             holdings.publish(shards)
             for shard in shards:
@@ -103,13 +106,13 @@ class Stepper:
         grads.clear()
         return parts
 
-    def _attach(self, part: Grads) -> None:
+    def _attach(self, part: Grads, staging: Staging | None, number: int) -> None:
         """Give each target its gradient, in its own dtype and strides, and drop the one it is made from.
 
-        Empties `part`.
+        Empties `part`, the `number`th of the update; what is made lies in `staging`, if that is given.
         """
         targets = self.holdings.targets
-        made, sources = [], []
+        given, sources = [], []
         for shard, grad in part:
             target = targets[id(shard)]
             # Fused kernels need both alike. (Sparse gradients have no strides, and no such kernels.)
@@ -119,12 +122,15 @@ class Stepper:
             if fits or grad.layout != torch.strided:
                 target.grad = grad.to(target.dtype)
             else:
-                target.grad = torch.empty_like(target)
-                made.append(target.grad)
+                given.append(target)
                 sources.append(grad)
         part.clear()
-        if made:
+        if given:
+            alike = len({(target.dtype, target.device) for target in given}) == 1
+            made = staging.views(given, number) if staging is not None and alike else [*map(torch.empty_like, given)]
             torch_private.foreach_copy_(made, sources)
+            for target, grad in zip(given, made, strict=True):
+                target.grad = grad
 
     def _refuse_other_steps(self, *_: Any) -> None:
         if not self._stepping:

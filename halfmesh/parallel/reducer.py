@@ -31,6 +31,8 @@ class ReduceOptions:
     max_inflight: int = 8
     mean: bool = True
     """Average over the ranks; False sums."""
+    wide_sums: bool = False
+    """Half-precision gradients are added up in fp32, in `ParamShard.main_grad`."""
 
 
 class Reducer:
@@ -73,6 +75,7 @@ class Reducer:
         self._finished = False
         self._collecting = False
         self._armed = False
+        self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
@@ -80,8 +83,12 @@ class Reducer:
     def cover(self, shards: Sequence[ParamShard]) -> None:
         """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
+        for bucket in self._buckets:
+            bucket.detach()
         self._shards = [shard for shard in shards if self._takes_part(shard)]
-        self._buckets = make_buckets(self._shards, self.options.dtype, self.options.bucket_bytes)
+        self._buckets = make_buckets(
+            self._shards, self.options.dtype, self.options.bucket_bytes, self.options.wide_sums
+        )
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
             # The shard is bound now: a closure over the loop variable would see the last one.
@@ -111,6 +118,8 @@ class Reducer:
         self._finished = self.stale = False
         self._collecting = True
         self._reset()
+        for bucket in self._buckets:
+            bucket.attach()
         self._armed = last
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
@@ -192,15 +201,16 @@ class Reducer:
 
     def _arrived(self, shard: ParamShard) -> None:
         self.stale = self._finished
+        bucket = self._bucket_of[id(shard)]
+        sent_before = self._armed and bucket.sent
+        bucket.take(shard)
         if not self._armed:
             return
-        bucket = self._bucket_of[id(shard)]
-        if bucket.flat is not None:
+        if sent_before:
             raise InputError(
                 f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
-        bucket.missing.discard(id(shard))
         self._launch_ready()
 
     def _launch_ready(self, everything: bool = False) -> None:
