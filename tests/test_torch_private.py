@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import halfmesh
 from halfmesh import torch_private
+from halfmesh.amp.recipe import LossScale
 
 
 def test_foreach_norm_accumulates_in_the_dtype_asked_for():
@@ -48,10 +50,50 @@ def test_edit_stamp_sees_every_kind_of_edit():
 
 def test_step_hooks():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    assert torch_private.step_hooks(optimizer) == []
+    assert not torch_private.has_step_hooks(optimizer, besides=0)
     optimizer.register_step_pre_hook(lambda *_: None)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert len(torch_private.step_hooks(optimizer)) == 2
+    assert torch_private.has_step_hooks(optimizer, besides=0)
+    assert not torch_private.has_step_hooks(optimizer, besides=1)
+    for register in (
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert torch_private.has_step_hooks(optimizer, besides=1)
+        handle.remove()
+        assert not torch_private.has_step_hooks(optimizer, besides=1)
+
+
+def test_scheduler_wrapper():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    assert not torch_private.is_scheduler_wrapper(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert torch_private.is_scheduler_wrapper(optimizer.step)
+    assert optimizer.step.__wrapped__ is torch.optim.SGD.step
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_update_scale(found):
+    """As GradScaler has it: one more, or back; doubled when there are three."""
+    rule = LossScale(growth_interval=3)
+    scale, tracker = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
+    torch_private.update_scale_(scale, tracker, torch.tensor(found), rule)
+    assert (scale.item(), tracker.item()) == ((4.0, 0) if found else (8.0, 2))
+    torch_private.update_scale_(scale, tracker, torch.tensor(0.0), rule)
+    assert (scale.item(), tracker.item()) == ((4.0, 1) if found else (16.0, 0))
+
+
+def test_edit_stamps():
+    tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(3))]
+    before = torch_private.edit_stamps(tensors)
+    assert before == [torch_private.edit_stamp(tensor) for tensor in tensors]
+    tensors[0].add_(1)
+    after = torch_private.edit_stamps(tensors)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True]
+    with torch.inference_mode():
+        made = torch.ones(1)
+    assert torch_private.edit_stamps([made]) == [torch_private.edit_stamp(made)]
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Rprop])
@@ -76,9 +118,10 @@ def test_bare_copy_steps_without_hooks_and_state(make):
     assert optimizer.param_groups is groups
     assert groups[0]["params"] == [param]
     assert dict(optimizer.state).keys() == state.keys()
-    assert len(torch_private.step_hooks(optimizer)) == 2
     clone.register_step_pre_hook(lambda *_: None)
-    assert len(torch_private.step_hooks(optimizer)) == 2
+    assert torch_private.has_step_hooks(clone, besides=0)
+    assert not torch_private.has_step_hooks(clone, besides=1)
+    assert torch_private.has_step_hooks(optimizer, besides=1), "its own post-hook"
     clone.zero_grad()
     assert param.grad is not None
 

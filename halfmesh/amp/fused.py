@@ -37,9 +37,11 @@ def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
 
 
 def switch_back(optimizer: optim.Optimizer, switched: set[int]) -> None:
-    """Leave the choice to torch again in the groups at these places."""
+    """Leave the choice to torch again in the groups at these places, unless somebody else has made it."""
     for index in switched:
-        optimizer.param_groups[index]["fused"] = optimizer.param_groups[index]["foreach"] = None
+        group = optimizer.param_groups[index]
+        if group["fused"] is True and group["foreach"] is False:
+            group["fused"] = group["foreach"] = None
 
 
 def takes_scale(optimizer: optim.Optimizer) -> bool:

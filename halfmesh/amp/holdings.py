@@ -85,8 +85,10 @@ class Holdings:
         self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
         self._forms = _forms([self.targets[id(s)] for s in self.trained])
         fused.refuse_broken(self.optimizer)
+        fused.switch_back(self.optimizer, self._switched)  # it may not be exact any more
+        self._switched = set()
         if self._rules.fused == "auto" and not self.sparse:
-            self._switched |= fused.switch_to_fused(self.optimizer)
+            self._switched = fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         self._known = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs

@@ -1,4 +1,4 @@
-"""Memory for the gradients of masters, which are there for a moment only: kept, because new memory costs more to fill."""
+"""Memory for masters' gradients, which are there for a moment only: kept, because new memory costs more to fill."""
 
 from __future__ import annotations
 

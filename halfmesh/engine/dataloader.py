@@ -10,14 +10,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
-from ..tree import map_tensors
+from .loader_watch import LoaderWatch
 from .samplers import OwnRandomness, generators, set_epoch
+from .transfer import Transfer
 
 _EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
 
 
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
+
+    The next batch is fetched, and on its way to the device, before the current one is handed out.
 
     Args:
         seed: batches are fetched with random numbers from it and the epoch alone, so that all ranks with the same seed
@@ -42,6 +45,8 @@ class EngineDataLoader:
         self._seed = seed
         self.epoch = -1
         self.at_end = False
+        self._transfer = Transfer(device)
+        self._watch = None if on_epoch_end is None else LoaderWatch(loader, device)  # evaluation may wait
         self._on_epoch_end = on_epoch_end
         self._may_be_empty = may_be_empty
         self._next_epoch = 0
@@ -76,20 +81,23 @@ class EngineDataLoader:
     def __iter__(self) -> Iterator[Any]:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         set_epoch(self.loader, self.epoch)
-        batches = self._fetched()
+        batches = self._fetched() if self._watch is None else self._watch.watch(self._fetched())
         nothing, at_end_outside = object(), self.at_end  # this may be a loop inside another over the same loader
         self.at_end = False
-        batch = self._to_device(next(batches, nothing))
+        batch = next(batches, nothing)
         if batch is nothing:
             if self._may_be_empty:
                 return
             raise InputError(f"epoch {self.epoch}: {EMPTY}")
+        transfer = self._transfer
+        batch = transfer.start(batch)
         try:
             for following in batches:
-                yield batch
-                batch = self._to_device(following)
+                ready, batch = transfer.finish(batch), transfer.start(following)
+                yield ready
+                del ready
             self.at_end = True
-            yield batch
+            yield transfer.finish(batch)
         finally:
             self.at_end = at_end_outside
         if self._on_epoch_end is not None and torch.is_grad_enabled():  # else it was a pass to evaluate
@@ -107,9 +115,6 @@ class EngineDataLoader:
             if batch is nothing:
                 return
             yield batch
-
-    def _to_device(self, batch: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
 
 
 EMPTY = (

@@ -63,9 +63,8 @@ class Bucket:
                 self._blank.add(id(shard))
 
     def take(self, shard: ParamShard) -> None:
-        """A gradient has come."""
+        """A gradient has come; more may be added to it."""
         self._blank.discard(id(shard))
-        self.missing.discard(id(shard))
 
     def detach(self) -> None:
         """Parameters that got no gradient have none again."""

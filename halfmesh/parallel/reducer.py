@@ -202,15 +202,15 @@ class Reducer:
     def _arrived(self, shard: ParamShard) -> None:
         self.stale = self._finished
         bucket = self._bucket_of[id(shard)]
-        sent_before = self._armed and bucket.sent
         bucket.take(shard)
         if not self._armed:
             return
-        if sent_before:
+        if bucket.sent:
             raise InputError(
                 f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
+        bucket.missing.discard(id(shard))
         self._launch_ready()
 
     def _launch_ready(self, everything: bool = False) -> None:

@@ -643,7 +643,7 @@ def test_what_is_sent_in_an_update():
         for mode, size in {"fp32": 4, "torch": 4, "naive": 2}.items():
             sent, collectives = result[mode]
             assert sent == [2 * 16 * size] * 4
-            assert collectives == [("broadcast", 16), ("all_reduce", 16)]
+            assert collectives == [("broadcast", 16), ("all_reduce", 8)]
 
 
 def joins_later(rank: int, world_size: int) -> dict[str, Any]:

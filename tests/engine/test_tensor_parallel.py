@@ -119,7 +119,7 @@ def test_collectives_of_a_step():
                 batch * 12 * half,  # forward: the output of `down`
                 batch * 12 * half,  # backward: the gradient of the head's input
                 local * 4 + 8 * 4,  # over the data ranks, with a flag for each parameter
-                2 * 8,  # norm and verdict, over all ranks
+                8,  # the norm, which says the verdict, over all ranks
             ],
             "all_gather_into_tensor": [batch * CLASSES // 2 * half],  # the head's output
         }
