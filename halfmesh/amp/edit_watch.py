@@ -22,19 +22,15 @@ class EditWatch:
 
     Attributes:
         why: what is special about the gradients.
+        grad: the one that was looked at.
     """
 
     why = SCALED
 
     def __init__(self) -> None:
-        self._grad: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
         self._stamp = (0, 0)
         self._warned = False
-
-    @property
-    def watches(self) -> bool:
-        """Whether there is a gradient that was looked at."""
-        return self._grad is not None
 
     def note(self, shards: Sequence[ParamShard]) -> None:
         """After a backward, and after a reduction."""
@@ -43,13 +39,13 @@ class EditWatch:
         for shard in shards:
             grad = shard.param.grad
             if grad is not None and grad.layout is torch.strided:
-                self._grad, self._stamp = grad, torch_private.edit_stamp(grad)
+                self.grad, self._stamp = grad, torch_private.edit_stamp(grad)
                 return
-        self._grad = None
+        self.grad = None
 
     def warn(self, shards: Sequence[ParamShard]) -> None:
         """Before the step: warn if the gradient was changed and is still the one that will be used."""
-        grad, self._grad = self._grad, None
+        grad, self.grad = self.grad, None
         if grad is None or torch_private.edit_stamp(grad) == self._stamp:
             return
         if any(shard.param.grad is grad for shard in shards):

@@ -46,11 +46,14 @@ class LossScaler:
         """
         if not self.options.dynamic:
             return
+        if used is None:
+            self._move(found_inf)
+            return
         state = self.scale, self._growth_tracker, self._hysteresis_left
-        before = [] if used is None else [value.clone() for value in state]
+        before = [value.clone() for value in state]
         self._move(found_inf)
-        for value, old in zip(state, before, strict=False):
-            value.copy_(torch.where(used, value, old))  # type: ignore[arg-type]
+        for value, old in zip(state, before, strict=True):
+            value.copy_(torch.where(used, value, old))
 
     def _move(self, found_inf: torch.Tensor) -> None:
         options, tracker, left = self.options, self._growth_tracker, self._hysteresis_left

@@ -127,7 +127,7 @@ class LossScales:
 
     def forget(self) -> None:
         """The gradients are used or cleared."""
-        self._nonfinite.clear()
+        self._nonfinite = {}
 
     def cap(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """Keep the scale of a loss at or below 2**15, because its backward starts in fp16 with the loss scale itself.

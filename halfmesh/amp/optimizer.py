@@ -140,7 +140,7 @@ class MixedPrecisionOptimizer:
 
     def _step(self, divisor: float | torch.Tensor) -> StepResult:
         holdings, rules = self.holdings, self.rules
-        if self._edits.watches:
+        if self._edits.grad is not None:
             self._edits.warn(holdings.trained)
         if holdings.changed():
             self.take_in_new()
@@ -185,7 +185,8 @@ class MixedPrecisionOptimizer:
     def free_gradients(self) -> None:
         """Those of an update are used, or of no use. (Of parameters that were put into the optimizer since: later.)"""
         self._clip_once = None
-        self.losses.forget()
+        if self.losses.several:
+            self.losses.forget()
         self._begun = False
         for shard in self.holdings.trained:
             shard.param.grad = shard.main_grad = None

@@ -17,7 +17,7 @@ from ..strides import in_memory_order
 CHUNK = 65536
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Verdict:
     """What all ranks agree on about one step's gradients. Tensors are 0-dim, on the device, unread by the host."""
 

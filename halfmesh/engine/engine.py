@@ -141,7 +141,8 @@ class Engine(Readings):
         if not closes:
             return None
         try:
-            self._lr.settle()
+            if self._lr.scheduler is not None:
+                self._lr.settle()
             result = self._update.step(cycle.divisor())
         finally:
             cycle.end()
@@ -149,7 +150,8 @@ class Engine(Readings):
                 self._dataloader.at_end = False
         self._last = result
         self.global_step += 1
-        self._lr.after(result)
+        if self._lr.scheduler is not None:
+            self._lr.after(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -57,9 +57,7 @@ class DirectBackward:
         self._precision = precision
         self._update = update
         self._accumulation = accumulation
-
-    def check(self, loss: Any) -> torch.Tensor:
-        return self._accumulation.take_loss(loss)
+        self.check = accumulation.take_loss
 
     def backward(
         self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
