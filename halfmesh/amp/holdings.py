@@ -118,6 +118,11 @@ class Holdings:
         return self.targets[id(shard)]
 
     @property
+    def was_switched(self) -> bool:
+        """Whether the optimizer is fused because its user left that open."""
+        return bool(self._switched)
+
+    @property
     def keeps_masters(self) -> bool:
         """Whether half-precision parameters get masters, now or when they are added."""
         return self._recipe.master_weights

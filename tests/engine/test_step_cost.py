@@ -1,0 +1,176 @@
+"""What a step costs that can be counted: calls of Python, operations of torch, reads by the host. Not seconds."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+import pytest
+import torch
+from torch import nn
+from updates import CountReads
+
+import halfmesh
+
+X, Y = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+CASES = [("fp32", 0.0), ("fp32", 1.0), ("bf16", 0.0), ("bf16", 1.0), ("fp16", 0.0), ("fp16", 1.0)]
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(32, 32))
+
+
+def by_hand(precision, clip, fused=None):
+    """The loop that torch's documentation shows."""
+    model, criterion, dtype = make_model(), nn.CrossEntropyLoss(), DTYPES[precision]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = criterion(model(X), Y)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def through_engine(precision, clip, mode="torch", **config):
+    model = make_model()
+    if precision != "fp32":
+        config[precision] = {"mode": mode}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = halfmesh.initialize(
+        model, optimizer, nn.CrossEntropyLoss(), config={"clip_grad_norm": clip, **config}, device="cpu"
+    )
+
+    def step():
+        engine.zero_grad()
+        loss = engine.criterion(engine(X), Y)
+        engine.backward(loss)
+        engine.step()
+
+    return step
+
+
+def count_calls(step, steps=20):
+    for _ in range(5):
+        step()
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        step()
+    profile.disable()
+    return pstats.Stats(profile).total_calls / steps
+
+
+def count_ops(step):
+    for _ in range(3):
+        step()
+    with CountReads() as counter:
+        step()
+    return len(counter.ops), counter.reads
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "share"),
+    [("fp32", 0.0, 0.66), ("bf16", 0.0, 0.70), ("fp16", 0.0, 0.66), ("fp16", 1.0, 0.48)],
+)
+def test_calls_of_python(precision, clip, share):
+    """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed."""
+    ours, theirs = count_calls(through_engine(precision, clip)), count_calls(by_hand(precision, clip))
+    assert ours <= share * theirs, f"{ours:.0f} of {theirs:.0f}"
+    assert ours < count_calls(by_hand(precision, clip, fused=True))
+
+
+@pytest.mark.parametrize(("precision", "clip"), CASES)
+def test_operations_of_torch(precision, clip):
+    """Never more than the loop by hand with the fused optimizer."""
+    ours, reads = count_ops(through_engine(precision, clip))
+    theirs, _ = count_ops(by_hand(precision, clip, fused=True))
+    assert ours <= theirs, f"{ours} of {theirs}"
+    assert reads == 0
+
+
+@pytest.mark.parametrize("mode", ["torch", "naive"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_reads_by_the_host(mode, precision, accumulation):
+    step = through_engine(precision, 1.0, mode, gradient_accumulation=accumulation)
+    for _ in range(4):
+        step()
+    with CountReads() as counter:
+        for _ in range(8):
+            step()
+    assert counter.reads == 0
+
+
+def test_autocast_is_made_once(monkeypatch):
+    """Making a scope costs more than entering it."""
+    made, inner = [], torch.autocast.__init__
+
+    def count(self, *args, **kwargs):
+        made.append(1)
+        inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autocast, "__init__", count)
+    step = through_engine("bf16", 0.0)
+    for _ in range(5):
+        step()
+    assert len(made) == 1
+
+
+def test_a_model_that_calls_the_engine_has_its_own_scope():
+    """A scope cannot be entered twice: the inner one would leave autocast on."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.deep = True
+
+        def forward(self, x):
+            if self.deep:
+                self.deep = False
+                x = engine(x)
+                self.deep = True
+            return self.inner(x)
+
+    model = Outer()
+    engine = halfmesh.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config={"bf16": {"mode": "torch"}}, device="cpu"
+    )
+    assert engine(torch.ones(2, 4)).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+    assert engine(torch.ones(2, 4)).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_is_left_after_an_error():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if x.sum() == 0:
+                raise LookupError("no data")
+            return self.inner(x)
+
+    model = Fails()
+    engine = halfmesh.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config={"bf16": {"mode": "torch"}}, device="cpu"
+    )
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no data"):
+            engine(torch.zeros(2, 4))
+        assert not torch.is_autocast_enabled("cpu")
+        assert engine(torch.ones(2, 4)).dtype == torch.bfloat16
