@@ -41,7 +41,8 @@ class Setup:
         return HALF.get(self.precision)
 
     def model(self) -> nn.Module:
-        return self.work.model().to(self.device)
+        with self.device:  # made where it stays: drawing a billion numbers on the host takes long
+            return self.work.model().to(self.device)
 
 
 Factory = Callable[[Setup], Contender]
@@ -109,7 +110,7 @@ def make_fused(setup: Setup) -> Contender:
 def make_halfmesh(setup: Setup, name: str = HALFMESH, **config: Any) -> Contender:
     """The README's loop. `config` has more keys, or others than those of the precision under mode TORCH."""
     logging.getLogger("halfmesh").setLevel(logging.WARNING)
-    model = setup.work.model()
+    model = setup.model()
     if setup.dtype is not None and not config.keys() & {"fp16", "bf16"}:
         config[setup.precision] = {"mode": "torch"}
     if setup.clip:

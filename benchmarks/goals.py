@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .harness import AGAIN, FUSED, HALFMESH, LOOP, Result
+from .harness import AGAIN, FUSED, HALFMESH, LOOP, Quartiles, Result
 
 IMPORT_RATIO = 1.05
 CONSTRUCTION_S = 2.0
@@ -42,6 +42,10 @@ class Goal:
         return "yes" if self.measured <= self.limit else "no"
 
 
+def _of(figure: str, limit: float, ratio: Quartiles | None) -> Goal:
+    return Goal(figure, limit, ratio.median if ratio else None, str(ratio or ""))
+
+
 def judge(results: Sequence[Result]) -> list[Goal]:
     """All goals, in the order of the table."""
     by_key = {result.key: result for result in results}
@@ -51,8 +55,8 @@ def judge(results: Sequence[Result]) -> list[Goal]:
 def _ratios(by_key: dict[str, Result]) -> Iterator[Goal]:
     for key, limit in STEP_RATIOS.items():
         result = by_key.get(key)
-        ratio = result and result.ratios(HALFMESH)
-        yield Goal(f"{key}: time over the hand-written loop's", limit, ratio and ratio.median, str(ratio or ""))
+        ratio = result.ratios(HALFMESH) if result else None
+        yield _of(f"{key}: time over the hand-written loop's", limit, ratio)
 
 
 def _against_fused(results: Sequence[Result]) -> Iterator[Goal]:
@@ -61,7 +65,7 @@ def _against_fused(results: Sequence[Result]) -> Iterator[Goal]:
         ratio, noise = result.ratios(HALFMESH, FUSED), result.ratios(AGAIN)
         if ratio is not None and noise is not None:
             limit = max(1.0, noise.q75)
-            yield Goal(f"{result.key}: time over the same loop's with fused=True", limit, ratio.median, str(ratio))
+            yield _of(f"{result.key}: time over the same loop's with fused=True", limit, ratio)
 
 
 def _counted(by_key: dict[str, Result], results: Sequence[Result]) -> Iterator[Goal]:
@@ -78,10 +82,8 @@ def _counted(by_key: dict[str, Result], results: Sequence[Result]) -> Iterator[G
 
 def _before_the_first_step(by_key: dict[str, Result]) -> Iterator[Goal]:
     imports, construction = by_key.get("import_none"), by_key.get("construction_none")
-    ratio = imports and imports.ratios(HALFMESH)
-    yield Goal(
-        "`import halfmesh` after torch, over torch alone", IMPORT_RATIO, ratio and ratio.median, str(ratio or "")
-    )
+    ratio = imports.ratios(HALFMESH) if imports else None
+    yield _of("`import halfmesh` after torch, over torch alone", IMPORT_RATIO, ratio)
     for row in construction.rows if construction else []:
         yield Goal(f"{row.name}: making an engine", CONSTRUCTION_S, row.counts["seconds"], unit=" s")
     if construction is None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfmesh
 
-from .contenders import Setup, adamw
+from .contenders import LR, Setup, adamw
 from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender
 from .peers import ACCELERATE, imported
 
@@ -92,8 +92,8 @@ def make_tensor(setup: Setup, name: str = LOOP, fused: bool = False) -> Contende
     parallelize_module(model, mesh, plan)
     divided = [param for param in model.parameters() if isinstance(param, DTensor)]
     whole = [param for param in model.parameters() if not isinstance(param, DTensor)]
-    groups = [{"params": divided}, {"params": whole}]  # fused kernels refuse both in one list
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, **({"fused": True} if fused else {}))
+    groups: list[dict[str, Any]] = [{"params": divided}, {"params": whole}]  # fused kernels refuse both in one list
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=fused or None)
     x, y, criterion = setup.x, setup.y, setup.work.criterion
 
     def step() -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 import halfmesh
 
-from .contenders import Setup, adamw
+from .contenders import LR, Setup, adamw
 from .counts import count_calls, count_ops
 from .harness import AGAIN, HALFMESH, LOOP, Contender, Result, take_turns
 from .single import close, fair
@@ -40,8 +40,8 @@ class _ByHand:
         self.model = setup.model()
         self.masters = [param.detach().clone().requires_grad_() for param in self.model.parameters()]
         self.model.half()
-        self.params = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, **({"fused": True} if fused else {}))
+        self.params: list[torch.Tensor] = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=fused or None)
         self.scale, self.good = 65536.0, 0
         self.setup = setup
 
