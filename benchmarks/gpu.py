@@ -106,6 +106,8 @@ def measure(work: GpuWork, mode: Mode, compiled: bool, device: str, rounds: int,
         for row in rows.values():
             row.missing = row.missing or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     _free()
+    if compiled:  # what was compiled for this model is of no use for the next
+        torch.compiler.reset()
     name = torch.cuda.get_device_name() if setup.device.type == "cuda" else "cpu"
     for row in rows.values():
         if row.seconds is not None:
@@ -228,7 +230,6 @@ def _close(contender: Contender) -> None:
 
 def _free() -> None:
     gc.collect()
-    torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

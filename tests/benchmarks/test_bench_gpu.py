@@ -86,8 +86,11 @@ def test_what_halfmesh_has_not_is_a_line_of_the_table(monkeypatch):
         raise NotImplementedError("not built yet:\n  - compile: True is not built yet")
 
     monkeypatch.setattr(gpu, "make_halfmesh", unbuilt)
+    monkeypatch.setattr(gpu, "_side_by_side", lambda rows, each, *_: measured.extend(name for name, _ in each))
+    measured = []
     rows = gpu.measure(tiny_works()[1], MODES[0], False, "cpu", 2, bandwidth=1e9)
     assert [row.missing for row in rows] == ["", "", "", "compile: True is not built yet"]
+    assert measured == [LOOP, AGAIN, FUSED]
 
 
 def test_without_memory_the_case_is_a_line(monkeypatch):

@@ -44,7 +44,7 @@ def test_goals_that_are_not_reached():
     assert find(found, "mlp_fp16_clip: time over the hand").reached == "no"
     assert find(found, "fused=True").reached == "no"
     table = goals.table(found)
-    assert "| host reads a step, all works | <= 0 | 2 (mlp_fp16_clip 2) | no |" in table
+    assert "| host reads a step, one process and data parallel | <= 0 | 2 (mlp_fp16_clip 2) | no |" in table
 
 
 def test_goals_of_the_start():
