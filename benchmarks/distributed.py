@@ -92,7 +92,7 @@ def _measure(rank: int, name: str, precision: str, rounds: int, quick: bool) -> 
     for row, contender in zip(timed, contenders, strict=True):
         place = next(known for known in rows if known.name == row.name)
         place.wall, place.cpu = _slowest(row.wall), _slowest(row.cpu)
-        place.counts = {"Python calls": count_calls(contender, 4)} | count_ops(contender, 2)
+        place.counts = {"Python calls": count_calls(contender, 2)} | count_ops(contender, 1)
     for contender in contenders:
         close(contender)
     if layout.memory:

@@ -25,8 +25,8 @@ SECTIONS = {
         "Steps of two processes",
         "Beside what torch has for it: DistributedDataParallel (with no_sync() while gradients add up), "
         "parallelize_module, torch.distributed.pipelining. gloo, both processes on this machine. The time is that of "
-        "the slower rank, and so is each count. What halfmesh reads under a tensor group and a pipeline lives on the host "
-        "on any device: a seed (on a CPU only), and the number of a microbatch.",
+        "the slower rank, and so is each count. What halfmesh reads under a tensor group and a pipeline lives on the "
+        "host on any device: a seed (on a CPU only), and the number of a microbatch.",
     ),
     "import": ("Import", ""),
     "construction": ("Making an engine", ""),
