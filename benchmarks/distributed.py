@@ -30,10 +30,13 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """Attributes:
-    makers: contenders by name, the hand-written loop first.
-    options: what is given to each of them.
-    batches: "own" if every rank has its own batch, "shared" if they compute one together.
+    """A way to use several processes, and who is measured in it.
+
+    Attributes:
+        makers: contenders by name, the hand-written loop first.
+        options: what is given to each of them.
+        batches: "own" if every rank has its own batch, "shared" if they compute one together.
+        memory: whether bytes are counted; of a divided model a rank has only a part.
     """
 
     title: str

@@ -58,8 +58,10 @@ def make_loop(setup: Setup, name: str, compiled: bool, fused: bool = False) -> C
 
 
 def make_halfmesh(setup: Setup, mode: Mode, compiled: bool) -> Contender:
-    """Raises:
-    NotImplementedError: this version of halfmesh has not what the config asks for.
+    """The engine in this mode.
+
+    Raises:
+        NotImplementedError: this version of halfmesh has not what the config asks for.
     """
     model = setup.model()
     config = mode.config | {"clip_grad_norm": CLIP} | ({"compile": True} if compiled else {})

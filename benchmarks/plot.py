@@ -11,6 +11,7 @@ from .harness import AGAIN, FUSED, HALFMESH, LOOP, Result, load
 
 COLORS = {HALFMESH: "#d1495b", LOOP: "#8d99ae", AGAIN: "#c9d1dc", FUSED: "#5c6b82"}
 OTHER = "#e3b505"
+LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8}
 COLUMNS = 3
 GROUPS = ["steps", "layouts", "tail"]
 
@@ -59,7 +60,7 @@ def _panel(axis: Any, result: Result) -> None:
     right = max([1.15, *(ratio.q75 for _, ratio in rows)])
     axis.set_xlim(0, right * 1.18)
     for place, (_, ratio) in zip(places, rows, strict=True):
-        axis.text(ratio.q75 + 0.015 * right, place, f"{ratio.median:.2f}", va="center", fontsize=8)
+        axis.text(ratio.q75 + 0.015 * right, place, f"{ratio.median:.2f}", va="center", fontsize=8, bbox=LABEL)
     clip = ", clipped" if result.clip else ""
     axis.set_title(f"{result.work.replace('_', ' ')}, {result.precision}{clip}", fontsize=10)
     axis.tick_params(axis="x", labelsize=8)

@@ -118,8 +118,12 @@ def main() -> None:
         "--quick", action="store_true", help="few and short rounds: to see that it works, not to report"
     )
     parser.add_argument("--report", action="store_true", help="measure nothing; write report and plot again")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="the report goes beside this folder")
+    parser.add_argument(
+        "--out", type=Path, help="where raw numbers and plot go, the report beside it (default: benchmarks/results)"
+    )
     chosen = parser.parse_args()
+    if chosen.out is None:  # a quick look does not replace a measurement
+        chosen.out = HERE.parent / "runs" / "benchmarks" / "results" if chosen.quick else HERE / "results"
     if chosen.rounds < ROUNDS or chosen.rounds % 2 == 0:
         parser.error(f"--rounds {chosen.rounds}: give an odd number of at least {ROUNDS}")
     raw = chosen.out / "raw"

@@ -20,7 +20,7 @@ OURS: list[tuple[str, Factory]] = [
 ]
 PEERS: list[tuple[str, Factory]] = [(ACCELERATE, make_accelerate), (FABRIC, make_fabric)]
 CLIPPING_PEERS: list[tuple[str, Factory]] = [*PEERS, (DEEPSPEED, make_deepspeed)]
-"""DeepSpeed always clips in fp16, so it is measured where all do."""
+"""DeepSpeed stands beside loops that clip, in fp32 and in fp16: the two that say most about its own part of a step."""
 
 
 def measure(name: str, precision: str, clip: float, rounds: int, quick: bool = False) -> Result:
