@@ -29,6 +29,7 @@ LOOP = "hand-written loop"
 AGAIN = "hand-written loop again (A/A)"
 FUSED = "hand-written loop, fused=True"
 HALFMESH = "halfmesh"
+HALFMESH_USED = "halfmesh, with initialize"
 
 
 REQUIRED = (LOOP, AGAIN, FUSED, HALFMESH)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .goals import judge, table
-from .harness import FUSED, Result, Row, load
+from .harness import FUSED, Quartiles, Result, Row, load
 
 SECTIONS = {
     "steps": (
@@ -148,8 +148,8 @@ def _import_table(result: Result) -> str:
             lines.append(_line([row.name, f"not measured: {row.missing}", "", ""]))
             continue
         # Rows hold the ratio itself: both imports are of one process.
-        values = [statistics.median(values) for values in (row.wall, row.cpu)]
-        lines.append(_line([row.name, *(f"{value:.3f}" for value in values), _count(row, "new modules")]))
+        wall, cpu = Quartiles.of(row.wall), Quartiles.of(row.cpu)
+        lines.append(_line([row.name, str(wall), f"{cpu.median:.3f}", _count(row, "new modules")]))
     return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ def test_goals():
     assert find(found, "Python calls").measured == pytest.approx(0.3)
     assert find(found, "host reads").reached == "yes"
     assert find(found, "vit_bf16").reached == "not measured"
-    assert find(found, "import halfmesh").reached == "not measured"
+    assert find(found, "`import halfmesh").reached == "not measured"
 
 
 def test_goals_that_are_not_reached():
@@ -48,10 +48,17 @@ def test_goals_that_are_not_reached():
 
 
 def test_goals_of_the_start():
-    imports = Result("import", "import", "none", [Row("torch alone", [1.0]), Row(HALFMESH, [1.01])], group="import")
+    imports = Result(
+        "import",
+        "import",
+        "none",
+        [Row("torch alone", [1.0], [1.0]), Row(HALFMESH, [1.01], [1.02], counts={"new modules": 1})],
+        group="import",
+    )
     rows = [Row("fp32", [0.5], counts={"seconds": 0.5}), Row("NAIVE fp16", [2.5], counts={"seconds": 2.5})]
     found = goals.judge([imports, Result("construction", "", "none", rows, group="construction")])
-    assert find(found, "import halfmesh").reached == "yes"
+    assert find(found, "`import halfmesh").reached == "yes"
+    assert "| halfmesh | 1.010 [1.010, 1.010] | 1.020 | 1 |" in report.one(imports)
     assert [find(found, f"{name}: making an engine").reached for name in ("fp32", "NAIVE fp16")] == ["yes", "no"]
 
 
