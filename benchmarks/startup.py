@@ -55,8 +55,8 @@ def measure_imports(rounds: int) -> Result:
             row.cpu.append(found[1])
             row.counts["new modules"] = found[2]
     notes = [
-        "A number is (torch and then this) over (torch alone) of the same fresh process. halfmesh imports its parts when "
-        "they are first used: the row with initialize is what a program pays."
+        "A number is (torch and then this) over (torch alone) of the same fresh process. halfmesh imports its parts "
+        "when they are first used: the row with initialize is what a program pays."
     ]
     return Result("import", "import, after torch", "none", rows, group="import", notes=notes)
 
