@@ -44,7 +44,9 @@ _READING = """## How to read it
   Linear layers return another dtype than the table says, is not measured.
 - **Python calls** are those that cProfile counts, built-in functions included. **Operators** are what reaches torch's
   dispatcher below autograd. **Host reads** are values of tensors that Python got (`.item()` and the like): on a GPU
-  each waits for it. Reads of the optimizer's step counters are given apart, after a plus: they live on the host.
+  each waits for it. Reads of the optimizer's step counters are given apart, after a plus: they live on the host. All
+  three are those of the median step; *at times* is the most of any step (101 of the MLP are looked at, 4 or fewer of
+  the others: halfmesh looks at its verdicts once in `max_consecutive_skips` updates, 50 by default).
 - **Bytes a parameter**: storages that operators made since before the model was made and that somebody still holds,
   after a step (*kept*: weights, gradients, masters, optimizer state) and at most within one (*peak*: activations, too).
   What a kernel allocates and frees within itself is not seen.
@@ -164,7 +166,9 @@ def _construction_table(result: Result) -> str:
 
 def _reads(row: Row) -> str:
     counters = row.counts.get("step counter reads", 0)
-    return _count(row, "host reads") + (f" + {counters:g}" if counters else "")
+    most = row.counts.get("most host reads", 0)
+    at_times = f", at times {most:g}" if most > row.counts["host reads"] else ""
+    return _count(row, "host reads") + (f" + {counters:g}" if counters else "") + at_times
 
 
 def _count(row: Row, name: str) -> str:

@@ -149,3 +149,15 @@ def test_peers_are_looked_for_by_their_names():
         if importlib.util.find_spec(name) is None:
             with pytest.raises(Unavailable, match=name):
                 make(mlp())
+
+
+def test_what_is_read_once_in_a_while():
+    seen = []
+
+    def step():
+        seen.append(1)
+        if len(seen) == 3:
+            torch.ones(()).item()
+
+    counted = count_ops(Contender("a", step, nn.Identity()), 5)
+    assert (counted["host reads"], counted["most host reads"]) == (0, 1)

@@ -44,7 +44,15 @@ def test_goals_that_are_not_reached():
     assert find(found, "mlp_fp16_clip: time over the hand").reached == "no"
     assert find(found, "fused=True").reached == "no"
     table = goals.table(found)
-    assert "| host reads a step, one process and data parallel | <= 0 | 2 (mlp_fp16_clip 2) | no |" in table
+    assert "| host reads in the median step, one process and data parallel | <= 0 | 2 (mlp_fp16_clip 2) | no |" in table
+
+
+def test_looks_that_are_rare_are_told():
+    rare = small()
+    rare.rows[3].counts["most host reads"] = 2
+    table = goals.table(goals.judge([rare]))
+    assert "<= 0 | 0 (at times: mlp_fp16_clip 2) | yes |" in table
+    assert "| 300 | 40 | 0, at times 2 |" in report.one(rare)
 
 
 def test_goals_of_the_start():
