@@ -2,6 +2,8 @@
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
 #   make test     all tests                    make test-composition   many more of them: 40 minutes or so
+#   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 20 minutes or so
+#   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
@@ -15,7 +17,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition bench-pipeline lint format clean
+.PHONY: demo test test-composition bench bench-gpu bench-pipeline lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -26,6 +28,15 @@ test: $(INSTALLED)
 
 test-composition: $(INSTALLED)
 	COMPOSITION=full $(BIN)/python -m pytest tests/composition
+
+# DeepSpeed by itself: it builds a part at installation, which fails on some machines; its rows say so then.
+bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check deepspeed
+	$(BIN)/python -m benchmarks --out benchmarks/results
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu.md
 
 bench-pipeline: $(INSTALLED)
 	$(BIN)/python benchmarks/pipeline_schedules.py --out benchmarks/results/pipeline_schedules.md
@@ -41,7 +52,7 @@ format: $(INSTALLED)
 
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find halfmesh examples configs tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find halfmesh examples configs tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is newer than pyproject.toml as long as nothing has to be installed.
 $(INSTALLED): pyproject.toml | $(BIN)/python

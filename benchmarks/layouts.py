@@ -1,0 +1,193 @@
+"""The loops of several processes: torch's own tools put together by hand, accelerate, and halfmesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfmesh
+
+from .contenders import LR, Setup, adamw
+from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender
+from .peers import ACCELERATE, imported
+
+LayoutFactory = Callable[..., Contender]
+
+
+def make_ddp(setup: Setup, accumulation: int, name: str = LOOP, **flags: Any) -> Contender:
+    """DDP; with accumulation, no_sync() around all backwards but the last."""
+    model = DistributedDataParallel(setup.model())
+    optimizer = adamw(model, **flags)
+    x, y, criterion, dtype = setup.x, setup.y, setup.work.criterion, setup.dtype
+
+    def forward() -> torch.Tensor:
+        if dtype is None:
+            return criterion(model(x), y)
+        with torch.autocast("cpu", dtype):
+            return criterion(model(x), y)
+
+    def one() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def several() -> torch.Tensor:
+        optimizer.zero_grad()
+        for number in range(accumulation):
+            with contextlib.nullcontext() if number == accumulation - 1 else model.no_sync():
+                loss = forward()
+                (loss / accumulation).backward()
+        optimizer.step()
+        return loss
+
+    return Contender(name, one if accumulation == 1 else several, model, optimizer)
+
+
+def make_accelerate(setup: Setup, accumulation: int) -> Contender:
+    accelerate = imported("accelerate")
+    mixed = setup.precision if setup.dtype is not None else "no"
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed, gradient_accumulation_steps=accumulation)
+    plain = setup.model()
+    model, optimizer = accelerator.prepare(plain, adamw(plain))
+    if not isinstance(model, DistributedDataParallel):
+        raise RuntimeError("it did not recognise the group of processes")
+    x, y, criterion = setup.x, setup.y, setup.work.criterion
+
+    def step() -> torch.Tensor:
+        for _ in range(accumulation):
+            with accelerator.accumulate(model):
+                loss = criterion(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def close() -> None:
+        accelerate.state.AcceleratorState._reset_state()  # but not the group of processes
+        accelerate.state.GradientState._reset_state()
+
+    return Contender(ACCELERATE, step, model, optimizer.optimizer, close=close)
+
+
+def make_tensor(setup: Setup, name: str = LOOP, fused: bool = False) -> Contender:
+    """`parallelize_module`, with the plan of a transformer that torch's tutorials have."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {}
+    model = setup.model()
+    for block, module in model.named_children():
+        if hasattr(module, "attention"):
+            plan |= {f"{block}.attention.qkv": ColwiseParallel(), f"{block}.attention.out": RowwiseParallel()}
+            plan |= {f"{block}.up": ColwiseParallel(), f"{block}.down": RowwiseParallel()}
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, plan)
+    divided = [param for param in model.parameters() if isinstance(param, DTensor)]
+    whole = [param for param in model.parameters() if not isinstance(param, DTensor)]
+    groups: list[dict[str, Any]] = [{"params": divided}, {"params": whole}]  # fused kernels refuse both in one list
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=fused or None)
+    x, y, criterion = setup.x, setup.y, setup.work.criterion
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Contender(name, step, model, optimizer)
+
+
+def make_pipeline(setup: Setup, microbatches: int, name: str = LOOP, **flags: Any) -> Contender:
+    """torch.distributed.pipelining: a stage of half the blocks on each rank, and its schedule 1F1B."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = setup.model()
+    assert isinstance(whole, nn.Sequential)
+    layers = list(whole)
+    cut = 1 + (len(layers) - 3) // 2  # an embedding before the blocks, norm and head behind them
+    model = nn.Sequential(*(layers[:cut] if rank == 0 else layers[cut:]))
+    optimizer = adamw(model, **flags)
+    stage = PipelineStage(model, rank, size, setup.device)
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=setup.work.criterion)
+    x, y = setup.x, setup.y
+    told = torch.zeros(())
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=losses)
+        optimizer.step()
+        # As of halfmesh, every rank gets the loss.
+        told.copy_(torch.stack(losses).mean().detach() if losses else torch.zeros(()))
+        dist.broadcast(told, size - 1)
+        return told
+
+    return Contender(name, step, model, optimizer)
+
+
+def make_halfmesh(setup: Setup, accumulation: int = 1, **parallel: Any) -> Contender:
+    model = setup.work.model()
+    config: dict[str, Any] = {"gradient_accumulation": accumulation, "parallel": parallel}
+    if setup.dtype is not None:
+        config[setup.precision] = {"mode": "torch"}
+    engine = halfmesh.initialize(model, adamw(model), setup.work.criterion, config=config, device="cpu")
+    x, y = setup.x, setup.y
+
+    def step() -> torch.Tensor:
+        for _ in range(accumulation):
+            engine.zero_grad()
+            loss: torch.Tensor = engine.criterion(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+        return loss
+
+    return Contender(HALFMESH, step, engine.model, engine.optimizer)
+
+
+def make_halfmesh_tensor(setup: Setup) -> Contender:
+    # Blocks only, as by hand: embedding and head stay whole.
+    plan = {"*.attention": "heads()", "*.attention.qkv": "colwise", "*.attention.out": "rowwise"}
+    plan |= {"*.up": "colwise", "*.down": "rowwise"}
+    return make_halfmesh(setup, tensor={"size": 2, "plan": plan})
+
+
+def make_halfmesh_pipeline(setup: Setup, microbatches: int) -> Contender:
+    return make_halfmesh(setup, pipeline={"size": 2, "microbatches": microbatches})
+
+
+def _named(make: Callable[..., Contender], name: str, **flags: Any) -> LayoutFactory:
+    return lambda setup, **options: make(setup, name=name, **options, **flags)
+
+
+DATA: list[tuple[str, LayoutFactory]] = [
+    (LOOP, make_ddp),
+    (AGAIN, _named(make_ddp, AGAIN)),
+    (FUSED, _named(make_ddp, FUSED, fused=True)),
+    (HALFMESH, make_halfmesh),
+    (ACCELERATE, make_accelerate),
+]
+TENSOR: list[tuple[str, LayoutFactory]] = [
+    (LOOP, make_tensor),
+    (AGAIN, _named(make_tensor, AGAIN)),
+    (FUSED, _named(make_tensor, FUSED, fused=True)),
+    (HALFMESH, make_halfmesh_tensor),
+]
+PIPELINE: list[tuple[str, LayoutFactory]] = [
+    (LOOP, make_pipeline),
+    (AGAIN, _named(make_pipeline, AGAIN)),
+    (FUSED, _named(make_pipeline, FUSED, fused=True)),
+    (HALFMESH, make_halfmesh_pipeline),
+]
