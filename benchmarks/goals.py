@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .harness import AGAIN, FUSED, HALFMESH, HALFMESH_USED, LOOP, Quartiles, Result
+from .harness import AGAIN, FUSED, HALFMESH, LOOP, Quartiles, Result
 
 IMPORT_RATIO = 1.05
 CONSTRUCTION_S = 2.0
@@ -90,8 +90,6 @@ def _before_the_first_step(by_key: dict[str, Result]) -> Iterator[Goal]:
     imports, construction = by_key.get("import_none"), by_key.get("construction_none")
     ratio = imports.ratios(HALFMESH) if imports else None
     yield _of("`import halfmesh` after torch, over torch alone", IMPORT_RATIO, ratio)
-    ratio = imports.ratios(HALFMESH_USED) if imports else None
-    yield _of("`from halfmesh import initialize` after torch, over torch alone", IMPORT_RATIO, ratio)
     for row in construction.rows if construction else []:
         yield Goal(f"{row.name}: making an engine", CONSTRUCTION_S, row.counts["seconds"], unit=" s")
     if construction is None:

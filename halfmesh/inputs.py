@@ -172,8 +172,10 @@ def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
     largest = torch.finfo(recipe.param_dtype).max
     for name, tensor in tensors_to_cast(model, recipe):
         if not tensor.is_meta and tensor.numel():
-            finite = tensor.detach()[tensor.detach().isfinite()]
-            most = finite.abs().max().item() if finite.numel() else 0.0
+            most = max(abs(end.item()) for end in tensor.detach().aminmax())
+            if not most <= largest:  # inf or nan, which fit, may hide what does not
+                finite = tensor.detach()[tensor.detach().isfinite()]
+                most = finite.abs().max().item() if finite.numel() else 0.0
             if most > largest:
                 yield (
                     f"model: {name!r} holds values up to {most:g}, but {_short(recipe.param_dtype)} ends at "

@@ -64,7 +64,7 @@ def update_scale_(scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.T
 def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """`edit_stamp` of each."""
     try:
-        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+        return list(zip([tensor._version for tensor in tensors], map(torch.Tensor.data_ptr, tensors), strict=True))
     except RuntimeError:  # tensors made in inference mode have no version
         return [edit_stamp(tensor) for tensor in tensors]
 

@@ -118,7 +118,7 @@ class Stepper:
             # Fused kernels need both alike. (Sparse gradients have no strides, and no such kernels.)
             fits = grad.layout == torch.strided and grad.dtype == target.dtype and grad.stride() == target.stride()
             if target is not shard.param:
-                shard.clear_grad()
+                shard.param.grad = shard.main_grad = None
             if fits or grad.layout != torch.strided:
                 target.grad = grad.to(target.dtype)
             else:

@@ -29,9 +29,10 @@ class Bucket:
         self.missing: set[int] = set()
         """Shards whose gradients are to come yet, by id."""
         self.sent = False
+        self.blank: set[int] = set()
+        """Shards that were given zeros to add to, and no gradient since, by id."""
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        self._blank: set[int] = set()  # shards that were given a view of zeros, and no gradient since
         self._absent: list[int] = []
 
     def reset(self) -> None:
@@ -60,19 +61,15 @@ class Bucket:
             shard = self.shards[index]
             if shard.param.requires_grad:
                 shard.param.grad = self._views[index]
-                self._blank.add(id(shard))
-
-    def take(self, shard: ParamShard) -> None:
-        """A gradient has come; more may be added to it."""
-        self._blank.discard(id(shard))
+                self.blank.add(id(shard))
 
     def detach(self) -> None:
         """Parameters that got no gradient have none again."""
-        if self._blank:
+        if self.blank:
             for shard, view in zip(self.shards, self._views, strict=True):
-                if id(shard) in self._blank and shard.param.grad is view:
+                if id(shard) in self.blank and shard.param.grad is view:
                     shard.param.grad = None
-            self._blank.clear()
+            self.blank.clear()
 
     def pack(self) -> torch.Tensor:
         """All gradients in one flat tensor."""

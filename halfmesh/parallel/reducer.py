@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class Reducer:
         self._collecting = False
         self._armed = False
         self._buckets: list[Bucket] = []
+        self._covered: list[tuple[int, bool]] = []  # the shards that `covers` has been asked for, and was right about
         self._bucket_of: dict[int, Bucket] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
@@ -91,17 +93,23 @@ class Reducer:
         )
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
-            # The shard is bound now: a closure over the loop variable would see the last one.
-            shard.param.register_post_accumulate_grad_hook(lambda _, shard=shard: self._arrived(shard))
-            for shard in self._shards
+            shard.param.register_post_accumulate_grad_hook(partial(self._arrived, shard, bucket))
+            for bucket in self._buckets
+            for shard in bucket.shards
             if shard.param.requires_grad
         ]
+        self._covered = []
         self._reset()
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
         """Whether exactly those of `shards` take part that `cover` would choose now."""
+        now = [(id(shard), shard.param.requires_grad) for shard in shards]
+        if now == self._covered:
+            return True
         wanted = [shard for shard in shards if self._takes_part(shard)]
-        return len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
+        covers = len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
+        self._covered = now if covers and not self._collecting else []  # within a cycle frozen ones stay
+        return covers
 
     def open(self, last: bool) -> None:
         """A backward begins; `last`: it is the last before the update, so send buckets as they fill.
@@ -199,10 +207,9 @@ class Reducer:
         for bucket in self._buckets:
             bucket.reset()
 
-    def _arrived(self, shard: ParamShard) -> None:
+    def _arrived(self, shard: ParamShard, bucket: Bucket, _: nn.Parameter) -> None:
         self.stale = self._finished
-        bucket = self._bucket_of[id(shard)]
-        bucket.take(shard)
+        bucket.blank.discard(id(shard))
         if not self._armed:
             return
         if bucket.sent:

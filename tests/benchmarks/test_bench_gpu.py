@@ -59,9 +59,9 @@ def test_page_without_a_gpu(tmp_path, monkeypatch, capsys):
     gpu.main()
     assert "nothing was measured" in capsys.readouterr().out
     page = (tmp_path / "results" / "gpu.md").read_text()
-    assert "- no CUDA device here: nothing was measured" in page
+    assert "no CUDA device here: nothing was measured" in page
     rows = [line for line in page.splitlines() if line.startswith("| ") and "mode" not in line]
-    assert len(rows) == 5 * len(MODES) * 2 * 4
+    assert len(rows) == 5
     assert all("| not measured |" in line for line in rows)
 
 
