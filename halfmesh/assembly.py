@@ -204,7 +204,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
-    if not device_problem and config.compile is not None:
+    if not device_problem and config.compile.enabled:
         device_problem = compilation.find_device_problem(config.compile, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])

@@ -71,12 +71,13 @@ def make_plans(
         partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
         problems += more
     compiled = None
-    if config.compile is not None:
+    if config.compile.enabled:
         compiled, more = compilation.resolve(model, config.compile, ranks, partition)
         problems += more
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
-        keys += ["compile"] if config.compile is not None else []
+        keys += ["compile"] if config.compile.enabled else []
+        keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     return Plans(tensor, partition, compiled)
 

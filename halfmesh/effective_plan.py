@@ -103,7 +103,6 @@ def _stages(engine: Engine, division: Division, partition: Partition) -> str:
 def _compile(engine: Engine, division: Division) -> str:
     """What of this rank's part is compiled, and how."""
     options = engine.config.compile
-    assert options is not None
     whole = division.compiled == [engine.model]
     kinds = Counter(type(module).__name__ for module in division.compiled)
     what = "the whole model" if whole else ", ".join(f"{count} blocks of {kind}" for kind, count in kinds.items())

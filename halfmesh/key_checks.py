@@ -100,7 +100,7 @@ def _check_losses(config: Config) -> Iterator[Finding]:
 def _check_compile(config: Config) -> Iterator[Finding]:
     """What compiled code cannot do; whether there is a compiler is asked by `initialize`."""
     options, parallel = config.compile, config.parallel
-    if options is None:
+    if not options.enabled:
         return
     if options.mode is not None and options.backend != "inductor":
         message = f"only backend='inductor' has modes, and the backend is {options.backend!r}; remove one of the two"

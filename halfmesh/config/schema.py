@@ -128,10 +128,10 @@ def _expand_precision(value: Any) -> Any:
 
 
 def _expand_compile(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, CompileConfig)):
-        return CompileConfig() if value is True else (value or None)
-    if isinstance(value, Mapping):
-        return dict(value)
+    if value is None or isinstance(value, bool):
+        return {"enabled": value is True}
+    if isinstance(value, (Mapping, CompileConfig)):
+        return dict(value) if isinstance(value, Mapping) else value
     raise ValueError(f"{value!r} is not True, False or a dict; write for example dict(scope='blocks')")
 
 
@@ -250,8 +250,9 @@ class ClipConfig(Options):
 
 
 class CompileConfig(Options):
-    """`compile`. All but `scope` are arguments of `torch.compile`, with torch's own meanings and defaults."""
+    """`compile`. All from `backend` on are arguments of `torch.compile`, with torch's meanings and defaults."""
 
+    enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
     """What is compiled: the model as a whole, its repeated blocks each by itself, or what suits the layout: blocks
     where there are several ranks, the whole model in one process."""
@@ -277,8 +278,7 @@ class Settings(Options):
     gradient_dtype: Literal["auto", "float32"] = "auto"
     activation_checkpoint: bool = False
     activation_offload: bool = False
-    compile: Annotated[CompileConfig | None, BeforeValidator(_expand_compile)] = None
-    """None: off."""
+    compile: Annotated[CompileConfig, BeforeValidator(_expand_compile)] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
     max_consecutive_skips: PositiveInt = 50
