@@ -95,8 +95,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
-        f"GPT of {DEPTH} blocks, width {WIDTH}, {BATCH} x {CONTEXT} bytes, AdamW, one thread, torch {torch.__version__}; "
-        f"{arguments.rounds} rounds of {arguments.steps} steps.",
+        f"GPT of {DEPTH} blocks, width {WIDTH}, {BATCH} x {CONTEXT} bytes, AdamW, one thread of a CPU, torch "
+        f"{torch.__version__}; {arguments.rounds} rounds of {arguments.steps} steps.",
         "",
         "| precision | compile | ms a step | beside plain: median (range) | first step, s |",
         "|---|---|---|---|---|",
