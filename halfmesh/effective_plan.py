@@ -105,7 +105,7 @@ def _compile(engine: Engine, division: Division) -> str:
     options = engine.config.compile
     whole = division.compiled == [engine.model]
     kinds = Counter(type(module).__name__ for module in division.compiled)
-    what = "the whole model" if whole else ", ".join(f"{count} blocks of {kind}" for kind, count in kinds.items())
+    what = "the whole model" if whole else ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
     settings += ["fullgraph=True"] if options.fullgraph else []
     return ", ".join([f"{what or 'nothing on this rank'} with {options.backend}, when first called", *settings])

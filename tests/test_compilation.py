@@ -65,9 +65,8 @@ def test_blocks():
 
 
 def test_blocks_of_known_models():
-    from timm.models.vision_transformer import VisionTransformer
-
-    vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=8, depth=3, num_heads=2)
+    timm = pytest.importorskip("timm")
+    vit = timm.models.vision_transformer.VisionTransformer(img_size=8, patch_size=4, embed_dim=8, depth=3, num_heads=2)
     assert list(find_blocks(vit)) == ["blocks.0", "blocks.1", "blocks.2"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
     assert list(find_blocks(encoder)) == ["layers.0", "layers.1"]

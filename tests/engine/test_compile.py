@@ -287,7 +287,7 @@ def test_the_plan_says_what_is_compiled(caplog, watch):
         make_engine()
     lines = [line.strip() for line in caplog.text.splitlines() if line.startswith("  compile:")]
     assert lines == [
-        "compile:    12 blocks of Block with halfmesh_test, when first called",
+        "compile:    12 x Block with halfmesh_test, when first called",
         "compile:    the whole model with halfmesh_test, when first called, dynamic=True, fullgraph=True",
     ]
 
