@@ -33,9 +33,9 @@ class Compiled:
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     @property
-    def breaks(self) -> int:
-        """How many times torch gave up a graph and began another."""
-        return sum(counters["graph_break"].values())
+    def breaks(self) -> list[str]:
+        """Why torch ended a graph and began another: its words."""
+        return list(counters["graph_break"])
 
 
 _now = Compiled()

@@ -91,20 +91,20 @@ def test_each_mode_trains_as_without(mode, watch):
     torch.manual_seed(0)
     found = weights_of(config | COMPILE, model=MLP(dropout=0.3))
     assert_same(found, expected, mode)
-    assert (watch.graphs, watch.forwards, watch.backwards, watch.breaks) == (1, 6, 6, 0)
+    assert (watch.graphs, watch.forwards, watch.backwards, watch.breaks) == (1, 6, 6, [])
     assert watch.dtypes == {COMPUTE_DTYPES[mode]}
 
 
 def test_o3(watch):
     config = {"fp16": {"mode": "apex", "opt_level": "O3"}}
     assert_same(weights_of(config | COMPILE), weights_of(config), "apex_o2")
-    assert (watch.forwards, watch.breaks, watch.dtypes) == (6, 0, {torch.float16})
+    assert (watch.forwards, watch.breaks, watch.dtypes) == (6, [], {torch.float16})
 
 
 def test_blocks_that_are_alike_share_their_code(watch):
     engine = make_engine(BLOCKS, model=Deep(*[1.0] * 12))
     train(engine, max_batches=2)
-    assert (watch.graphs, watch.forwards, watch.breaks) == (1, 24, 0)
+    assert (watch.graphs, watch.forwards, watch.breaks) == (1, 24, [])
 
 
 def test_blocks_that_differ_are_all_compiled(watch):
@@ -277,7 +277,7 @@ def test_fullgraph(watch):
     with pytest.raises(torch._dynamo.exc.UserError, match="data-dependent"):
         train(make_engine(config, model=Asks()), max_batches=1)
     train(make_engine(COMPILE, model=Asks()), max_batches=1)
-    assert watch.breaks > 0
+    assert watch.breaks
 
 
 def test_the_plan_says_what_is_compiled(caplog, watch):
@@ -306,7 +306,7 @@ def test_inductor(mode, watch):
     model = Deep(1.0, 1.0)
     expected = weights_of(MODES[mode], model=copy.deepcopy(model))
     found = weights_of(MODES[mode] | {"compile": {"scope": "blocks", "fullgraph": True}}, model=model)
-    assert (counters["stats"]["unique_graphs"], watch.breaks) == (1, 0)
+    assert (counters["stats"]["unique_graphs"], watch.breaks) == (1, [])
     assert counters["inductor"]["pattern_matcher_count"] > 0
     limit = 1e-5 if mode == "none" else 5e-3
     assert max((found[name] - value).abs().max().item() for name, value in expected.items()) < limit
