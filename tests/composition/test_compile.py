@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ import compiling
 import pytest
 import torch
 from dist_harness import RankFailure, run_ranks
-from models import COMPUTE_DTYPES
 
 from halfmesh import torch_private
 
@@ -19,6 +19,7 @@ from .cells import Cell, Pipe
 from .launches import run_jobs
 from .parity import find_problems
 from .training import Outcome, digest, make_engine, train
+from .workloads import UPDATES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -55,10 +56,22 @@ CELLS = [
 ]
 
 
+class Graphs(nullcontext[None]):
+    """In place of MatmulDtypes, under which nothing is compiled, and before 2.15 nothing any more after it."""
+
+    def __init__(self, compiled: compiling.Compiled) -> None:
+        super().__init__()
+        self._compiled = compiled
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return self._compiled.dtypes
+
+
 def train_compiled(rank: int, world_size: int, cell: CompiledCell) -> tuple[Outcome, compiling.Compiled, list[str]]:
     """What the rank saw, what was compiled, and why graphs ended."""
     with compiling.watched() as compiled:
-        outcome = train(rank, world_size, cell)
+        outcome = train(rank, world_size, cell, Graphs(compiled))
         return outcome, compiled, compiled.breaks
 
 
@@ -79,10 +92,9 @@ def test_trains_to_parity(cell, results):
     problems = find_problems(cell, [outcome for outcome, *_ in result])
     assert not problems, "\n".join([str(cell), *problems])
     for _, compiled, breaks in result:
-        # The first update is not compiled: the suite looks at each of its operations.
-        assert compiled.forwards >= 9 * cell.gradient_accumulation * cell.pipeline.microbatches
-        assert compiled.backwards >= 9 * cell.gradient_accumulation * cell.pipeline.microbatches - cell.scaled
-        assert compiled.dtypes == {COMPUTE_DTYPES[cell.mode]}
+        microbatches = UPDATES * cell.gradient_accumulation * cell.pipeline.microbatches
+        assert compiled.forwards >= microbatches
+        assert compiled.backwards >= microbatches
         assert bool(breaks) == (cell.tensor > 1), "graphs end where a tensor group meets, and nowhere else"
         assert all("torch.compiler.disable" in reason for reason in breaks), "and only where halfmesh says so"
 
