@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, inputs, launching
+from . import compat, compilation, inputs, launching
 from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
@@ -99,7 +99,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     compat.raise_for(compat.check(settings, world_size, place.type))
     recipe = recipe_of(settings)
     given = _build(given)
-    plans = _refuse_problems(given, recipe, settings, place)
+    plans = _refuse_problems(given, recipe, settings, place, world_size)
     parallel = settings.parallel
     group = launching.ensure_process_group(
         place, settings.timeout, pipeline=parallel.pipeline.size, tensor=parallel.tensor.size
@@ -153,6 +153,7 @@ def _convert(
         update.tell_of_parts()
     reducer = make_reduction(given.model, update, context, config, division)
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
+    division.compile(given.model)
     place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
     engine = Engine(
         model=given.model,
@@ -199,10 +200,12 @@ def _has_params(model: Any) -> bool:
     return isinstance(model, nn.Module) and next(model.parameters(), None) is not None
 
 
-def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device) -> Plans:
+def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
+    if not device_problem and config.compile.enabled:
+        device_problem = compilation.find_device_problem(config.compile, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [
@@ -214,7 +217,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     ]
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to initialize:", problems))
-    return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, config)
+    return make_plans(given.model, given.optimizer, given.criterion, given.dataloader, config, ranks)
 
 
 def _backend(config: Config) -> Backend:

@@ -1,4 +1,5 @@
-"""What the mesh means for the model: which part of it this rank holds, over the tensor axis and over the pipeline."""
+"""What the mesh means for the model: which part of it this rank holds, over the tensor axis and over the pipeline; and
+what of that is compiled."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
+from . import compilation, torch_private
 from .amp.cast import Precision, cast_model
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
+from .compilation import Compilation
 from .engine.accumulation import Accumulation
 from .engine.passes import DirectPasses, Passes
 from .engine.samplers import OwnRandomness
@@ -36,17 +39,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """How a model will be divided; None for an axis of size 1."""
+    """How a model will be divided, None for an axis of size 1; and what is compiled, if anything."""
 
     tensor: ResolvedPlan | None = None
     partition: Partition | None = None
+    compilation: Compilation | None = None
 
 
-def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config) -> Plans:
-    """How `model` is divided by the config.
+def make_plans(
+    model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int = 1
+) -> Plans:
+    """How `model` is divided and compiled by the config, on so many ranks.
 
     Raises:
-        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so.
+        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so, or the model
+            cannot be compiled.
     """
     tensor: ResolvedPlan | None = None
     problems: list[str] = []
@@ -63,12 +70,16 @@ def make_plans(model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loa
             problems.append(problem)
         partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
         problems += more
+    compiled = None
+    if config.compile.enabled:
+        compiled, more = compilation.resolve(model, config.compile, ranks, partition)
+        problems += more
     if problems:
-        axes = [axis for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
-        raise IncompatibleConfigError(
-            problems, f"{' and '.join(f'parallel.{a}' for a in axes)} with this model and optimizer"
-        )
-    return Plans(tensor, partition)
+        keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
+        keys += ["compile"] if config.compile.enabled else []
+        keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
+        raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
+    return Plans(tensor, partition, compiled)
 
 
 def balance_by_time(
@@ -112,6 +123,7 @@ class Division:
     Attributes:
         tensor, cut: what was done for each axis; None where it is 1.
         random: the model's own random numbers, where several ranks compute one batch.
+        compiled: the modules that `compile` has compiled.
     """
 
     def __init__(
@@ -123,6 +135,7 @@ class Division:
         self.tensor: TensorParallel | None = None
         self.cut: StageCut | None = None
         self._skeleton: Skeleton | None = None
+        self.compiled: list[nn.Module] = []
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
@@ -197,12 +210,24 @@ class Division:
                 settle()
                 self.random.leave()
 
+    def compile(self, model: nn.Module) -> None:
+        """Compile what the config says of what this rank computes. `model` is cast already, and was copied where a copy
+        is needed that runs without data."""
+        if self.plans.compilation is None:
+            return
+        partition, rank = self.plans.partition, self._context.pp_rank
+        self.compiled = self.plans.compilation.apply(
+            model, lambda name: partition is None or partition.is_used_by(name, rank)
+        )
+
     def close(self, whole: bool = True) -> None:
         """Give the model back as it came. All ranks together.
 
         Args:
             whole: False leaves it divided: other ranks may be gone.
         """
+        for module in self.compiled:
+            torch_private.uncompile(module)
         if self.cut is not None:
             self.cut.close(whole)
         if self.tensor is not None:

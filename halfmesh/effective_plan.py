@@ -28,6 +28,7 @@ def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, lo
         "loss scale": _loss_scale(recipe),
         "layout": _layout(engine, division),
         **({} if division.plans.partition is None else {"stages": _stages(engine, division, division.plans.partition)}),
+        **({} if division.plans.compilation is None else {"compile": _compile(engine, division)}),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),
@@ -97,6 +98,17 @@ def _stages(engine: Engine, division: Division, partition: Partition) -> str:
     tied = sorted(division.cut.tied_names) if division.cut is not None else []
     shared = f"; on several stages: {shorten(tied)}" if tied else ""
     return f"{pipeline.schedule}, {microbatches} microbatches, bubble {waits:.0%}; {each}{shared}"
+
+
+def _compile(engine: Engine, division: Division) -> str:
+    """What of this rank's part is compiled, and how."""
+    options = engine.config.compile
+    whole = division.compiled == [engine.model]
+    kinds = Counter(type(module).__name__ for module in division.compiled)
+    what = "the whole model" if whole else ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
+    settings += ["fullgraph=True"] if options.fullgraph else []
+    return ", ".join([f"{what or 'nothing on this rank'} with {options.backend}, when first called", *settings])
 
 
 def _batch(engine: Engine, loader: Any) -> str:

@@ -16,7 +16,7 @@ from .parallel.registries import SCHEDULES
 
 Kind = Literal["refused", "unbuilt"]
 
-UNBUILT_KEYS = ("activation_checkpoint", "activation_offload", "compile", "debug", "resume")
+UNBUILT_KEYS = ("activation_checkpoint", "activation_offload", "debug", "resume")
 """Keys that must have their default for now."""
 
 _FSDP_KEYS = (
@@ -47,6 +47,7 @@ def find_key_problems(config: Config) -> Iterator[Finding]:
     yield from _check_pipeline(config)
     yield from _check_data(config)
     yield from _check_losses(config)
+    yield from _check_compile(config)
     yield from _check_keys(config)
 
 
@@ -94,6 +95,37 @@ def _check_losses(config: Config) -> Iterator[Finding]:
     if config.loss_reduction == "weighted" and losses > 1:
         message = f"'weighted' joins the batches of one loss, but num_losses is {losses}; use 'mean' or 'sum'"
         yield Finding("refused", "loss_reduction", message)
+
+
+def _check_compile(config: Config) -> Iterator[Finding]:
+    """What compiled code cannot do; whether there is a compiler is asked by `initialize`."""
+    options, parallel = config.compile, config.parallel
+    if not options.enabled:
+        return
+    if options.mode is not None and options.backend != "inductor":
+        message = f"only backend='inductor' has modes, and the backend is {options.backend!r}; remove one of the two"
+        yield Finding("refused", "compile.mode", message)
+    if options.scope == "model" and parallel.pipeline.size > 1:
+        message = (
+            "'model' is not possible under a pipeline, whose stages call the model's blocks and never the model as a "
+            "whole; use 'blocks', or leave scope out"
+        )
+        yield Finding("refused", "compile.scope", message)
+    if options.fullgraph and parallel.tensor.size > 1:
+        message = (
+            "divided layers wait for other ranks, and a graph ends at each of these places, so that none is full; "
+            "leave fullgraph out, or use tensor=1"
+        )
+        yield Finding("refused", "compile.fullgraph", message)
+    if recipe_of(config).cast_lists == "apex":
+        message = (
+            "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "
+            "compile out"
+        )
+        yield Finding("refused", "compile", message)
+    elif config.precision is not None and getattr(config.precision.options, "backend", None) == "apex":
+        message = "an installed apex changes torch's functions, which compiled code does not call; use backend='native'"
+        yield Finding("refused", "compile", message)
 
 
 def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[Finding]:

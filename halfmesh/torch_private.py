@@ -126,6 +126,48 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def compile_in_place(module: nn.Module, recompiles: int, **options: Any) -> None:
+    """Like `module.compile(**options)`, with three differences.
+
+    A module whose forward is torch's own (Sequential, TransformerEncoderLayer) is compiled, too: before 2.15 torch
+    skips it silently. Hooks that come and go on modules within are noticed: torch leaves such guards out. And torch
+    allows 8 variants of one piece of code, for all modules that share it together, and goes on uncompiled after that:
+    here there are `recompiles` times as many.
+    """
+    from torch._dynamo import config as dynamo_config
+
+    call: Any = module._call_impl
+    if type(module).forward.__module__.partition(".")[0] == "torch":
+        inner = module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+    # These are no arguments of torch.compile; torch reads them when it compiles, in one of the calls.
+    limit = dynamo_config.recompile_limit * recompiles
+    within = dynamo_config.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False)
+    module._compiled_call_impl = within(torch.compile(call, **options))
+
+
+def uncompile(module: nn.Module) -> None:
+    """Undo `compile_in_place`."""
+    module._compiled_call_impl = None
+
+
+def find_cpp_compiler() -> str:
+    """The C++ compiler that inductor would use for the CPU. Raises RuntimeError if there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def has_triton() -> bool:
+    """Whether inductor can generate code for this machine's GPU."""
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is BatchNorm of any dimension, SyncBatchNorm, or derived from them."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)

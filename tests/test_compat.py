@@ -327,17 +327,18 @@ def test_every_other_key_is_built():
     raw = {
         "gradient_accumulation": 2, "clip_grad_norm": 1.0, "loss_reduction": "sum", "lr_interval": "epoch",
         "gradient_dtype": "float32", "fused": False, "on_nonfinite": "skip", "max_consecutive_skips": 3, "seed": 3,
-        "timeout": 3.0, "track_grad_norm": True, "parallel": {"data": {"bucket_mb": 1.0, "max_inflight": 2}},
+        "timeout": 3.0, "track_grad_norm": True, "compile": True,
+        "parallel": {"data": {"bucket_mb": 1.0, "max_inflight": 2}},
     }  # fmt: skip
     assert check(load_config(raw), 2, "cpu") == []
 
 
 def test_unbuilt_layouts_name_their_cells():
     parallel = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}, "data": "zero1"}
-    findings = check(load_config({"fp16": {"mode": "naive"}, "parallel": parallel, "compile": True}), 4, "cpu")
+    findings = check(load_config({"fp16": {"mode": "naive"}, "parallel": parallel, "debug": "x"}), 4, "cpu")
     expected = [
         "naive fp16 x zero1: parallel.data.strategy='zero1' is not built yet; use 'replicate'",
-        "compile: True is not built yet; leave it at False",
+        "debug: 'x' is not built yet; leave it at None",
     ]
     assert [str(finding) for finding in findings] == expected
     message = "2 thing(s) in the config are not built yet:\n" + "\n".join(f"  - {line}" for line in expected)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
+import compiling
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import halfmesh
@@ -224,3 +227,58 @@ def test_hooks_of_modules():
         assert torch_private.hook_owners(module) == ([owner] if register == "forward_pre_hook" else [])
         handle.remove()
         assert not torch_private.count_call_hooks(module)
+
+
+class _Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x):
+        return self.inner(2 * x)
+
+
+@pytest.mark.parametrize("module", [_Doubles(), nn.Sequential(nn.Identity(), nn.GELU())], ids=["own", "torch's"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compile_in_place(module, fullgraph):
+    with compiling.watched() as compiled:
+        torch_private.compile_in_place(module, 1, backend=compiling.NAME, fullgraph=fullgraph)
+        assert torch_private.is_compiled(module)
+        expected = module.forward(torch.ones(3))
+        assert torch.equal(module(torch.ones(3)), expected)
+        assert compiled.forwards == 1
+        seen = []
+        next(module.children()).register_forward_hook(lambda *_: seen.append(1))
+        module(torch.ones(3))
+        assert seen == [1]
+        copied = copy.deepcopy(module)
+        torch_private.uncompile(module)
+        assert not torch_private.is_compiled(module)
+        assert not torch_private.is_compiled(copied)
+        module(torch.ones(3))
+        assert compiled.forwards == 2
+
+
+def test_more_recompiles():
+    with compiling.watched() as compiled:
+        module = _Doubles()
+        torch_private.compile_in_place(module, 2, backend=compiling.NAME, dynamic=False)
+        for size in range(2, 20):
+            module(torch.ones(size))
+        assert compiled.graphs == 16, "twice 8; torch gives up after that"
+
+
+def test_compilers():
+    assert torch_private.has_triton() in (True, False)
+    try:
+        assert torch_private.find_cpp_compiler()
+    except RuntimeError as error:
+        assert "compiler" in str(error).lower()  # noqa: PT017
+
+
+def test_no_cpp_compiler():
+    with (
+        inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(RuntimeError, match=r"No working C\+\+"),
+    ):
+        torch_private.find_cpp_compiler()

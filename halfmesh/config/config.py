@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import ConfigError, did_you_mean, shorten
 from ..options import Options
 from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
-from .schema import PrecisionConfig, Settings, validate
+from .schema import CompileConfig, PrecisionConfig, Settings, validate
 from .text import UnwritableError, to_yaml
 
 _OWN_NAMES = "; a constant of your own is written in UPPERCASE"
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, PrecisionConfig):
         return {"mode": value.mode, **_changed(value.options)}
     if isinstance(value, Options):
-        return _changed(value)
+        return _changed(value) or (True if isinstance(value, CompileConfig) else {})
     return dict(value) if isinstance(value, dict) else value
 
 

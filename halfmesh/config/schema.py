@@ -127,6 +127,30 @@ def _expand_precision(value: Any) -> Any:
     return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
 
 
+def _expand_compile(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return {"enabled": value is True}
+    if isinstance(value, (Mapping, CompileConfig)):
+        return dict(value) if isinstance(value, Mapping) else value
+    raise ValueError(f"{value!r} is not True, False or a dict; write for example dict(scope='blocks')")
+
+
+def _known_backend(name: str) -> str:
+    """Only where it is not torch's default: the list of all takes a second to import."""
+    if name == "inductor":
+        return name
+    import torch
+
+    known = torch.compiler.list_backends(None)
+    if name not in known:
+        usual = ", ".join(map(repr, torch.compiler.list_backends()))
+        raise ValueError(
+            f"{name!r} is not a backend of torch.compile here; usual ones: {usual}; for debugging 'eager' and "
+            f"'aot_eager'{did_you_mean(name, known)}"
+        )
+    return name
+
+
 def _read_norm_type(value: Any) -> Any:
     return math.inf if value == "inf" else value
 
@@ -225,6 +249,19 @@ class ClipConfig(Options):
     norm_type: Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(_read_norm_type)] = 2.0
 
 
+class CompileConfig(Options):
+    """`compile`. All from `backend` on are arguments of `torch.compile`, with torch's meanings and defaults."""
+
+    enabled: bool = True
+    scope: Literal["auto", "model", "blocks"] = "auto"
+    """What is compiled: the model as a whole, its repeated blocks each by itself, or what suits the layout: blocks
+    where there are several ranks, the whole model in one process."""
+    backend: Annotated[str, AfterValidator(_known_backend)] = "inductor"
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+
 Precision = Annotated[PrecisionConfig | None, BeforeValidator(_expand_precision)]
 
 
@@ -241,7 +278,7 @@ class Settings(Options):
     gradient_dtype: Literal["auto", "float32"] = "auto"
     activation_checkpoint: bool = False
     activation_offload: bool = False
-    compile: bool = False
+    compile: Annotated[CompileConfig, BeforeValidator(_expand_compile)] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
     max_consecutive_skips: PositiveInt = 50

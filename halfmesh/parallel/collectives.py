@@ -12,7 +12,8 @@ two layers that divide their features, a "partial" activation or gradient is one
 | `gather_in` | parts -> whole | partial gradients are summed, each rank keeps its part |
 | `sum_and_split` | partial -> summed, this rank's part | parts are gathered |
 
-Where tensors have no memory (halfmesh.parallel.pipeline.skeleton), nothing is sent.
+Where tensors have no memory (halfmesh.parallel.pipeline.skeleton), nothing is sent. Compiled code ends before each of
+them and goes on after it.
 
 (The pairs of Megatron-LM, https://arxiv.org/abs/1909.08053 section 3 and https://arxiv.org/abs/2205.05198 section 4.2.)
 """
@@ -29,31 +30,37 @@ from torch.autograd.function import once_differentiable
 from .. import torch_private
 
 
+@torch.compiler.disable
 def copy_in(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`x`, used by layers each of which gives its part of the gradient."""
     return _CopyIn.apply(x, group)
 
 
+@torch.compiler.disable
 def sum_out(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of `x` over the ranks. Uses up `x`, which nobody else may hold: it is summed in place."""
     return _SumOut.apply(x, group)
 
 
+@torch.compiler.disable
 def split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of `x` along `dim`, whose size the ranks have to divide."""
     return _Split.apply(x, dim % x.dim(), group)
 
 
+@torch.compiler.disable
 def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The whole of the parts `x` along `dim`, for computations that are the same on all ranks."""
     return _Gather.apply(x, dim % x.dim(), group)
 
 
+@torch.compiler.disable
 def gather_in(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The whole of the parts `x` along `dim`, used by layers each of which gives its part of the gradient."""
     return _GatherIn.apply(x, dim % x.dim(), group)
 
 
+@torch.compiler.disable
 def sum_and_split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part along `dim` of the sum of `x` over the ranks."""
     return _SumAndSplit.apply(x, dim % x.dim(), group)

@@ -53,12 +53,14 @@ class CommonRandom:
         """Where the sequence is, between two calls of the model."""
         self._outside: torch.Tensor | None = None
 
+    @torch.compiler.disable
     def enter(self, model: nn.Module, *_: Any, always: bool = False) -> None:
         """A forward hook: the model begins. `always`: also in evaluation, where some of its modules may train."""
         if (model.training or always) and self._outside is None:
             self._outside = self._generator.get_state()
             self._generator.set_state(self.state)
 
+    @torch.compiler.disable
     def leave(self, *_: Any) -> None:
         """A forward hook: the model ends."""
         if self._outside is not None:
@@ -93,6 +95,7 @@ class RandomFork:
         """Whether random numbers are this rank's own now."""
         return self._generator.initial_seed() in self._outside
 
+    @torch.compiler.disable
     def open(self) -> None:
         """Draw from a sequence of this rank's own. Does nothing within a fork, and where nothing is drawn."""
         if self.is_open or torch_private.in_fake_mode():
@@ -111,6 +114,7 @@ class RandomFork:
             del self._outside[next(iter(self._outside))]
         generator.manual_seed(seed)
 
+    @torch.compiler.disable
     def close(self) -> None:
         """Draw in common again. Does nothing outside a fork."""
         outside = self._outside.get(self._generator.initial_seed())

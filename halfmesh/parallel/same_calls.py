@@ -30,6 +30,7 @@ class SameCalls:
         self._inputs_seen: Counter[tuple[bool, str]] = Counter()
         self._outputs_seen: set[bool] = set()
 
+    @torch.compiler.disable
     @torch.no_grad()
     def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
         """Raise InputError if they differ; on all ranks. `of` is what messages call them."""
@@ -42,6 +43,7 @@ class SameCalls:
                 "engine.context.dp_size"
             )
 
+    @torch.compiler.disable
     @torch.no_grad()
     def compare_outputs(self, training: bool, output: Any) -> None:
         """Raise InputError if they differ by more than rounding; on all ranks."""

@@ -32,6 +32,7 @@ class TensorAxis:
         self.fork = RandomFork(self.rank, device)
         self._copied: tuple[Any, ...] | None = None
 
+    @torch.compiler.disable
     def copy_in(self, x: torch.Tensor) -> torch.Tensor:
         """`x` for layers that each give part of its gradient. Those that share an input (q, k, v) share the sum."""
         if not (x.requires_grad and torch.is_grad_enabled()) or torch_private.in_fake_mode():
@@ -41,6 +42,7 @@ class TensorAxis:
             self._copied = x, stamp, collectives.copy_in(x, self.group)
         return self._copied[2]
 
+    @torch.compiler.disable
     def settle(self, *_: Any) -> None:
         """A divided computation ends: random numbers are in common again, and its input is forgotten.
 

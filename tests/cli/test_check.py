@@ -77,12 +77,12 @@ def test_problems_and_findings_together(run):
 
 
 def test_json_of_findings(run):
-    result = run("compile: true\n", "--world-size", "1", "--json", name="config.yaml")
+    result = run("debug: all\n", "--world-size", "1", "--json", name="config.yaml")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {
         "ok": False,
         "problems": [],
-        "findings": [{"kind": "unbuilt", "where": "compile", "message": "True is not built yet; leave it at False"}],
+        "findings": [{"kind": "unbuilt", "where": "debug", "message": "'all' is not built yet; leave it at None"}],
         "plan": None,
     }
 

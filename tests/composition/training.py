@@ -87,10 +87,10 @@ class Criterion:
         return loss if self.factor == 1 else loss * self.factor
 
 
-def train(rank: int, world_size: int, cell: Cell) -> Outcome:
-    """The loop of the README."""
+def train(rank: int, world_size: int, cell: Cell, watch: Any = None) -> Outcome:
+    """The loop of the README. `watch` finds the dtypes of matrix products, if not MatmulDtypes."""
     engine = make_engine(cell, rank)
-    watch = MatmulDtypes()
+    watch = MatmulDtypes() if watch is None else watch
     steps: list[Step] = []
     losses: list[float] = []
     for x, y in engine.dataloader:

@@ -80,7 +80,10 @@ def test_defaults_are_those_of_the_readme():
     assert (config.clip_grad_norm.max_norm, config.clip_grad_norm.norm_type) == (0.0, 2.0)
     assert (config.loss_reduction, config.lr_interval) == ("mean", "step")
     assert (config.activation_checkpoint, config.activation_offload) == (False, False)
-    assert (config.compile, config.fused) == (False, "auto")
+    assert (config.compile.enabled, config.fused) == (False, "auto")
+    compile_ = load_config({"compile": True}).compile
+    assert (compile_.enabled, compile_.scope, compile_.backend) == (True, "auto", "inductor")
+    assert (compile_.mode, compile_.dynamic, compile_.fullgraph) == (None, None, False)
     assert (config.on_nonfinite, config.max_consecutive_skips) == ("auto", 50)
     assert (config.seed, config.timeout) == (1024, 600.0)
     assert (config.debug, config.resume, config.track_grad_norm) == (None, None, False)
@@ -233,7 +236,16 @@ MISTAKES = [
     ({"timeout": 0}, "timeout: 0 is not a number > 0"),
     ({"timeout": math.inf}, "timeout: inf is not a number > 0"),
     ({"seed": -1}, "seed: -1 is not an integer >= 0 and < 4294967296"),
-    ({"compile": 1}, "compile: 1 is not True or False"),
+    ({"compile": 1}, "compile: 1 is not True, False or a dict; write for example dict(scope='blocks')"),
+    ({"compile": "blocks"}, "compile: 'blocks' is not True, False or a dict; write for example dict(scope='blocks')"),
+    ({"compile": {"fulgraph": True}}, "compile.fulgraph: unknown key; did you mean 'fullgraph'?"),
+    ({"compile": {"scope": "block"}}, "compile.scope: 'block' is not one of 'auto', 'model', 'blocks'; did you mean"),
+    ({"compile": {"mode": "fast"}}, "compile.mode: 'fast' is not one of 'default', 'reduce-overhead', 'max-autotune'"),
+    ({"compile": {"dynamic": "yes"}}, "compile.dynamic: 'yes' is not True or False or None"),
+    ({"compile": {"backend": "inducter"}}, "compile.backend: 'inducter' is not a backend of torch.compile here; usual"),
+    ({"compile": {"backend": "inducter"}}, "did you mean 'inductor'?"),
+    ({"compile": {"backend": "aot_eagr"}}, "for debugging 'eager' and 'aot_eager'; did you mean 'aot_eager'?"),
+    ({"compile": {"backend": print}}, "compile.backend: <built-in function print> is not a string"),
     ({"fused": True}, "fused: True is not one of 'auto', False"),
     ({"debug": 3}, "debug: 3 is not a string or None"),
     ({"parallel": {"tensor": {"plan": 3}}}, "parallel.tensor.plan: 3 is not a string or a dict of strings"),

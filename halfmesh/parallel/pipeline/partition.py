@@ -53,6 +53,10 @@ class Partition:
         """The stages that a rank of the pipeline has."""
         return list(range(rank, len(self.stages), self.size))
 
+    def is_used_by(self, name: str, rank: int) -> bool:
+        """Whether a stage of a rank calls the module of that name, or one that it is in."""
+        return any(_is_used(name, piece) for index in self.of_rank(rank) for piece in self.stages[index])
+
     def not_called(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """The modules, by name, that no stage calls: it calls those below them."""
         return [

@@ -1,0 +1,131 @@
+"""The key `compile`: which modules are compiled, whether that can work here, and compiling them in place.
+
+`module.compile()` changes no module and no name, and copies of the model are not compiled. Hooks, random numbers and
+what is sent between ranks stay outside of the compiled code (`torch.compiler.disable`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from . import torch_private
+from .parallel.pipeline.block_partition import children_of
+
+if TYPE_CHECKING:
+    from .config.schema import CompileConfig
+    from .parallel.pipeline.partition import Partition
+
+_ROWS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What is compiled, and how.
+
+    Attributes:
+        names: of the modules; "" is the model itself.
+        options: the config's.
+    """
+
+    names: tuple[str, ...]
+    options: CompileConfig
+
+    def apply(self, model: nn.Module, is_here: Callable[[str], bool]) -> list[nn.Module]:
+        """Compile those modules of `model` in place that this rank computes. Nothing runs before their first call.
+
+        Args:
+            is_here: whether it computes the module of this name.
+
+        Returns:
+            The modules; `torch_private.uncompile` undoes it.
+        """
+        options = self.options
+        modules = list(dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name)))
+        for module in modules:
+            torch_private.compile_in_place(
+                module,
+                len(modules),
+                backend=options.backend,
+                mode=options.mode,
+                dynamic=options.dynamic,
+                fullgraph=options.fullgraph,
+            )
+        return modules
+
+
+def resolve(
+    model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None
+) -> tuple[Compilation | None, list[str]]:
+    """What is compiled of `model`, or every reason why it cannot be.
+
+    Under several ranks the blocks, if there are any: gradients of one graph come all at once, when its backward ends,
+    and with several graphs they are sent while backward runs.
+
+    Args:
+        ranks: of all axes together.
+        partition: how a pipeline cuts the model, if one does. Its stages call blocks, and not the model.
+    """
+    if any(torch_private.is_compiled(module) for module in model.modules()):
+        return None, ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
+    blocks = tuple(find_blocks(model))
+    if partition is not None:
+        passed_by = {name for name, _ in partition.not_called(model)}
+        blocks = tuple(name for name in blocks if name not in passed_by)
+    if blocks and (options.scope == "blocks" or (options.scope == "auto" and ranks > 1)):
+        return Compilation(blocks, options), []
+    if options.scope != "blocks" and partition is None:
+        return Compilation(("",), options), []
+    return None, [
+        f"compile: {type(model).__name__} has no repeated blocks that could be compiled (two or more modules of one "
+        "class, with modules of their own, in a ModuleList or Sequential); "
+        + ("use scope='model'" if partition is None else "leave compile out, or the pipeline")
+    ]
+
+
+def find_blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the repeated blocks: modules of one class beside each other in a ModuleList or Sequential, which have
+    modules of their own. Of rows within rows the blocks are those of the outermost, if they are no rows themselves."""
+    children = {name: model.get_submodule(name) for name in children_of(model)}
+    within = {name: list(find_blocks(child)) for name, child in children.items()}
+    kinds: Counter[type[nn.Module]] = Counter()
+    if isinstance(model, _ROWS):
+        kinds.update(type(child) for name, child in children.items() if _may_be_block(child, within[name]))
+    for name, child in children.items():
+        if _may_be_block(child, within[name]) and kinds[type(child)] > 1:
+            yield name
+        else:
+            yield from (f"{name}.{inner}" for inner in within[name])
+
+
+def find_device_problem(options: CompileConfig, device: torch.device) -> str | None:
+    """Why the backend cannot generate code for this device."""
+    if options.backend != "inductor":
+        return None
+    if device.type == "cuda":
+        if torch_private.has_triton():
+            return None
+        return (
+            f"compile: backend='inductor' needs triton for {device}, which is not installed or does not know this "
+            "GPU; install triton, use another backend ('aot_eager' generates no code), or leave compile out"
+        )
+    try:
+        torch_private.find_cpp_compiler()
+    except RuntimeError as error:
+        return (
+            f"compile: backend='inductor' needs a C++ compiler for the CPU ({str(error).splitlines()[0]}); install g++ "
+            "or clang, or name one in the environment variable CXX; or use another backend ('aot_eager' generates no "
+            "code), or leave compile out"
+        )
+    return None
+
+
+def _may_be_block(module: nn.Module, within: list[str]) -> bool:
+    """Not a single layer, not a list or dict that nobody calls, and not a row of blocks."""
+    is_called = type(module).forward is not nn.Module.forward
+    return is_called and any(True for _ in module.children()) and not (isinstance(module, _ROWS) and within)
