@@ -7,6 +7,11 @@ from collections.abc import Sequence
 import torch
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is made of what runs now: then the host can read nothing, and does nothing in a replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class HostCopy:
     """Copies of 0-dim tensors in host memory. On a GPU they are started now and do not hold anything up.
 
@@ -17,7 +22,7 @@ class HostCopy:
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         self._ready: torch.cuda.Event | None = None
         self._values = values
-        if values and values[0].device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if values and values[0].is_cuda and not is_captured(values[0].device):
             joined = torch.stack([value.double() for value in values])
             copied = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
             copied.copy_(joined, non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import NonFiniteError
 from ..shard import ParamShard
+from .host_copy import is_captured
 from .loss_scaler import LossScaler
 from .verdict import Verdict, first_nonfinite
 
@@ -50,6 +51,9 @@ class SkipWatch:
         (self._counters if skips else self._in_a_row).add_(found)
         self._in_a_row.mul_(found)
         self._most += 1
+        reads = self._unmeasured or raise_now or self._most >= self.limit
+        if not reads or is_captured(found.device):
+            return
         if self._unmeasured:
             self._unmeasured = 0
             self._alarmed = bool(found)

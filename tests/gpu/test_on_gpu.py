@@ -131,3 +131,22 @@ def test_o2_and_o3_with_batchnorm(keep):
         assert model[2].weight.dtype == (torch.float32 if keep else torch.float16)
         assert not results[-1].skipped
         assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_batches_come_from_pinned_memory_and_are_whole():
+    """The copy of the next batch runs beside the work on this one."""
+    batches = [torch.full((1 << 20,), float(number)) for number in range(8)]
+    engine = halfmesh.initialize(
+        MLP(),
+        sgd,
+        nn.CrossEntropyLoss(),
+        torch.utils.data.DataLoader(batches, batch_size=None, num_workers=0),
+        {},
+        device="cuda",
+    )
+    sums = []
+    for batch in engine.dataloader:
+        assert batch.is_cuda
+        torch.cuda._sleep(10_000_000)
+        sums.append(batch.sum())
+    assert [value.item() / (1 << 20) for value in sums] == [float(number) for number in range(8)]
