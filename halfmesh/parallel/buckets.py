@@ -35,12 +35,14 @@ class Bucket:
         self._views: list[torch.Tensor] = []
         self._absent: list[int] = []
 
-    def reset(self) -> None:
+    def reset(self, keeps: bool = True) -> None:
+        """Begin anew; without `keeps` in other memory, because the old one is still under way."""
         self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
         self.sent = False
         self._absent = []
-        if not self.is_view:
-            self._flat = None
+        if not (self.is_view and keeps):
+            self._flat, self._views = None, []
+            self.blank.clear()
 
     def attach(self) -> None:
         """Before a backward: parameters without a gradient get zeros to add to."""

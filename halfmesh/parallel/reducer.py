@@ -76,6 +76,7 @@ class Reducer:
         self._finished = False
         self._collecting = False
         self._armed = False
+        self._inflight: deque[dist.Work] = deque()
         self._buckets: list[Bucket] = []
         self._covered: list[tuple[int, bool]] = []  # the shards that `covers` has been asked for, and was right about
         self._bucket_of: dict[int, Bucket] = {}
@@ -203,9 +204,10 @@ class Reducer:
     def _reset(self) -> None:
         self._armed = False
         self._next = 0
-        self._inflight: deque[dist.Work] = deque()
+        failed = bool(self._inflight)  # an error came between: nobody waited for these
+        self._inflight.clear()
         for bucket in self._buckets:
-            bucket.reset()
+            bucket.reset(keeps=not failed)
 
     def _arrived(self, shard: ParamShard, bucket: Bucket, _: nn.Parameter) -> None:
         self.stale = self._finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.handlers
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from halfmesh import torch_private
 from halfmesh.errors import InputError
 from halfmesh.parallel.reducer import ReduceOptions, Reducer
 from halfmesh.shard import ParamShard
@@ -323,3 +325,115 @@ def doubles(rank: int, world_size: int) -> tuple[list[float], int]:
 
 def test_double_gradients_are_reduced_in_double():
     assert run_ranks(doubles, 2) == [([1 + 5e-13] * 2, 2)] * 2
+
+
+def views(rank: int, world_size: int) -> dict[str, object]:
+    """Three updates; the last layer of the second is not used by rank 1, that of the third by nobody."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    reducer, shards = make_reducer(layers)
+    copies, inner = [], torch_private.foreach_copy_
+    torch_private.foreach_copy_ = lambda targets, sources: (copies.append(len(targets)), inner(targets, sources))
+    places, found = [], []
+    for update in range(3):
+        used = list(layers)[: 2 if update == 2 or (update == 1 and rank == 1) else 3]
+        for microbatch in range(2):
+            reducer.open(last=microbatch == 1)
+            x = torch.full((2, 4), float(rank + 1 + microbatch))
+            sum(layer(x).square().sum() for layer in used).backward()
+        reducer.finish()
+        grads = [shard.take_grad() for shard in shards]
+        places.append([None if g is None else g.data_ptr() for g in grads])
+        found.append([None if g is None else g.clone() for g in grads])
+        for shard in shards:
+            shard.clear_grad()
+        reducer.forget()
+    torch_private.foreach_copy_ = inner
+    reducer.close()
+
+    expected = []
+    for update in range(3):
+        layers.zero_grad()
+        for other in range(world_size):
+            used = list(layers)[: 2 if update == 2 or (update == 1 and other == 1) else 3]
+            for microbatch in range(2):
+                x = torch.full((2, 4), float(other + 1 + microbatch))
+                (sum(layer(x).square().sum() for layer in used) / world_size).backward()
+        expected.append([None if p.grad is None else p.grad.clone() for p in layers.parameters()])
+    return {"copies": copies, "places": places, "found": found, "expected": expected}
+
+
+def test_gradients_are_parts_of_buckets():
+    """Nothing is copied, the memory stays, and what nobody used has no gradient."""
+    for result in run_ranks(views, 2):
+        assert result["copies"] == []
+        first, second, third = result["places"]
+        assert first == second == [*third[:4], *first[4:]]
+        assert third[4:] == [None, None]
+        torch.testing.assert_close(result["found"], result["expected"])
+
+
+def broken_off(rank: int, world_size: int) -> dict[str, object]:
+    """A backward fails on all ranks after its first buckets were sent; the next one is complete."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    reducer, shards = make_reducer(model, bucket_bytes=TINY)
+    x = torch.full((2, 4), float(rank + 1))
+
+    def fail(_: torch.Tensor) -> None:
+        raise LookupError("no gradient")
+
+    handle = model[0].weight.register_hook(fail)
+    reducer.open(last=True)
+    with contextlib.suppress(LookupError):
+        (model(x).sum() * 1e6).backward()
+    sent = reducer.collectives
+    under_way = model[2].weight.grad  # alive, so that its memory goes to nobody else
+    handle.remove()
+    for shard in shards:
+        shard.clear_grad()
+    reducer.forget()
+    reducer.open(last=True)
+    model(x).sum().backward()
+    reducer.finish()
+    found = [p.grad.clone() for p in model.parameters()]
+    moved = model[2].weight.grad.data_ptr() != under_way.data_ptr()
+    reducer.close()
+    model.zero_grad()
+    for other in range(world_size):
+        (model(torch.full((2, 4), float(other + 1))).sum() / world_size).backward()
+    expected = [p.grad for p in model.parameters()]
+    return {"sent": sent, "moved": moved, "found": found, "expected": expected}
+
+
+def test_an_error_in_backward_leaves_nothing_behind():
+    for result in run_ranks(broken_off, 2):
+        assert result["sent"] >= 4
+        assert result["moved"], "what is under way still reads and writes the memory of the first try"
+        torch.testing.assert_close(result["found"], result["expected"])
+
+
+def others(rank: int, world_size: int) -> list[list[float]]:
+    """Gradients that others put in place of the buckets' parts, before and after a backward."""
+    results = []
+    for when in ("before", "between", "after"):
+        param = nn.Parameter(torch.zeros(2))
+        shard = ParamShard("p", param)
+        reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions())
+        if when == "before":
+            param.grad = torch.full((2,), 100.0)
+        for _ in range(2):
+            reducer.open(last=False)
+            (param * (rank + 1)).sum().backward()
+            if when == "between":
+                param.grad = param.grad * 10
+        if when == "after":
+            param.grad = torch.full((2,), float(rank))
+        reducer.finish()
+        results.append(shard.take_grad().tolist())
+        reducer.close()
+    return results
+
+
+def test_gradients_of_others_take_part():
+    assert run_ranks(others, 2) == [[[103.0] * 2, [165.0] * 2, [0.5] * 2]] * 2
