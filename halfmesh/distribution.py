@@ -66,7 +66,6 @@ def _over_data_ranks(
         bucket_bytes=int(data.bucket_mb * 2**20),
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
-        wide_sums=update.losses.wide_sums,
     )
     strategy = DATA_STRATEGIES.get(data.strategy)
     return strategy(update.holdings.trained, dict(model.named_buffers()), context.dp_group, options)

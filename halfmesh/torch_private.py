@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.optim import optimizer as _all_optimizers
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+SOURCES = os.path.dirname(torch.__file__) + os.sep
+"""Where torch's own code is."""
 
 FUSED_STEPS = frozenset(
     getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")
@@ -86,16 +91,12 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer, besides: int) -> bool:
-    """Whether hooks run around `optimizer.step()`, those for all optimizers included, but for so many pre-hooks."""
-    after = optimizer._optimizer_step_post_hooks or _all_optimizers._global_optimizer_post_hooks
-    before = _all_optimizers._global_optimizer_pre_hooks or len(optimizer._optimizer_step_pre_hooks) > besides
-    return bool(after or before)
-
-
-def is_scheduler_wrapper(step: object) -> bool:
-    """Whether `step` is what a torch scheduler has put in place of an optimizer's, to know that it was called."""
-    return hasattr(step, "_wrapped_by_lr_sched")
+def has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
+    """Whether hooks run around `optimizer.step()`, those for all optimizers included; not counted is `besides`."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    everywhere = _all_optimizers._global_optimizer_pre_hooks or _all_optimizers._global_optimizer_post_hooks
+    known = besides is not None and besides.id in before
+    return bool(after or everywhere) or len(before) > known
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

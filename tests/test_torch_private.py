@@ -53,27 +53,23 @@ def test_edit_stamp_sees_every_kind_of_edit():
 
 def test_step_hooks():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    assert not torch_private.has_step_hooks(optimizer, besides=0)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    assert torch_private.has_step_hooks(optimizer, besides=0)
-    assert not torch_private.has_step_hooks(optimizer, besides=1)
+    assert not torch_private.has_step_hooks(optimizer)
+    own = optimizer.register_step_pre_hook(lambda *_: None)
+    assert torch_private.has_step_hooks(optimizer)
+    assert not torch_private.has_step_hooks(optimizer, besides=own)
     for register in (
+        optimizer.register_step_pre_hook,
         optimizer.register_step_post_hook,
         register_optimizer_step_pre_hook,
         register_optimizer_step_post_hook,
     ):
         handle = register(lambda *_: None)
-        assert torch_private.has_step_hooks(optimizer, besides=1)
+        assert torch_private.has_step_hooks(optimizer, besides=own)
         handle.remove()
-        assert not torch_private.has_step_hooks(optimizer, besides=1)
-
-
-def test_scheduler_wrapper():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    assert not torch_private.is_scheduler_wrapper(optimizer.step)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert torch_private.is_scheduler_wrapper(optimizer.step)
-    assert optimizer.step.__wrapped__ is torch.optim.SGD.step
+        assert not torch_private.has_step_hooks(optimizer, besides=own)
+    own.remove()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert torch_private.has_step_hooks(optimizer, besides=own), "one that is not there does not count"
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
@@ -121,10 +117,9 @@ def test_bare_copy_steps_without_hooks_and_state(make):
     assert optimizer.param_groups is groups
     assert groups[0]["params"] == [param]
     assert dict(optimizer.state).keys() == state.keys()
+    assert not torch_private.has_step_hooks(clone)
     clone.register_step_pre_hook(lambda *_: None)
-    assert torch_private.has_step_hooks(clone, besides=0)
-    assert not torch_private.has_step_hooks(clone, besides=1)
-    assert torch_private.has_step_hooks(optimizer, besides=1), "its own post-hook"
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
     clone.zero_grad()
     assert param.grad is not None
 

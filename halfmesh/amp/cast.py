@@ -33,7 +33,7 @@ class Precision:
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
         """O1's lists, with additions; None where torch.autocast or nothing casts."""
         self._fp16_scalars: list[weakref.ref[torch.Tensor]] = []
-        self._scope: AbstractContextManager[Any] | None = None
+        self._scope: tuple[bool, AbstractContextManager[Any]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_fp16_scalars": [], "_scope": None}  # a copy has returned nothing yet
@@ -95,10 +95,15 @@ class Precision:
         """
         if not self.recipe.autocast:
             return call(*args, **kwargs)
-        scope, self._scope = self._scope or self.autocast(), None
+        if self.casts is not None:
+            with self.autocast():
+                return call(*args, **kwargs)
+        caches = torch.is_autocast_cache_enabled()  # which a scope asks for when it is made
+        kept, self._scope = self._scope, None
+        scope = kept[1] if kept is not None and kept[0] == caches else self.autocast()
         with scope:
             result = call(*args, **kwargs)
-        self._scope = scope if self.casts is None else None
+        self._scope = caches, scope
         return result
 
     def starts_in_fp16(self, loss: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ their state.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +14,10 @@ from torch import optim
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
+from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
+from .fused import seed_momentum
 
 _Group = Mapping[str, Any]
 _Tensors = list[torch.Tensor]
@@ -85,19 +86,32 @@ _FORMS: dict[type[optim.Optimizer], Callable[..., None]] = {
 }
 
 
+def _has_state(group: _Group, states: list[_State]) -> bool:
+    if "momentum" in group:  # SGD, whose state may also be there and be None
+        return group["momentum"] == 0 or all(state.get("momentum_buffer") is not None for state in states)
+    return all(states)
+
+
+def _is_of_torch(step: Any) -> bool:
+    """Whether `step`, and all that it wraps, is torch's: its optimizers' own, and the wrappers of its schedulers."""
+    while step is not None:
+        code = getattr(getattr(step, "__func__", step), "__code__", None)
+        if code is None or not code.co_filename.startswith(torch_private.SOURCES):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
+
+
 class DirectStep:
     """Does what `optimizer.step()` would, where nobody could tell the difference.
 
     That is: the optimizer is one of `_FORMS` with its own `step`, fused in every group; no hook is registered but
-    halfmesh's; and the state of each parameter is there, which the first `step` makes.
-
-    Args:
-        own_hooks: how many of the optimizer's step hooks are halfmesh's.
+    `guard`; and the state of each parameter is there, which the first `step` makes.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, own_hooks: int) -> None:
+    def __init__(self, optimizer: optim.Optimizer, guard: RemovableHandle) -> None:
         self._optimizer = optimizer
-        self._own_hooks = own_hooks
+        self._guard = guard
         self._form = _FORMS.get(type(optimizer))
         self._held: list[tuple[_Group, list[tuple[torch.Tensor, _State]]]] = []
         self._ids: list[list[int]] = []  # of all objects that are in `_held`
@@ -122,7 +136,8 @@ class DirectStep:
             held = [(param, grad, state) for param, state in pairs if (grad := param.grad) is not None]
             if held:
                 params, grads, states = map(list, zip(*held, strict=True))
-                if not all(states) and group.get("momentum") != 0:
+                if not _has_state(group, states):
+                    seed_momentum(self._optimizer)
                     return False  # the first step of some parameter
                 chosen.append((group, params, grads, states))
         for group, params, grads, states in chosen:
@@ -132,15 +147,12 @@ class DirectStep:
     def _is_plain(self) -> bool:
         """Whether `step` is torch's own, without hooks. A scheduler's wrapper only notes that it was called."""
         optimizer = self._optimizer
-        if torch_private.has_step_hooks(optimizer, self._own_hooks):
+        if torch_private.has_step_hooks(optimizer, self._guard):
             return False
         step = vars(optimizer).get("step", type(optimizer).step)
         if step is not self._step:
             self._step = step
-            while torch_private.is_scheduler_wrapper(step):
-                step = step.__wrapped__
-            is_own = getattr(step, "__func__", step) is type(optimizer).step
-            self._plain_step = is_own and inspect.unwrap(step).__module__.startswith("torch.optim.")
+            self._plain_step = _is_of_torch(step)
             return False  # once, so that a new scheduler's wrapper notes it
         return self._plain_step
 

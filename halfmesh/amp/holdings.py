@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
 from ..errors import InputError, shorten
@@ -14,9 +15,6 @@ from . import fused
 from .master_weights import current_value, masters_for, publish, repoint
 from .recipe import HALF, Recipe
 from .rules import UpdateRules
-
-OWN_HOOKS = 1
-"""Step hooks of the optimizer that are halfmesh's: the one that refuses steps outside the engine."""
 
 # Update one parameter from that parameter's gradient and state alone, so that a step may be taken in parts.
 _ELEMENTWISE = (
@@ -48,6 +46,7 @@ class Holdings:
         targets: what it holds for each of them, by the shard's id.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
+        guard: halfmesh's own hook around the optimizer's step.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -70,6 +69,7 @@ class Holdings:
         self._switched: set[int] = set()
         self._published: list[nn.Parameter] = []  # with a master
         self._stamps: list[tuple[int, int]] = []  # of each of them, when its master was last rounded into it
+        self.guard: RemovableHandle | None = None
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
         self.refresh()
 
@@ -130,7 +130,7 @@ class Holdings:
     @property
     def streams(self) -> bool:
         """Whether a step may be taken in parts: an elementwise optimizer of torch, without hooks of the user's."""
-        return type(self.optimizer) in _ELEMENTWISE and not torch_private.has_step_hooks(self.optimizer, OWN_HOOKS)
+        return type(self.optimizer) in _ELEMENTWISE and not torch_private.has_step_hooks(self.optimizer, self.guard)
 
     def publish(self, shards: Sequence[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `note_published` follows."""
@@ -171,7 +171,6 @@ class Holdings:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
         if not self.sparse and any(grad.layout != torch.strided for _, grad in grads):
             self.sparse = True
-            fused.switch_back(self.optimizer, self._switched)
             self.refresh()
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,16 +15,16 @@ class Staging:
 
     def __init__(self) -> None:
         self._flat: torch.Tensor | None = None
-        self._cut: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        self._cut: dict[int, tuple[Any, list[torch.Tensor]]] = {}
 
     def views(self, targets: Sequence[torch.Tensor], part: int) -> list[torch.Tensor]:
         """Pieces of the memory with the shapes and strides of `targets`, all of one dtype and device.
 
         Their values are any. `part`: which part of an update this is; its pieces are remembered.
         """
-        ids = list(map(id, targets))
+        forms = list(map(id, targets)), list(map(torch.Tensor.stride, targets))
         known = self._cut.get(part)
-        if known is not None and known[0] == ids:
+        if known is not None and known[0] == forms:
             return known[1]
         needed, like = sum(target.numel() for target in targets), targets[0]
         flat = self._flat
@@ -35,5 +36,5 @@ class Staging:
             stride = target.stride() if is_dense(target) else torch.empty(target.shape, device="meta").stride()
             pieces.append(flat.as_strided(target.shape, stride, offset))
             offset += target.numel()
-        self._cut[part] = ids, pieces
+        self._cut[part] = forms, pieces
         return pieces

@@ -11,7 +11,7 @@ from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard
 from .direct_step import DirectStep
-from .holdings import OWN_HOOKS, Holdings
+from .holdings import Holdings
 from .master_weights import STREAM_BYTES
 from .staging import Staging
 
@@ -25,9 +25,9 @@ class Stepper:
         self.holdings = holdings
         self._optimizer = holdings.optimizer
         self._stepping = False
-        self._direct = DirectStep(self._optimizer, OWN_HOOKS)
+        self._guard = holdings.guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
+        self._direct = DirectStep(self._optimizer, self._guard)
         self._staging = Staging()
-        self._guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
 
     def take(self, grads: Grads, fits: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `total` and step, unless `found_inf` is set. Empties `grads`, to free them as it goes.

@@ -32,8 +32,6 @@ class ReduceOptions:
     max_inflight: int = 8
     mean: bool = True
     """Average over the ranks; False sums."""
-    wide_sums: bool = False
-    """Half-precision gradients are added up in fp32, in `ParamShard.main_grad`."""
 
 
 class Reducer:
@@ -76,9 +74,7 @@ class Reducer:
         self._finished = False
         self._collecting = False
         self._armed = False
-        self._inflight: deque[dist.Work] = deque()
-        self._buckets: list[Bucket] = []
-        self._covered: list[tuple[int, bool]] = []  # the shards that `covers` has been asked for, and was right about
+        self._covered: list[tuple[int, bool]] = []  # what `covers` was asked for last, outside of a cycle, and affirmed
         self._bucket_of: dict[int, Bucket] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
@@ -86,17 +82,12 @@ class Reducer:
     def cover(self, shards: Sequence[ParamShard]) -> None:
         """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
-        for bucket in self._buckets:
-            bucket.detach()
         self._shards = [shard for shard in shards if self._takes_part(shard)]
-        self._buckets = make_buckets(
-            self._shards, self.options.dtype, self.options.bucket_bytes, self.options.wide_sums
-        )
+        self._buckets = make_buckets(self._shards, self.options.dtype, self.options.bucket_bytes)
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
-            shard.param.register_post_accumulate_grad_hook(partial(self._arrived, shard, bucket))
-            for bucket in self._buckets
-            for shard in bucket.shards
+            shard.param.register_post_accumulate_grad_hook(partial(self._arrived, shard))
+            for shard in self._shards
             if shard.param.requires_grad
         ]
         self._covered = []
@@ -127,8 +118,6 @@ class Reducer:
         self._finished = self.stale = False
         self._collecting = True
         self._reset()
-        for bucket in self._buckets:
-            bucket.attach()
         self._armed = last
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
@@ -204,17 +193,16 @@ class Reducer:
     def _reset(self) -> None:
         self._armed = False
         self._next = 0
-        failed = bool(self._inflight)  # an error came between: nobody waited for these
-        self._inflight.clear()
+        self._inflight: deque[dist.Work] = deque()
         for bucket in self._buckets:
-            bucket.reset(keeps=not failed)
+            bucket.reset()
 
-    def _arrived(self, shard: ParamShard, bucket: Bucket, _: nn.Parameter) -> None:
+    def _arrived(self, shard: ParamShard, _: nn.Parameter) -> None:
         self.stale = self._finished
-        bucket.blank.discard(id(shard))
         if not self._armed:
             return
-        if bucket.sent:
+        bucket = self._bucket_of[id(shard)]
+        if bucket.flat is not None:
             raise InputError(
                 f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"

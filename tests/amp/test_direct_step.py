@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 
@@ -148,6 +149,44 @@ def test_several_groups_with_settings_that_move(forms):
     same(ours, train(through_step))
 
 
+def test_momentum_that_is_reset_by_hand(forms):
+    def disturb(update, step):
+        if step == 3:
+            for values in update.optimizer.state.values():
+                values["momentum_buffer"] = None
+
+    ours = run("sgd_momentum", between=disturb)
+    assert len(forms) == 4
+    same(ours, run("sgd_momentum", between=lambda *a: (through_step(*a), disturb(*a))))
+
+
+def test_a_group_that_is_taken_out(forms):
+    def train(between):
+        params = make_params()
+        update = make_update(params, lambda p: optim.AdamW([{"params": p[:1]}, {"params": p[1:]}], lr=0.01))
+        for step in range(5):
+            between(update, step)
+            if step == 2:
+                update.optimizer.param_groups.pop()
+            give(params, gradients(step))
+            update.step()
+        return params, []
+
+    same(train(lambda *_: None), train(through_step))
+
+
+def test_hooks_of_a_copy_run(forms):
+    """A copy of an optimizer has no hooks, halfmesh's neither."""
+    params = make_params()
+    update = copy.deepcopy(make_update(params, OPTIMIZERS["adamw"]))
+    ran = []
+    update.optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    for step in range(3):
+        give([s.param for s in update.holdings.shards], gradients(step))
+        update.step()
+    assert len(ran) == 3
+
+
 @pytest.mark.parametrize("change", ["clear", "replace", "load", "new_tensor"])
 def test_state_that_others_change(change, forms):
     def disturb(update, step):
@@ -213,10 +252,39 @@ def test_a_step_of_the_users_own_runs(forms):
     assert len(forms) == 1
 
 
+def test_a_step_that_wraps_a_schedulers_runs(forms):
+    """`functools.wraps` copies the marks of what it wraps."""
+    ran = []
+
+    def between(update, step):
+        optimizer = update.optimizer
+        if step == 0:
+            optim.lr_scheduler.StepLR(optimizer, 1)
+        if step == 2:
+            inner = optimizer.step
+
+            @functools.wraps(inner)
+            def wrapper(closure=None):
+                ran.append(1)
+                return inner()
+
+            optimizer.step = wrapper
+
+    run("adamw", between=between)
+    assert len(ran) == 4
+    assert len(forms) == 1
+
+
 def test_a_class_whose_step_was_exchanged_runs_it(monkeypatch, forms):
     ran, inner = [], optim.AdamW.step
     update = make_update(params := make_params(), OPTIMIZERS["adamw"])
-    monkeypatch.setattr(optim.AdamW, "step", lambda self, closure=None: (ran.append(1), inner(self, closure)))
+
+    @functools.wraps(inner)
+    def own(self, closure=None):
+        ran.append(1)
+        return inner(self, closure)
+
+    monkeypatch.setattr(optim.AdamW, "step", own)
     for step in range(3):
         give(params, gradients(step))
         update.step()

@@ -82,7 +82,7 @@ def count_ops(step):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "share"),
-    [("fp32", 0.0, 0.66), ("bf16", 0.0, 0.70), ("fp16", 0.0, 0.66), ("fp16", 1.0, 0.48)],
+    [("fp32", 0.0, 0.66), ("bf16", 0.0, 0.70), ("fp16", 0.0, 0.70), ("fp16", 1.0, 0.48)],
 )
 def test_calls_of_python(precision, clip, share):
     """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed."""
@@ -152,6 +152,27 @@ def test_a_model_that_calls_the_engine_has_its_own_scope():
     assert not torch.is_autocast_enabled("cpu")
     assert engine(torch.ones(2, 4)).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_cache_of_autocast_is_as_it_is_around():
+    """A kept scope must not bring back what was set when it was made."""
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.is_autocast_cache_enabled())
+            return super().forward(x)
+
+    model = Looks(4, 4)
+    engine = halfmesh.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config={"bf16": {"mode": "torch"}}, device="cpu"
+    )
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        engine(torch.ones(2, 4))
+    engine(torch.ones(2, 4))
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        engine(torch.ones(2, 4))
+    assert seen == [False, True, False]
 
 
 def test_autocast_is_left_after_an_error():
