@@ -31,11 +31,14 @@ class LoaderWatch:
         self._device = device
         self._clock = clock
         self._warned = False
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._passed, self._waited, self._count = 0.0, 0.0, 0
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches."""
-        begin, waited, count = self._clock(), 0.0, 0
-        nothing = object()
+        """The same batches. What passes between two calls, such as an evaluation, does not count."""
+        last, nothing = self._clock(), object()
         while True:
             asked = self._clock()
             last_work = self._mark()
@@ -44,12 +47,13 @@ class LoaderWatch:
                 return
             now = self._clock()
             if last_work is None or last_work.query():
-                waited += now - asked
-            count += 1
-            if now - begin >= WINDOW_S and count >= WINDOW_BATCHES:
-                if not self._warned and waited > SHARE * (now - begin):
-                    self._warn(waited, now - begin, count)
-                begin, waited, count = now, 0.0, 0
+                self._waited += now - asked
+            self._passed, last = self._passed + now - last, now
+            self._count += 1
+            if self._passed >= WINDOW_S and self._count >= WINDOW_BATCHES:
+                if not self._warned and self._waited > SHARE * self._passed:
+                    self._warn()
+                self._begin_window()
             yield batch
 
     def _mark(self) -> torch.cuda.Event | None:
@@ -60,7 +64,7 @@ class LoaderWatch:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _warn(self, waited: float, passed: float, count: int) -> None:
+    def _warn(self) -> None:
         self._warned = True
         loader = getattr(self._loader, "loader", self._loader)  # of an IterableDataset that is read in strides
         workers = getattr(loader, "num_workers", None)
@@ -68,9 +72,9 @@ class LoaderWatch:
         _log.warning(
             "the loop waited for engine.dataloader %.0f %% of its time (%.1f of %.1f s, %d batches): loading data is "
             "the bottleneck, not training; give the DataLoader more workers%s, or prepare the samples beforehand",
-            100 * waited / passed,
-            waited,
-            passed,
-            count,
+            100 * self._waited / self._passed,
+            self._waited,
+            self._passed,
+            self._count,
             has,
         )

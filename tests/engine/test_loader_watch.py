@@ -81,6 +81,16 @@ def test_a_slow_start_is_forgotten(caplog):
     assert caplog.messages == []
 
 
+def test_short_epochs_are_taken_together(caplog):
+    clock = Clock()
+    watch = LoaderWatch(LOADER, CPU, clock)
+    with caplog.at_level(logging.WARNING, "halfmesh"):
+        for _ in range(10):
+            run(0.6, 0.4, 4, watch, clock)
+            clock.now += 100  # an evaluation
+    assert len(caplog.messages) == 1
+
+
 def test_the_training_loader_is_watched_and_the_other_is_not(monkeypatch, caplog):
     """With real time, and short windows."""
     from halfmesh.engine import loader_watch
