@@ -112,10 +112,10 @@ class GradientCycle:
     def end(self) -> None:
         """The update is over: its gradients are used, or of no use."""
         self._update.free_gradients()
-        self._precision.forget_casts()  # the weights have changed
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        self._precision.forget_casts()  # the weights may have changed
         self._accumulation.reset()
         if self.reducer is not None:
             self.reducer.forget()

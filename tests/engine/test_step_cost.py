@@ -175,6 +175,20 @@ def test_the_cache_of_autocast_is_as_it_is_around():
     assert seen == [False, True, False]
 
 
+def test_zero_grad_forgets_casts():
+    """Within a scope of the user's around the loop, where weights are exchanged without being counted as changed."""
+    model = nn.Linear(4, 4, bias=False)
+    engine = halfmesh.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config={"bf16": {"mode": "torch"}}, device="cpu"
+    )
+    x = torch.ones(1, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine(x)
+        model.weight.data.fill_(2.0)
+        engine.zero_grad()
+        assert engine(x).tolist() == [[8.0] * 4]
+
+
 def test_autocast_is_left_after_an_error():
     class Fails(nn.Module):
         def __init__(self):
