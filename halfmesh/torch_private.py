@@ -1,4 +1,4 @@
-"""The only private names of torch that halfmesh uses: multi-tensor operations that have no public form.
+"""The only private names of torch that halfmesh uses, where there is no public form.
 
 `tests/test_torch_private.py` fails when one of them changes.
 """

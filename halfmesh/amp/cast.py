@@ -58,7 +58,8 @@ class Precision:
     def forget_casts(self) -> None:
         """Drop cast weights that a scope of the user's around several calls would keep.
 
-        Needed after each step: fused optimizers change weights without counting it as a change.
+        Needed after each backward, whose graph they belong to, and with each new cycle: fused optimizers change weights
+        without counting it as a change, and so does `param.data`.
         """
         if self.casts is not None:
             self.casts.forget_weights()

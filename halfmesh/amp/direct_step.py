@@ -103,7 +103,7 @@ def _is_of_torch(step: Any) -> bool:
 
 
 class DirectStep:
-    """Does what `optimizer.step()` would, where nobody could tell the difference.
+    """Does what `optimizer.step()` would, where only a profiler could tell the difference, or who patches torch itself.
 
     That is: the optimizer is one of `_FORMS` with its own `step`, fused in every group; no hook is registered but
     `guard`; and the state of each parameter is there, which the first `step` makes.

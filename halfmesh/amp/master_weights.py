@@ -60,10 +60,10 @@ def current_value(param: nn.Parameter, master: nn.Parameter) -> torch.Tensor:
     return torch.where(changed, param.float(), master) if bool(changed.any()) else master.detach()
 
 
-def by_bytes(shards: Sequence[ParamShard], limit: int) -> list[list[ParamShard]]:
+def by_bytes(shards: Sequence[ParamShard], limit: float) -> list[list[ParamShard]]:
     """Consecutive groups of shards whose fp32 gradients take at most `limit` bytes (one larger shard stands alone)."""
     buckets: list[list[ParamShard]] = []
-    room = 0
+    room = 0.0
     for shard in shards:
         size = shard.param.numel() * 4
         if size > room or not buckets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..errors import InputError
 from ..shard import ParamShard
 from .direct_step import DirectStep
 from .holdings import Holdings
-from .master_weights import STREAM_BYTES
+from .master_weights import STREAM_BYTES, by_bytes
 from .staging import Staging
 
 Grads = list[tuple[ParamShard, torch.Tensor]]
@@ -46,14 +47,17 @@ class Stepper:
             self.step_part([shard for shard, _ in grads], total, found_inf)
             return
         parts = self._parts(grads)
+        for part in parts if len(parts) > 1 else ():  # each steps all that have a gradient
+            for shard, _ in part:
+                if holdings.target(shard) is shard.param:
+                    shard.param.grad = None
         for number, part in enumerate(parts):
             shards = [shard for shard, _ in part]
             self._attach(part, self._staging if self.holdings.streams else None, number)
             self.step_part(shards, total, found_inf)
             holdings.publish(shards)
             for shard in shards:
-                if (target := holdings.target(shard)) is not shard.param:
-                    target.grad = None
+                holdings.target(shard).grad = None
         holdings.note_published()
 
     def step_part(
@@ -89,22 +93,13 @@ class Stepper:
         Empties `grads`.
         """
         targets = self.holdings.targets
-        parts: list[Grads] = []
         pairs = {(grad.dtype, targets[id(shard)].dtype) for shard, grad in grads}
-        if all(source == target for source, target in pairs) or not self.holdings.streams:
-            parts.append(grads.copy())
-            grads.clear()
-            return parts
-        room = 0
-        for shard, grad in grads:
-            size = grad.numel() * 4
-            if size > room or not parts:
-                parts.append([])
-                room = STREAM_BYTES
-            parts[-1].append((shard, grad))
-            room -= size
+        converts = any(source != target for source, target in pairs)
+        held = {id(shard): grad for shard, grad in grads}
+        limit = STREAM_BYTES if converts and self.holdings.streams else math.inf
+        buckets = by_bytes([shard for shard, _ in grads], limit)
         grads.clear()
-        return parts
+        return [[(shard, held.pop(id(shard))) for shard in bucket] for bucket in buckets]
 
     def _attach(self, part: Grads, staging: Staging | None, number: int) -> None:
         """Give each target its gradient, in its own dtype and strides, and drop the one it is made from.

@@ -30,10 +30,6 @@ class Accumulation:
         self._dp = dp
         self._weight: torch.Tensor | None = None
 
-    def is_last(self, at_end: bool) -> bool:
-        """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
-        return at_end or self.index + 1 >= self.length
-
     def take_loss(self, loss: Any) -> torch.Tensor:
         """The scalar to run backward from; of a weighted (sum, weight) pair the weight is remembered."""
         plain = self.reduction != "weighted" and isinstance(loss, torch.Tensor)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import nn, optim
 from updates import OPTIMIZERS, give, gradients, make_params, make_update
 
 from halfmesh.amp import stepper
+from halfmesh.amp.convert import convert
 from halfmesh.amp.recipe import Recipe
 from halfmesh.amp.staging import Staging
+from halfmesh.shard import ParamShard
 
 BF16 = Recipe(torch.bfloat16, torch.bfloat16, False, True)
 
@@ -48,6 +51,29 @@ def test_other_targets_get_other_pieces():
     assert staging.views([kept := torch.zeros(2, 2)], 0)[0].shape == kept.shape
     assert first[0].shape == (4,)
     assert staging.views([torch.zeros(4, dtype=torch.float64)], 0)[0].dtype == torch.float64
+
+
+def test_parameters_without_a_master_are_stepped_once(monkeypatch):
+    """Of an update in several parts, each of which steps what has a gradient: O2 keeps BatchNorm in fp32."""
+    recipe = Recipe(torch.float16, torch.float16, False, True, keep_batchnorm_fp32=True)
+    results = []
+    for limit in (1, 200, 25 * 2**20):
+        monkeypatch.setattr(stepper, "STREAM_BYTES", limit)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+        shards = [ParamShard(name, param) for name, param in model.named_parameters()]
+        update = convert(model, optim.AdamW(model.parameters(), lr=0.01), shards, recipe)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for shard in shards:
+                shard.param.grad = torch.randn(shard.param.shape, generator=generator).to(shard.param.dtype)
+            update.step()
+        held = [update.holdings.target(shard) for shard in shards]
+        assert {update.optimizer.state[target]["step"].item() for target in held} == {3.0}
+        results.append([target.detach() for target in held])
+    for ours in results[:2]:
+        for a, b in zip(ours, results[2], strict=True):
+            assert torch.equal(a, b)
 
 
 def test_the_memory_stays_from_update_to_update(monkeypatch):
