@@ -10,6 +10,7 @@ import compiling
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -255,7 +256,7 @@ def test_compile_in_place(module, fullgraph):
 
 
 def test_more_recompiles():
-    with compiling.watched() as compiled:
+    with compiling.watched() as compiled, dynamo_config.patch(recompile_limit=8):  # timm raises it for all
         module = _Doubles()
         torch_private.compile_in_place(module, 2, backend=compiling.NAME, dynamic=False)
         for size in range(2, 20):
