@@ -111,7 +111,7 @@ class GradientCycle:
 
     def end(self) -> None:
         """The update is over: its gradients are used, or of no use."""
-        self._update.free_gradients()
+        self._update.retire_gradients()
         self._begin_anew()
 
     def _begin_anew(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import weakref
 
 import pytest
 import torch
@@ -111,6 +112,26 @@ def test_no_reads_by_the_host(mode, precision, accumulation):
         for _ in range(8):
             step()
     assert counter.reads == 0
+
+
+def test_memory_of_gradients_is_kept_until_the_next_step():
+    """As in a loop by hand: given back between two steps, it would go to the system and come back page by page."""
+    model = make_model()
+    engine = halfmesh.initialize(
+        model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), config={}, device="cpu"
+    )
+    engine.backward(engine.criterion(engine(X), Y))
+    grads = [weakref.ref(param.grad) for param in model.parameters()]
+    engine.step()
+    assert all(param.grad is None for param in model.parameters())
+    assert all(grad() is not None for grad in grads)
+    engine.zero_grad()
+    assert all(grad() is None for grad in grads)
+    engine.backward(engine.criterion(engine(X), Y))
+    grads = [weakref.ref(param.grad) for param in model.parameters()]
+    engine.step()
+    engine.backward(engine.criterion(engine(X), Y))  # without zero_grad
+    assert all(grad() is None for grad in grads)
 
 
 def test_autocast_is_made_once(monkeypatch):
