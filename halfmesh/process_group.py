@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +16,9 @@ from .errors import LaunchError
 from .failures import FailureGuard
 from .launchers import Place
 from .layout import Layout
+
+PARTING_S = 0.1
+"""What threads that wait for nothing but Python and a core need at most."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ def make_group(
     Raises:
         LaunchError: no group within `timeout_s`, no such backend, or an existing group with other numbers.
     """
+    if dist.is_initialized() or place.world_size > 1:
+        atexit.unregister(let_threads_finish)
+        atexit.register(let_threads_finish)
     if dist.is_initialized():
         _check_existing_group(place)
         return None
@@ -84,6 +92,16 @@ def make_group(
             "port, a port that is free on rank 0's machine and can be reached from the others"
         ) from error
     return OwnedGroup(FailureGuard(log, layout, timeout_s))
+
+
+def let_threads_finish() -> None:
+    """Before the interpreter shuts down: let gloo's threads drop the tensors that they still hold.
+
+    They need Python for that. Where it is shutting down it ends the thread that asks for it, which C++ answers with
+    "terminate called without an active exception": the process aborts, after all of its work is done. Seen on loaded
+    machines, some time after the last collective.
+    """
+    time.sleep(PARTING_S)
 
 
 def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:

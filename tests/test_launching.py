@@ -389,3 +389,23 @@ def test_parser() -> None:
     assert vars(parser.parse_args(underscored.split())) == expected
     assert set(vars(parser.parse_args([])).values()) == {None}
     assert all(action.help for action in parser._actions)
+
+
+# ---- the end of the process
+
+
+def test_gloo_has_time_to_finish_before_python_shuts_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A thread of gloo that asks for Python during the shutdown aborts the process."""
+    registered: list[Any] = []
+    slept: list[float] = []
+    monkeypatch.setattr(process_group.atexit, "register", registered.append)
+    monkeypatch.setattr(process_group.time, "sleep", slept.append)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        launch_from_torch({}, device="cpu")
+    finally:
+        dist.destroy_process_group()
+    assert registered.count(process_group.let_threads_finish) == 1
+    process_group.let_threads_finish()
+    assert slept == [process_group.PARTING_S]
+    assert process_group.PARTING_S >= 0.05
