@@ -97,7 +97,7 @@ class Stepper:
         converts = any(source != target for source, target in pairs)
         held = {id(shard): grad for shard, grad in grads}
         limit = STREAM_BYTES if converts and self.holdings.streams else math.inf
-        buckets = by_bytes([shard for shard, _ in grads], limit)
+        buckets = by_bytes([shard for shard, _ in grads], limit) or [[]]  # without gradients, too, hooks run
         grads.clear()
         return [[(shard, held.pop(id(shard))) for shard in bucket] for bucket in buckets]
 

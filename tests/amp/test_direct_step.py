@@ -230,6 +230,17 @@ def test_hooks_run(where, forms):
     assert len(forms) == 3
 
 
+@pytest.mark.parametrize("recipe", [FP32, Recipe(torch.bfloat16, torch.bfloat16, False, True)], ids=["fp32", "masters"])
+def test_hooks_run_without_any_gradient(recipe):
+    """A hook may wait for other ranks, which have gradients where this one has none."""
+    params, ran = make_params(), []
+    update = make_update(params, OPTIMIZERS["adamw"], recipe)
+    update.optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    give(params, [None] * len(params))
+    update.step()
+    assert ran == [1]
+
+
 def test_a_step_of_the_users_own_runs(forms):
     ran = []
 
