@@ -126,3 +126,18 @@ def make_halfmesh(setup: Setup, name: str = HALFMESH, **config: Any) -> Contende
         return loss
 
     return Contender(name, step, engine.model, engine.optimizer, close=engine.close)
+
+
+def update_of(engine: halfmesh.Engine, setup: Setup) -> Contender:
+    """The engine's update alone: forward and backward run before it, and are not timed."""
+
+    def before() -> torch.Tensor:
+        engine.zero_grad()
+        loss: torch.Tensor = engine.criterion(engine(setup.x), setup.y)
+        engine.backward(loss)
+        return loss
+
+    def step() -> None:
+        engine.step()
+
+    return Contender(HALFMESH, step, engine.model, engine.optimizer, before, engine.close)

@@ -22,7 +22,7 @@ from torch import nn
 
 import halfmesh
 
-from .contenders import Setup, adamw
+from .contenders import Setup, adamw, update_of
 from .gpu_figures import NOT_MEASURED, SYNC_EVENTS, GpuRow, mfu, render, update_bytes
 from .gpu_works import MODES, GpuWork, Mode, tiny_works, works
 from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Quartiles, take_turns
@@ -66,17 +66,7 @@ def make_halfmesh(setup: Setup, mode: Mode, compiled: bool) -> Contender:
     model = setup.model()
     config = mode.config | {"clip_grad_norm": CLIP} | ({"compile": True} if compiled else {})
     engine = halfmesh.initialize(model, adamw(model), setup.work.criterion, config=config, device=setup.device)
-
-    def before() -> torch.Tensor:
-        engine.zero_grad()
-        loss: torch.Tensor = engine.criterion(engine(setup.x), setup.y)
-        engine.backward(loss)
-        return loss
-
-    def step() -> None:
-        engine.step()
-
-    return Contender(HALFMESH, step, engine.model, engine.optimizer, before, engine.close)
+    return update_of(engine, setup)
 
 
 Makers = list[tuple[str, Callable[[], Contender]]]

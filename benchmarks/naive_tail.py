@@ -12,7 +12,7 @@ import torch
 
 import halfmesh
 
-from .contenders import LR, Setup, adamw
+from .contenders import LR, Setup, adamw, update_of
 from .counts import count_calls, count_ops
 from .harness import AGAIN, HALFMESH, LOOP, Contender, Result, take_turns
 from .single import close, fair
@@ -110,17 +110,7 @@ def make_halfmesh(setup: Setup) -> Contender:
     model = setup.work.model()
     config = {"fp16": {"mode": "naive"}, "clip_grad_norm": CLIP}
     engine = halfmesh.initialize(model, adamw(model), setup.work.criterion, config=config, device="cpu")
-
-    def before() -> torch.Tensor:
-        engine.zero_grad()
-        loss: torch.Tensor = engine.criterion(engine(setup.x), setup.y)
-        engine.backward(loss)
-        return loss
-
-    def step() -> None:
-        engine.step()
-
-    return Contender(HALFMESH, step, engine.model, engine.optimizer, before, engine.close)
+    return update_of(engine, setup)
 
 
 MAKERS: list[tuple[str, Callable[[Setup], Contender]]] = [
