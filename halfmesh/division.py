@@ -139,7 +139,7 @@ class Division:
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
-        """Those of python and numpy that stages of a pipeline draw."""
+        """Those of python and numpy that stages of a pipeline draw, one more or less often than others."""
         if plans.tensor is not None:
             axis = TensorAxis(context.tp_group, context.device, self.random)
             self.tensor = TensorParallel(model, optimizer, plans.tensor, axis)
@@ -191,7 +191,7 @@ class Division:
             self.plans.partition,
             SCHEDULES.get(config.schedule),
             context,
-            Surroundings(precision.autocast, lambda: self._drawing(model), dtype),
+            Surroundings(precision.autocast, lambda: self._drawing(model), dtype, lambda: self.host_random),
         )
         over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
         return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)
@@ -201,14 +201,13 @@ class Division:
         """Around the forward of a stage: it draws the model's own random numbers."""
         assert self.random is not None
         settle: Callable[[], Any] = (lambda: None) if self.tensor is None else self.tensor.axis.settle
-        with self.host_random:  # of python and numpy: a stage draws more or less often than others
+        settle()
+        self.random.enter(model, always=True)
+        try:
+            yield
+        finally:
             settle()
-            self.random.enter(model, always=True)
-            try:
-                yield
-            finally:
-                settle()
-                self.random.leave()
+            self.random.leave()
 
     def compile(self, model: nn.Module) -> None:
         """Compile what the config says of what this rank computes. `model` is cast already, and was copied where a copy

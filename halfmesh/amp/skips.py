@@ -9,13 +9,17 @@ import torch
 
 from ..errors import NonFiniteError
 from ..shard import ParamShard
-from .host_copy import is_captured
+from .host_copy import HostCopy, is_captured
 from .loss_scaler import LossScaler
 from .verdict import Verdict, first_nonfinite
 
 
 class SkipWatch:
-    """Counts non-finite verdicts without reading them, except when `limit` in a row may have been reached."""
+    """Counts non-finite verdicts, and looks at the count only when `limit` in a row may have been reached.
+
+    On a GPU the count is on its way to the host for one update, so that nothing waits for it; a run is stopped one
+    update later there, on all ranks the same.
+    """
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
@@ -23,15 +27,18 @@ class SkipWatch:
         self._in_a_row, self._skipped = self._counters.unbind()
         self._most = 0  # no more than this many in a row, as far as the host knows
         self._unmeasured = 0
-        self._alarmed = False  # the last look found inf or nan
+        self._known = 0  # so many in a row it was when the host looked last
+        self._late = device.type == "cuda"
+        self._asked: HostCopy | None = None  # the count as it was at the update before this one
 
     def wants_a_look(self) -> bool:
         """Whether an update that nothing else measures should be measured: one in `limit`, all once inf or nan is met.
 
         What steps in spite of inf or nan leaves nan in the weights, so that it is found a little later as well.
         """
+        self._take_answer()
         self._unmeasured += 1
-        return self._alarmed or self._unmeasured >= self.limit
+        return self._known > 0 or self._unmeasured >= self.limit
 
     @property
     def skipped(self) -> int:
@@ -51,22 +58,31 @@ class SkipWatch:
         (self._counters if skips else self._in_a_row).add_(found)
         self._in_a_row.mul_(found)
         self._most += 1
-        reads = self._unmeasured or raise_now or self._most >= self.limit
-        if not reads or is_captured(found.device):
+        if is_captured(found.device):
             return
-        if self._unmeasured:
-            self._unmeasured = 0
-            self._alarmed = bool(found)
-            self._most = int(self._in_a_row.item())
         if raise_now and bool(found):
             raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scalers) + _ADVICE)
-        if self._most >= self.limit:
-            self._most = int(self._in_a_row.item())
-            if self._most >= self.limit:
-                raise NonFiniteError(
-                    f"{self._most} updates in a row had gradients with inf or nan (max_consecutive_skips="
-                    f"{self.limit})" + _where(grads) + _scale_words(scalers) + _ADVICE
-                )
+        self._take_answer()
+        if self._unmeasured or self._most >= self.limit:
+            self._ask()
+        if self._known >= self.limit:
+            raise NonFiniteError(
+                f"{self._known} updates in a row had gradients with inf or nan (max_consecutive_skips="
+                f"{self.limit})" + _where(grads) + _scale_words(scalers) + _ADVICE
+            )
+
+    def _ask(self) -> None:
+        """Have the count sent to the host."""
+        self._unmeasured = 0
+        if self._late:
+            self._asked = HostCopy([self._in_a_row.clone()])
+        else:
+            self._most = self._known = round(self._counters.tolist()[0])
+
+    def _take_answer(self) -> None:
+        if self._asked is not None and not is_captured(self._counters.device):
+            self._known, self._asked = round(self._asked.read()[0]), None
+            self._most = self._known + 1
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, as Python numbers."""
@@ -76,7 +92,8 @@ class SkipWatch:
         """Continue counting where `state_dict` was taken."""
         self._in_a_row.fill_(state["in_a_row"])
         self._skipped.fill_(state["skipped"])
-        self._most = state["in_a_row"]
+        self._most = self._known = state["in_a_row"]
+        self._asked = None
 
 
 _ADVICE = (

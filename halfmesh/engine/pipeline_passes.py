@@ -20,7 +20,7 @@ from ..parallel.gradients import Reduction
 from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import Pipeline, refuse_own_loss
+from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
 from ..parallel.same_calls import SameCalls
 from ..tree import map_tensors
 from .accumulation import Accumulation
@@ -36,7 +36,7 @@ class _Forward:
 
     calls: Sequence[Call]
     rows: int
-    modes: str
+    known: Known
     stamps: Sequence[tuple[int, int]]
     """Of the tensors in `calls`, which may not change before the backward; nor may the model's modes."""
 
@@ -154,7 +154,7 @@ class PipelinePasses:
                 reducer.expect_rest(params)
 
         with self._update.collecting(loss_id):
-            self._pipeline.train(forward.calls, finish, on_last)
+            self._pipeline.train(forward.calls, forward.known, finish, on_last)
         self._settle(loss, last, forward)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class PipelinePasses:
 
     def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
         """What is computed now was called before."""
-        if forward.modes != self._pipeline.modes():
+        if forward.known.modes != self._pipeline.modes():
             raise InputError(
                 "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and "
                 "engine.backward(loss), which computes the forward, too, under a pipeline; call backward first"
@@ -204,8 +204,9 @@ class PipelinePasses:
             raise InputError("engine(...) was given no tensor with a batch dim, so there is nothing to split")
         count = self._count(rows)
         calls = self._splitter.split(call, count, rows)
-        refuse_own_loss(self._pipeline.output_of(calls[0]))
-        return _Forward(calls, rows, self._pipeline.modes(), _stamps(calls))
+        known = self._pipeline.look_up(calls[0])
+        refuse_own_loss(known.crossings[-1])
+        return _Forward(calls, rows, known, _stamps(calls))
 
     def _count(self, rows: int) -> int:
         """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
@@ -251,7 +252,7 @@ class PipelinePasses:
         if self._pipeline.has_last:
             output = last.output()
         else:
-            shape = self._precision.cast_output(self._pipeline.output_of(forward.calls[0]).tree)
+            shape = self._precision.cast_output(forward.known.crossings[-1].tree)
             output = map_tensors(lambda t: _joined_empty(t, len(forward.calls), device), shape)
         works = [
             dist.broadcast(t.reshape(-1).view(torch.uint8), group_src=source, group=group, async_op=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,21 @@ MOST_SHAPES = 16
 
 OnLast = Callable[[Collection[nn.Parameter]], None]
 """Called before the last backward of a step on this rank, with the parameters that get gradients from it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was found out about calls like one that was looked up.
+
+    Attributes:
+        modes: those of the model then.
+        key: of its shapes and modes.
+        crossings: what each stage returns.
+    """
+
+    modes: str
+    key: str
+    crossings: Sequence[Crossing]
 
 
 class Pipeline:
@@ -92,22 +108,21 @@ class Pipeline:
         """The pipeline rank that has the last stage."""
         return (len(self.partition.stages) - 1) % self.partition.size
 
-    def output_of(self, call: Call) -> Crossing:
-        """The shape of what the model returns for `call`."""
-        return self._known(call)[1][-1]
-
-    def train(self, calls: Sequence[Call], finish: Callable[[Any, int], torch.Tensor], on_last: OnLast) -> None:
+    def train(
+        self, calls: Sequence[Call], known: Known, finish: Callable[[Any, int], torch.Tensor], on_last: OnLast
+    ) -> None:
         """Forward and backward of all microbatches. Gradients are added to the parameters'.
 
         Args:
             calls: the microbatches, of one shape.
+            known: what was looked up for one of them. The model's modes are still the same.
             finish: called as finish(output, index) on the last stage; returns what backward begins with (0-dim).
             on_last: told of the last backward.
         """
-        key, crossings = self._known(calls[0])
-        schedule = self._schedule(key, crossings, len(calls))
+        self._refuse_if_unusable()
+        schedule = self._schedule(known, len(calls))
         with self._in_one_piece():
-            self._run(schedule, Batch(calls, finish, crossings), on_last)
+            self._run(schedule, Batch(calls, finish, known.crossings), on_last)
 
     def _run(self, schedule: Any, batch: Batch, on_last: OnLast) -> None:
         numbers = torch.arange(len(batch.calls))
@@ -134,9 +149,9 @@ class Pipeline:
         Args:
             look: called with the output on the last stage.
         """
-        _, crossings = self._known(call)
+        known = self.look_up(call)
         with self._in_one_piece():
-            return self._forward(call, crossings, look, everywhere)
+            return self._forward(call, known.crossings, look, everywhere)
 
     def _forward(self, call: Call, crossings: Sequence[Crossing], look: Callable[[Any], None], everywhere: bool) -> Any:
         size = self.partition.size
@@ -165,19 +180,17 @@ class Pipeline:
     def _in_one_piece(self) -> Iterator[None]:
         """An error on this rank leaves the others in the middle of the batch: what they get next would be another's."""
         try:
-            yield
+            with self._surroundings.host_random():
+                yield
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise
 
-    def _known(self, call: Call) -> tuple[str, Sequence[Crossing]]:
-        if self._broken:
-            raise InputError(
-                f"this pipeline was left in the middle of a batch by an error ({self._broken}), and the stages do not "
-                "agree any more about what comes next; end the run (a batch cannot be left out by catching its error)"
-            )
-        self._refuse_new_hooks()
-        key = f"{self.modes()} {signature_of(call)}"
+    def look_up(self, call: Call) -> Known:
+        """What crosses for `call`, with the model in its present modes."""
+        self._refuse_if_unusable()
+        modes = self.modes()
+        key = f"{modes} {signature_of(call)}"
         crossings = self._crossings.pop(key, None)
         if crossings is None:
             crossings = self._skeleton.crossings(
@@ -186,14 +199,19 @@ class Pipeline:
         self._crossings[key] = crossings
         if len(self._crossings) > MOST_CROSSINGS:
             del self._crossings[next(iter(self._crossings))]
-        return key, crossings
+        return Known(modes, key, crossings)
 
     def modes(self) -> str:
         """What of the model decides what is computed: which modules train; of traced ones their plain values, too."""
         training = "".join("01"[module.training] for module in self._model.modules())
         return f"{training} {plain_values(self._traced)}" if self._traced else training
 
-    def _refuse_new_hooks(self) -> None:
+    def _refuse_if_unusable(self) -> None:
+        if self._broken:
+            raise InputError(
+                f"this pipeline was left in the middle of a batch by an error ({self._broken}), and the stages do not "
+                "agree any more about what comes next; end the run (a batch cannot be left out by catching its error)"
+            )
         count = torch_private.count_call_hooks
         hooked = [name or "the model itself" for name, module, own in self._not_called if count(module) > own]
         if hooked:
@@ -202,15 +220,15 @@ class Pipeline:
                 "register them on the modules below it"
             )
 
-    def _schedule(self, key: str, crossings: Sequence[Crossing], count: int) -> Any:
-        schedule = self._schedules.pop((key, count), None)
+    def _schedule(self, known: Known, count: int) -> Any:
+        schedule = self._schedules.pop((known.key, count), None)
         if schedule is None:
             stages = [
-                make_stage(module, crossings, self._context.device, self._group, partial(self._a_last, index))
+                make_stage(module, known.crossings, self._context.device, self._group, partial(self._a_last, index))
                 for index, module in self._modules.items()
             ]
             schedule = self.schedule.make(stages, count)
-        self._schedules[key, count] = schedule
+        self._schedules[known.key, count] = schedule
         if len(self._schedules) > MOST_SHAPES:
             del self._schedules[next(iter(self._schedules))]
         return schedule

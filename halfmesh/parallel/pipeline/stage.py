@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,16 @@ class Surroundings:
 
     Attributes:
         scope: around the forward, as autocast.
-        random: around the forward in training, so that it draws its own random numbers.
+        random: around each forward, so that it draws the model's own random numbers.
         dtype: what half precision becomes where it leaves a stage; None: it stays.
+        host_random: around a batch, for what it draws from python's and numpy's generators. (Changing those costs more
+            than the forward of a small stage.)
     """
 
     scope: Scope
     random: Scope
     dtype: torch.dtype | None = None
+    host_random: Scope = nullcontext
 
 
 @dataclass

@@ -223,7 +223,10 @@ def build(model: nn.Module, points: Any, layout: Layout) -> Built:
 def train(built: Built, x: torch.Tensor, count: int) -> list[int]:
     told: list[int] = []
     calls = [Call((part,)) for part in x.chunk(count)]
-    built.pipeline.train(calls, lambda output, index: loss_of(output, index, count), lambda p: told.append(len(p)))
+    known = built.pipeline.look_up(calls[0])
+    built.pipeline.train(
+        calls, known, lambda output, index: loss_of(output, index, count), lambda p: told.append(len(p))
+    )
     return told
 
 
@@ -372,13 +375,13 @@ def refuses(rank: int, world_size: int) -> dict[str, str]:
             found[name] = str(error)
     built = build(sequential(linear(), linear()), "auto", Layout(2, 1, "gpipe"))
     try:
-        built.pipeline.output_of(Call((torch.randn(2, WIDTH + 1),)))
+        built.pipeline.look_up(Call((torch.randn(2, WIDTH + 1),)))
     except InputError as error:
         found["shapes"] = str(error)
     train(built, make_batch(4, 0), 2)
     found["has last"] = str(built.pipeline.has_last)
     found["last rank"] = str(built.pipeline.last_rank)
-    found["output"] = str(tuple(built.pipeline.output_of(Call((make_batch(2, 0),))).tensors[0].shape))
+    found["output"] = str(tuple(built.pipeline.look_up(Call((make_batch(2, 0),))).crossings[-1].tensors[0].shape))
     return found
 
 
