@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.adam import adam
 
 import halfmesh
 
-from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender
+from .harness import AGAIN, BARE, FUSED, HALFMESH, LOOP, Contender
 from .works import Work
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,6 +106,54 @@ def make_again(setup: Setup) -> Contender:
 
 def make_fused(setup: Setup) -> Contender:
     return make_loop(setup, FUSED, fused=True)
+
+
+def make_bare(setup: Setup) -> Contender:
+    """The least that a step can be made of with torch's public functions: no engine can be faster.
+
+    Forward, backward and `functional_adamw`. Nothing is looked up, checked, scaled or clipped, and no hook would run.
+    """
+    model = setup.model()
+    forward = _forward(setup, model)
+    params = list(model.parameters())
+    update = functional_adamw(params)
+
+    def step() -> torch.Tensor:
+        for param in params:
+            param.grad = None
+        loss = forward()
+        loss.backward()
+        update([param.grad for param in params if param.grad is not None])
+        return loss
+
+    return Contender(BARE, step, model, note="Nothing is checked, scaled or clipped.")
+
+
+def functional_adamw(params: list[Any]) -> Callable[[list[Any]], None]:
+    """The fused kernel of AdamW through torch's functional form, on lists made once; takes the gradients."""
+    optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
+    averages, squares = [torch.zeros_like(param) for param in params], [torch.zeros_like(param) for param in params]
+    steps = [torch.zeros((), device=param.device) for param in params]
+    rest = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    beta1, beta2 = optimizer.defaults["betas"]
+
+    @torch.no_grad()
+    def update(grads: list[Any]) -> None:
+        adam(
+            params,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            beta1=beta1,
+            beta2=beta2,
+            decoupled_weight_decay=True,
+            **rest,
+        )
+
+    return update
 
 
 def make_halfmesh(setup: Setup, name: str = HALFMESH, **config: Any) -> Contender:

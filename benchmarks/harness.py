@@ -28,6 +28,7 @@ ROUNDS = 9
 LOOP = "hand-written loop"
 AGAIN = "hand-written loop again (A/A)"
 FUSED = "hand-written loop, fused=True"
+BARE = "bare step"
 HALFMESH = "halfmesh"
 HALFMESH_USED = "halfmesh, with initialize"
 

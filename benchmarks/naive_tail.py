@@ -12,9 +12,9 @@ import torch
 
 import halfmesh
 
-from .contenders import LR, Setup, adamw, update_of
+from .contenders import LR, Setup, adamw, functional_adamw, update_of
 from .counts import count_calls, count_ops
-from .harness import AGAIN, HALFMESH, LOOP, Contender, Result, take_turns
+from .harness import AGAIN, BARE, HALFMESH, LOOP, Contender, Result, take_turns
 from .single import close, fair
 from .works import Work, make_transformer, token_loss, tokens
 
@@ -86,6 +86,20 @@ class _ByHand:
             with torch.no_grad():
                 torch._foreach_copy_(self.params, self.masters)
 
+    def bare(self) -> Callable[[], None]:
+        """Four passes over memory: gradients to fp32, their norm, AdamW's kernel, weights to fp16."""
+        wide = [torch.zeros_like(master) for master in self.masters]
+        update = functional_adamw(self.masters)
+
+        @torch.no_grad()
+        def step() -> None:
+            torch._foreach_copy_(wide, [param.grad for param in self.params if param.grad is not None])
+            torch._foreach_norm(wide)
+            update(wide)
+            torch._foreach_copy_(self.params, self.masters)
+
+        return step
+
     def _judge(self, finite: bool) -> bool:
         self.good = self.good + 1 if finite else 0
         if not finite:
@@ -105,6 +119,11 @@ def make_foreach(setup: Setup, name: str, fused: bool) -> Contender:
     return Contender(name, by_hand.foreach, by_hand.model, by_hand.optimizer, by_hand.before)
 
 
+def make_bare(setup: Setup) -> Contender:
+    by_hand = _ByHand(setup)
+    return Contender(BARE, by_hand.bare(), by_hand.model, None, by_hand.before, note="Nothing is checked or clipped.")
+
+
 def make_halfmesh(setup: Setup) -> Contender:
     logging.getLogger("halfmesh").setLevel(logging.WARNING)
     model = setup.work.model()
@@ -119,6 +138,7 @@ MAKERS: list[tuple[str, Callable[[Setup], Contender]]] = [
     (FOREACH, lambda setup: make_foreach(setup, FOREACH, fused=False)),
     (FOREACH_FUSED, lambda setup: make_foreach(setup, FOREACH_FUSED, fused=True)),
     (HALFMESH, make_halfmesh),
+    (BARE, make_bare),
 ]
 
 

@@ -40,6 +40,9 @@ _READING = """## How to read it
   machine; smaller differences between rows mean nothing.
 - **The first row** has torch's default flags: AdamW goes through one tensor after the other on a CPU. The row with
   `fused=True` is one flag away from it, and has its own column.
+- **Bare step** is the least that a step can be made of with torch's public functions: forward, backward, and AdamW's
+  fused kernel through its functional form, on lists made once. It checks, scales and clips nothing, so no engine can be
+  faster; a goal below it cannot be reached without private functions of torch.
 - **Same work.** Every contender has a copy of the same weights. A contender whose loss after warm-up differs, or whose
   Linear layers return another dtype than the table says, is not measured.
 - **Python calls** are those that cProfile counts, built-in functions included. **Operators** are what reaches torch's

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .contenders import Factory, Setup, make_again, make_fused, make_halfmesh, make_loop
+from .contenders import Factory, Setup, make_again, make_bare, make_fused, make_halfmesh, make_loop
 from .counts import count_calls, count_memory, count_ops
-from .harness import REQUIRED, Contender, Result, Row, complaint, take_turns, warm_up
+from .harness import BARE, REQUIRED, Contender, Result, Row, complaint, take_turns, warm_up
 from .peers import ACCELERATE, DEEPSPEED, FABRIC, make_accelerate, make_deepspeed, make_fabric
 from .works import WORKS
 
@@ -17,6 +17,7 @@ OURS: list[tuple[str, Factory]] = [
     (REQUIRED[1], make_again),
     (REQUIRED[2], make_fused),
     (REQUIRED[3], make_halfmesh),
+    (BARE, make_bare),
 ]
 PEERS: list[tuple[str, Factory]] = [(ACCELERATE, make_accelerate), (FABRIC, make_fabric)]
 CLIPPING_PEERS: list[tuple[str, Factory]] = [*PEERS, (DEEPSPEED, make_deepspeed)]
