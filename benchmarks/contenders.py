@@ -129,8 +129,9 @@ def make_bare(setup: Setup) -> Contender:
     return Contender(BARE, step, model, note="Nothing is checked, scaled or clipped.")
 
 
-def functional_adamw(params: list[Any]) -> Callable[[list[Any]], None]:
-    """The fused kernel of AdamW through torch's functional form, on lists made once; takes the gradients."""
+def functional_adamw(params: list[Any]) -> Callable[..., None]:
+    """The fused kernel of AdamW through torch's functional form, on lists made once. Takes the gradients, and
+    what they are too large by."""
     optimizer = torch.optim.AdamW(params, lr=LR, fused=True)
     averages, squares = [torch.zeros_like(param) for param in params], [torch.zeros_like(param) for param in params]
     steps = [torch.zeros((), device=param.device) for param in params]
@@ -138,7 +139,7 @@ def functional_adamw(params: list[Any]) -> Callable[[list[Any]], None]:
     beta1, beta2 = optimizer.defaults["betas"]
 
     @torch.no_grad()
-    def update(grads: list[Any]) -> None:
+    def update(grads: list[Any], grad_scale: torch.Tensor | None = None) -> None:
         adam(
             params,
             grads,
@@ -150,6 +151,7 @@ def functional_adamw(params: list[Any]) -> Callable[[list[Any]], None]:
             beta1=beta1,
             beta2=beta2,
             decoupled_weight_decay=True,
+            grad_scale=grad_scale,
             **rest,
         )
 
