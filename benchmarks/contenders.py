@@ -126,7 +126,7 @@ def make_bare(setup: Setup) -> Contender:
         update([param.grad for param in params if param.grad is not None])
         return loss
 
-    return Contender(BARE, step, model, note="Nothing is checked, scaled or clipped.")
+    return Contender(BARE, step, model, note="nothing is checked, scaled or clipped")
 
 
 def functional_adamw(params: list[Any]) -> Callable[..., None]:

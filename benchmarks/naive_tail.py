@@ -121,7 +121,7 @@ def make_foreach(setup: Setup, name: str, fused: bool) -> Contender:
 
 def make_bare(setup: Setup) -> Contender:
     by_hand = _ByHand(setup)
-    return Contender(BARE, by_hand.bare(), by_hand.model, None, by_hand.before, note="Nothing is checked.")
+    return Contender(BARE, by_hand.bare(), by_hand.model, None, by_hand.before, note="nothing is checked")
 
 
 def make_halfmesh(setup: Setup) -> Contender:

@@ -143,7 +143,7 @@ def _convert(
     given.model.to(context.device)
     _move_state(given.optimizer, context.device)
     separate_dp_ranks(config.seed, context)
-    shards = division.make_shards(given.model)
+    shards = division.make_shards(given.model, given.optimizer)
     backend, rules = _backend(config), _rules(config)
     update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, context.device)
     precision = backend.precision(update.recipe, context.device)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from .amp.optimizer import MixedPrecisionOptimizer
-from .division import Division
+from .division import Division, reduce_options
 from .engine.samplers import generators, shard_loader
 from .parallel.context import ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
-from .parallel.reducer import ReduceOptions
 from .parallel.registries import DATA_STRATEGIES
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ def make_reduction(
     parameter."""
     reductions: list[Reduction] = []
     if context.dp_size > 1:
-        reductions.append(_over_data_ranks(model, update, context, config))
+        reductions.append(_over_data_ranks(model, update, context, config, division))
     if division.tensor is not None:
         reductions.append(TensorGradients(division.tensor, update.holdings.trained))
     if division.cut is not None and (groups := division.cut.tie_groups()):
@@ -58,14 +56,13 @@ def make_reduction(
 
 
 def _over_data_ranks(
-    model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config
+    model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config, division: Division
 ) -> Reduction:
-    data = config.parallel.data
-    options = ReduceOptions(
-        dtype=getattr(torch, data.reduce_dtype),
-        bucket_bytes=int(data.bucket_mb * 2**20),
-        max_inflight=data.max_inflight,
-        mean=config.loss_reduction == "mean",
-    )
-    strategy = DATA_STRATEGIES.get(data.strategy)
-    return strategy(update.holdings.trained, dict(model.named_buffers()), context.dp_group, options)
+    arguments = update.holdings.trained, dict(model.named_buffers()), context.dp_group, reduce_options(config)
+    if division.slices is not None:
+        from .parallel.zero import SliceReducer
+
+        update.stepper.publisher = division.slices
+        return SliceReducer(division.slices, *arguments)
+    reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
+    return reduction

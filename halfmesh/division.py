@@ -23,6 +23,7 @@ from .errors import IncompatibleConfigError, InputError
 from .parallel import elementwise
 from .parallel.context import ParallelContext
 from .parallel.random import CommonRandom, model_seed
+from .parallel.reducer import ReduceOptions
 from .parallel.same_calls import SameCalls
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_axis import TensorAxis
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .parallel.pipeline.cut import StageCut
     from .parallel.pipeline.partition import Partition
     from .parallel.pipeline.skeleton import Skeleton
+    from .parallel.zero import Slices
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,22 @@ class Plans:
     tensor: ResolvedPlan | None = None
     partition: Partition | None = None
     compilation: Compilation | None = None
+
+
+def cuts_updates(config: Config, data_ranks: int) -> bool:
+    """Whether each data rank steps its part of the weights only."""
+    return config.parallel.data.strategy == "zero1" and data_ranks > 1
+
+
+def reduce_options(config: Config) -> ReduceOptions:
+    """How gradients travel between the data ranks."""
+    data = config.parallel.data
+    return ReduceOptions(
+        dtype=getattr(torch, data.reduce_dtype),
+        bucket_bytes=int(data.bucket_mb * 2**20),
+        max_inflight=data.max_inflight,
+        mean=config.loss_reduction == "mean",
+    )
 
 
 def make_plans(
@@ -57,11 +75,13 @@ def make_plans(
     """
     tensor: ResolvedPlan | None = None
     problems: list[str] = []
-    if config.parallel.tensor.size > 1:
-        options = config.parallel.tensor
+    parallel = config.parallel
+    cuts = cuts_updates(config, ranks // (parallel.tensor.size * parallel.pipeline.size))
+    if parallel.tensor.size > 1:
+        options = parallel.tensor
         tensor, problems = resolve_tensor(model, options.size, options.plan, options.sequence_parallel)
-        if (problem := elementwise.find_problem(optimizer)) is not None:
-            problems.append(problem)
+    if (parallel.tensor.size > 1 or cuts) and (problem := elementwise.find_problem(optimizer)) is not None:
+        problems.append(problem)
     partition = None
     if config.parallel.pipeline.size > 1:
         from .stage_checks import find_optimizer_problem, make_partition
@@ -76,6 +96,7 @@ def make_plans(
         problems += more
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
+        keys += ["parallel.data"] if cuts else []
         keys += ["compile"] if config.compile.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
@@ -122,6 +143,7 @@ class Division:
 
     Attributes:
         tensor, cut: what was done for each axis; None where it is 1.
+        slices: this rank's parts of the update under zero1.
         random: the model's own random numbers, where several ranks compute one batch.
         compiled: the modules that `compile` has compiled.
     """
@@ -136,6 +158,7 @@ class Division:
         self.cut: StageCut | None = None
         self._skeleton: Skeleton | None = None
         self.compiled: list[nn.Module] = []
+        self.slices: Slices | None = None
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
@@ -152,10 +175,20 @@ class Division:
             self._skeleton = Skeleton(model)
             self.cut = StageCut(model, optimizer, plans.partition, context)
 
-    def make_shards(self, model: nn.Module) -> list[ParamShard]:
-        """The parameters of `model` on this rank, each with 1 / (number of ranks that hold the same numbers)."""
+    def make_shards(self, model: nn.Module, optimizer: optim.Optimizer) -> list[ParamShard]:
+        """The parameters of `model` on this rank, each with 1 / (number of ranks that hold the same numbers).
+
+        Under zero1 `optimizer` holds this rank's parts of them afterwards, and they are among the shards instead.
+        """
         context = self._context
-        return [ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()]
+        shards = [ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()]
+        if not cuts_updates(self._config, context.dp_size):
+            return shards
+        from .parallel.zero import Slices
+
+        ties = () if self.cut is None else self.cut.ties.keys()
+        self.slices = Slices(shards, optimizer, context.dp_group, reduce_options(self._config), ties)
+        return self.slices.shards
 
     def _weight(self, param: nn.Parameter, context: ParallelContext) -> float:
         copies = context.dp_size
@@ -227,6 +260,8 @@ class Division:
         """
         for module in self.compiled:
             torch_private.uncompile(module)
+        if self.slices is not None:
+            self.slices.close(whole)
         if self.cut is not None:
             self.cut.close(whole)
         if self.tensor is not None:

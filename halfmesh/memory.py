@@ -43,9 +43,14 @@ def state_bytes(
     """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
     params = [*model.parameters(), *model.buffers()]
     trained = sum(s.param.numel() for s in update.holdings.trained if s.param.requires_grad)
-    grads = sum(s.param.numel() * s.param.element_size() for s in update.holdings.trained if s.param.requires_grad)
+    receivers = [s.param for s in update.holdings.receivers if s.param.requires_grad]
+    grads = sum(param.numel() * param.element_size() for param in receivers)
     temporary = 0
-    if reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
+    if (
+        reduce_dtype is not None and update.stepper.publisher is not None
+    ):  # of all, and those reduced of this rank's part
+        temporary = trained * reduce_dtype.itemsize
+    elif reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
         grads = max(grads, trained * reduce_dtype.itemsize)
     elif update.losses.several:  # the sum in fp32, and what one backward leaves
         temporary = trained * 4

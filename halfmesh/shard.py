@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
+
+from .strides import in_memory_order
 
 
 @dataclass(eq=False)
@@ -25,6 +28,27 @@ class ParamShard:
     """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
     main_grad: torch.Tensor | None = field(default=None, repr=False)
     """The gradient in a wider dtype than the parameter's, when one is kept (fp32 accumulation or reduction)."""
+    source: ParamShard | None = field(default=None, repr=False)
+    """The parameter that the model uses, where `param` is only the part of it that this rank steps. Backward leaves the
+    gradient there."""
+    start: int = 0
+    """Where in the memory of `source` the part begins, in elements."""
+
+    @property
+    def model_param(self) -> nn.Parameter:
+        """The parameter that the model uses."""
+        return self.param if self.source is None else self.source.param
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of `tensor`, which lies in memory as the model's parameter does, belongs to `param`: a view."""
+        if self.source is None:
+            return tensor
+        return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
+
+    def follow(self) -> None:
+        """The model's parameter has other memory now; a part of it is a view of that."""
+        if self.source is not None:
+            self.param.data = self.part_of(self.source.param.data)
 
     def take_grad(self) -> torch.Tensor | None:
         """The gradient collected so far: `main_grad` plus the parameter's own, taken away from the parameter.
@@ -43,6 +67,18 @@ class ParamShard:
         """Forget all of the gradient."""
         self.param.grad = None
         self.main_grad = None
+
+
+class Publisher(Protocol):
+    """Takes what a rank has stepped to the ranks that use it."""
+
+    def stepped(self, shards: Sequence[ParamShard]) -> None:
+        """The weights of `shards` are new. Need not wait until the others have them."""
+        ...
+
+    def finish(self) -> None:
+        """All of the update was told. Afterwards every rank has all new weights."""
+        ...
 
 
 class Ranks(Protocol):

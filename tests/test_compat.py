@@ -334,10 +334,10 @@ def test_every_other_key_is_built():
 
 
 def test_unbuilt_layouts_name_their_cells():
-    parallel = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}, "data": "zero1"}
+    parallel = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}, "data": "fsdp"}
     findings = check(load_config({"fp16": {"mode": "naive"}, "parallel": parallel, "debug": "x"}), 4, "cpu")
     expected = [
-        "naive fp16 x zero1: parallel.data.strategy='zero1' is not built yet; use 'replicate'",
+        "naive fp16 x fsdp: parallel.data.strategy='fsdp' is not built yet; use 'replicate'",
         "debug: 'x' is not built yet; leave it at None",
     ]
     assert [str(finding) for finding in findings] == expected

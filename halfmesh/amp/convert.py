@@ -35,8 +35,10 @@ def convert(
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
         to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe)}
-        masters = masters_for(optimizer, [shard for shard in shards if id(shard.param) in to_cast], {})
+        masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
     cast_model(model, recipe)
+    for shard in shards:
+        shard.follow()
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
@@ -56,6 +58,10 @@ def take_back(
     for hook in hooks:
         hook.remove()
     masters, changed = update.holdings.masters, {}
+    for shard in update.holdings.shards:
+        if shard.source is not None and shard.param in masters:  # whoever has all parts brings them together
+            value = current_value(shard.param, masters[shard.param])
+            shard.param.data, shard.param.grad = value.to(dtypes.get(shard.name, value.dtype)), None
     for name, tensor in named_tensors(model):
         dtype = dtypes.get(name, tensor.dtype)
         if isinstance(tensor, nn.Parameter) and tensor in masters:

@@ -43,6 +43,7 @@ class Holdings:
     Attributes:
         masters: the fp32 master of each of the model's parameters that has one.
         trained: the shards whose parameters the optimizer holds.
+        receivers: those in which backward leaves their gradients: themselves, or what they are parts of.
         targets: what it holds for each of them, by the shard's id.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
@@ -68,6 +69,8 @@ class Holdings:
         self.sparse = False
         self._switched: set[int] = set()
         self._published: list[nn.Parameter] = []  # with a master
+        self._watched: list[nn.Parameter] = []  # of each of them, what the model uses
+        self._model_params = {shard.param: shard.model_param for shard in shards}
         self._stamps: list[tuple[int, int]] = []  # of each of them, when its master was last rounded into it
         self.guard: RemovableHandle | None = None
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
@@ -82,6 +85,7 @@ class Holdings:
             repoint(self.optimizer, new)
             self.take_over(new)
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
+        self.receivers = [s.source or s for s in self.trained]
         self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
         self._forms = _forms([self.targets[id(s)] for s in self.trained])
         fused.refuse_broken(self.optimizer)
@@ -100,7 +104,9 @@ class Holdings:
         known = {id(param) for param in self._published}
         added = [param for param in masters if id(param) not in known]
         self._published += added
-        self._stamps += torch_private.edit_stamps(added)
+        watched = [self._model_params[param] for param in added]
+        self._watched += watched
+        self._stamps += torch_private.edit_stamps(watched)
 
     def changed(self) -> bool:
         """Whether parameters were added or laid out anew since the last `refresh`, or settings that decide the
@@ -141,14 +147,14 @@ class Holdings:
     def note_published(self) -> None:
         """The model is as the masters say."""
         if self._published:
-            self._stamps = torch_private.edit_stamps(self._published)
+            self._stamps = torch_private.edit_stamps(self._watched)
 
     def take_edits(self) -> None:
         """Take over what was written into the model by others since the last `publish`: the next one would undo it.
 
         (Not seen: writes through `param.data`, as in `param.data.clamp_()`; torch keeps no count of those.)
         """
-        now = torch_private.edit_stamps(self._published)
+        now = torch_private.edit_stamps(self._watched)
         if now == self._stamps:
             return
         for param, old, new in zip(self._published, self._stamps, now, strict=True):

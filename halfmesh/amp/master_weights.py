@@ -15,8 +15,12 @@ STREAM_BYTES = 25 * 2**20
 
 
 def make_master(param: nn.Parameter) -> nn.Parameter:
-    """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards."""
-    return nn.Parameter(param.detach().float(), requires_grad=True)
+    """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards; not of a
+    part of one, though, which would keep the memory of all of it."""
+    value = param.detach().float()
+    if value.untyped_storage().nbytes() > value.numel() * value.element_size():
+        value = value.clone()
+    return nn.Parameter(value, requires_grad=True)
 
 
 def masters_for(

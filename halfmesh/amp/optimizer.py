@@ -202,6 +202,8 @@ class MixedPrecisionOptimizer:
         self._begun = False
         for shard in self.holdings.trained:
             shard.param.grad = shard.main_grad = None
+            if shard.source is not None:
+                shard.source.clear_grad()
 
     def take_in_new(self) -> None:
         """Take in parameters that were put into the optimizer. What earlier backwards left in them does not count.
@@ -257,15 +259,15 @@ class MixedPrecisionOptimizer:
         self._retired = []
         self.take_in_new()
         if self.losses.several or self.losses.wide_sums:
-            self.losses.set_aside(self.holdings.trained)
+            self.losses.set_aside(self.holdings.receivers)
         self._begun = True
 
     def _collected(self, loss_id: int) -> None:
         """After a backward."""
         if self.losses.several:
-            self.losses.collect(loss_id, self.holdings.trained)
+            self.losses.collect(loss_id, self.holdings.receivers)
         if self.losses.scale is not None or self._edits.why is IN_PARTS:
-            self._edits.note(self.holdings.trained)
+            self._edits.note(self.holdings.receivers)
 
     def _gradients(self) -> Grads:
         return [

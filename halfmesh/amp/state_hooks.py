@@ -85,18 +85,20 @@ class LoadHook:
     def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if self._holdings is None:
             return
-        held = {id(shard.param) for shard in self._holdings.trained}
+        held = {id(shard.model_param): shard for shard in self._holdings.trained}
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            value, master = state.get(prefix + name), self._holdings.masters.get(param)
-            if value is not None and id(param) in held and torch_private.assigns(metadata):
+            value, shard = state.get(prefix + name), held.get(id(param))
+            master = None if shard is None else self._holdings.masters.get(shard.param)
+            if value is not None and shard is not None and torch_private.assigns(metadata):
                 raise InputError(
                     "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
                     "go on stepping the old ones; load without assign, or load before initialize"
                 )
-            if master is None or not isinstance(value, torch.Tensor) or value.shape != master.shape:
+            if master is None or shard is None or not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
             if value.dtype != param.dtype:  # else it is no more exact than what the parameter gets, see take_edits
-                master.copy_(value)
+                alike = torch.empty_like(param, dtype=master.dtype).copy_(value)
+                master.copy_(shard.part_of(alike))
 
     def __deepcopy__(self, memo: Any) -> LoadHook:
         return LoadHook(None)

@@ -10,7 +10,7 @@ import torch
 
 from .. import torch_private
 from ..errors import InputError
-from ..shard import ParamShard
+from ..shard import ParamShard, Publisher
 from .direct_step import DirectStep
 from .holdings import Holdings
 from .master_weights import STREAM_BYTES, by_bytes
@@ -29,6 +29,8 @@ class Stepper:
         self._guard = holdings.guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
         self._direct = DirectStep(self._optimizer, self._guard)
         self._staging = Staging()
+        self.publisher: Publisher | None = None
+        """Takes new weights to other ranks."""
 
     def take(self, grads: Grads, fits: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `total` and step, unless `found_inf` is set. Empties `grads`, to free them as it goes.
@@ -43,10 +45,13 @@ class Stepper:
             if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
                 return
             found_inf = None
-        if fits:
-            self.step_part([shard for shard, _ in grads], total, found_inf)
+        parts = [grads] if fits and self.publisher is None else self._parts(grads)
+        if fits and len(parts) == 1:
+            shards = [shard for shard, _ in parts[0]]
+            self.step_part(shards, total, found_inf)
+            self._publish(shards)
+            self._end()
             return
-        parts = self._parts(grads)
         for part in parts if len(parts) > 1 else ():  # each steps all that have a gradient
             for shard, _ in part:
                 if holdings.target(shard) is shard.param:
@@ -55,10 +60,10 @@ class Stepper:
             shards = [shard for shard, _ in part]
             self._attach(part, self._staging if self.holdings.streams else None, number)
             self.step_part(shards, total, found_inf)
-            holdings.publish(shards)
+            self._publish(shards)
             for shard in shards:
                 holdings.target(shard).grad = None
-        holdings.note_published()
+        self._end()
 
     def step_part(
         self, shards: Sequence[ParamShard], total: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -87,8 +92,20 @@ class Stepper:
         """The optimizer may step by itself again."""
         self._guard.remove()
 
+    def _publish(self, shards: Sequence[ParamShard]) -> None:
+        """The targets of `shards` are new."""
+        self.holdings.publish(shards)
+        if self.publisher is not None:
+            self.publisher.stepped(shards)
+
+    def _end(self) -> None:
+        if self.publisher is not None:
+            self.publisher.finish()
+        self.holdings.note_published()
+
     def _parts(self, grads: Grads) -> list[Grads]:
-        """The gradients in the parts that are stepped one after another: several where fp32 copies are made of them.
+        """The gradients in the parts that are stepped one after another: several where fp32 copies are made of them,
+        or where new weights are taken to other ranks.
 
         Empties `grads`.
         """
@@ -96,7 +113,8 @@ class Stepper:
         pairs = {(grad.dtype, targets[id(shard)].dtype) for shard, grad in grads}
         converts = any(source != target for source, target in pairs)
         held = {id(shard): grad for shard, grad in grads}
-        limit = STREAM_BYTES if converts and self.holdings.streams else math.inf
+        sends = self.publisher is not None  # then what is stepped can be on its way while the rest is stepped
+        limit = STREAM_BYTES if (converts or sends) and self.holdings.streams else math.inf
         buckets = by_bytes([shard for shard, _ in grads], limit) or [[]]  # without gradients, too, hooks run
         grads.clear()
         return [[(shard, held.pop(id(shard))) for shard in bucket] for bucket in buckets]

@@ -51,23 +51,28 @@ def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) 
         )
 
 
-def layout(context: ParallelContext) -> dict[str, int]:
-    """Which part of the model this rank holds."""
-    return {"pp_size": context.pp_size, "pp_rank": context.pp_rank, "tp_size": context.tp_size} | {
-        "tp_rank": context.tp_rank
-    }
+def layout(context: ParallelContext, cuts_updates: bool = False) -> dict[str, int]:
+    """Which part of the model this rank holds; with `cuts_updates` (zero1) also which part of it this rank steps."""
+    axes = ("pp", "dp", "tp") if cuts_updates else ("pp", "tp")
+    return {f"{axis}_{what}": getattr(context, f"{axis}_{what}") for axis in axes for what in ("size", "rank")}
 
 
-def refuse_other_part(saved: Mapping[str, int], context: ParallelContext) -> None:
-    """Raise InputError if a state with the layout `saved` holds another part of the model than this rank."""
-    mine = layout(context)
-    if dict(saved) != mine:
+def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
+    """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's, `mine`."""
+    if dict(saved) != dict(mine):
         raise InputError(
-            f"the state holds part {saved['tp_rank']} of {saved['tp_size']} (tensor) of stage {saved['pp_rank']} of "
-            f"{saved['pp_size']} of the model, and this rank part {mine['tp_rank']} of {mine['tp_size']} of stage "
-            f"{mine['pp_rank']} of {mine['pp_size']}; load what was saved by the rank at the same place of the same "
-            "layout. Whole weights go into any layout: engine.model.load_state_dict(weights)"
+            f"the state holds {_words(saved)}, and this rank {_words(mine)}; load what was saved by the rank at "
+            "the same place of the same layout. Whole weights go into any layout: "
+            "engine.model.load_state_dict(weights)"
         )
+
+
+def _words(layout: Mapping[str, int]) -> str:
+    words = f"part {layout['tp_rank']} of {layout['tp_size']} (tensor) of stage {layout['pp_rank']} of "
+    words += f"{layout['pp_size']} of the model"
+    return words + (
+        f", and zero1's part {layout['dp_rank']} of {layout['dp_size']} of it" if "dp_rank" in layout else ""
+    )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -222,13 +222,13 @@ class Engine(Readings):
                 "model": None if self._division.random is None else self._division.random.state,
                 "host": self._division.host_random.state,
             },
-            "layout": checkpoint.layout(self.context),
+            "layout": self._layout,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken (with the epoch after the one it was taken in)."""
         checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
-        checkpoint.refuse_other_part(state["layout"], self.context)
+        checkpoint.refuse_other_part(state["layout"], self._layout)
         self._cycle.clear()
         self.model.load_state_dict(state["model"])
         self._update.load_state_dict(state["update"])
@@ -296,6 +296,10 @@ class Engine(Readings):
     @property
     def _at_end(self) -> bool:
         return self._dataloader is not None and self._dataloader.at_end
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return checkpoint.layout(self.context, self._division.slices is not None)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -64,7 +64,7 @@ class DirectBackward:
     ) -> None:
         update = self._update
         if self._precision.starts_in_fp16(loss):
-            update.losses.cap(loss_id, update.holdings.trained)
+            update.losses.cap(loss_id, update.holdings.receivers)
         update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
 
 

@@ -23,25 +23,40 @@ class Bucket:
         self.dtype = dtype
         self.missing: set[int] = set()
         self.flat: torch.Tensor | None = None
+        self.is_sent = False
         self._absent: list[int] = []
 
     def reset(self) -> None:
         self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
         self.flat = None
+        self.is_sent = False
         self._absent = []
+
+    @property
+    def numel(self) -> int:
+        """Elements of all shards."""
+        return sum(shard.param.numel() for shard in self.shards)
 
     def pack(self) -> torch.Tensor:
         """Move the gradients into a new flat tensor."""
-        grads = [shard.take_grad() for shard in self.shards]
-        numel = sum(shard.param.numel() for shard in self.shards)
+        numel = self.numel
         self.flat = torch.empty(numel + len(self.shards), dtype=self.dtype, device=self.shards[0].param.device)
+        self._absent = self._move_to(self.flat)
         self.flat[numel:].fill_(1)
+        for index in self._absent:
+            self.flat[numel + index] = 0
+        self.is_sent = True
+        return self.flat
+
+    def _move_to(self, flat: torch.Tensor) -> list[int]:
+        """Move the gradients into the beginning of `flat`, zeros where there are none. Returns which these are."""
+        grads = [shard.take_grad() for shard in self.shards]
+        absent: list[int] = []
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(self.flat), strict=True)):
+        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(flat), strict=True)):
             if grad is None:
-                self._absent.append(index)
+                absent.append(index)
                 view.zero_()
-                self.flat[numel + index] = 0
             elif grad.layout != torch.strided:
                 raise InputError(
                     f"the gradient of {shard.name!r} is sparse ({grad.layout}), which data parallelism does not "
@@ -52,7 +67,7 @@ class Bucket:
             shard.clear_grad()
         if present:
             torch_private.foreach_copy_(*zip(*present, strict=True))
-        return self.flat
+        return absent
 
     def unpack(self) -> None:
         """Give each shard its part of the reduced flat tensor, as a view where the dtype allows."""
@@ -61,11 +76,7 @@ class Bucket:
         for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
             if index in self._absent and flags[index] == 0:
                 continue
-            half = shard.param.dtype.itemsize < torch.float32.itemsize
-            if half and self.dtype != shard.param.dtype:  # bf16 and fp16 do not fit into each other either
-                shard.main_grad = view
-            else:
-                shard.param.grad = view.to(shard.param.dtype)
+            give_grad(shard, view)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
@@ -76,6 +87,15 @@ class Bucket:
             views.append(flat.as_strided(param.shape, stride, offset))
             offset += param.numel()
         return views
+
+
+def give_grad(shard: ParamShard, grad: torch.Tensor) -> None:
+    """Make `grad` the gradient of `shard`: as `main_grad` where its dtype holds more than the parameter's."""
+    half = shard.param.dtype.itemsize < torch.float32.itemsize
+    if half and grad.dtype != shard.param.dtype:  # bf16 and fp16 do not fit into each other either
+        shard.main_grad = grad
+    else:
+        shard.param.grad = grad.to(shard.param.dtype)
 
 
 def make_buckets(shards: Sequence[ParamShard], reduce_dtype: torch.dtype, size_limit: int) -> list[Bucket]:

@@ -10,9 +10,23 @@ import torch
 from torch import nn, optim
 
 from .. import torch_private
+from ..errors import InputError
 
 _STEPS = 3
 _SIDES = (4, 256)  # of the matrices; some optimizers look at rows and columns of large ones only
+
+
+def refuse_other_state(optimizer: optim.Optimizer) -> None:
+    """Raise InputError if `optimizer`, over parts of parameters, holds state of another shape: fused optimizers would
+    take it as it is, and read past what is theirs."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
+                raise InputError(
+                    f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} for a parameter of "
+                    f"which this rank holds {tuple(param.shape)}; load what was saved by the same rank in the same "
+                    "layout (engine.load_state_dict), or load the whole state into the optimizer before initialize"
+                )
 
 
 def find_problem(optimizer: optim.Optimizer) -> str | None:
@@ -36,7 +50,8 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     if apart:
         return (
             f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so parts of it would "
-            "be stepped otherwise; use SGD, Adam, AdamW or another elementwise optimizer, or tensor=1"
+            "be stepped otherwise; use SGD, Adam, AdamW or another elementwise optimizer, or leave parameters whole "
+            "(tensor=1, data='replicate')"
         )
     return None
 

@@ -78,10 +78,11 @@ class TensorGradients:
         self._reducer.close()
 
     def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [shard for shard in shards if shard.param in self._tensor.partial]
+        return [shard for shard in shards if shard.model_param in self._tensor.partial]
 
     def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [s for s in shards if s.param not in self._tensor.splits and s.param not in self._tensor.partial]
+        apart = self._tensor.splits.keys() | self._tensor.partial
+        return [shard for shard in shards if shard.model_param not in apart]
 
     @torch.no_grad()
     def _compare_whole(self) -> None:

@@ -76,6 +76,7 @@ class Reducer:
         self._armed = False
         self._covered: list[tuple[int, bool]] = []  # what `covers` was asked for last, outside of a cycle, and affirmed
         self._bucket_of: dict[int, Bucket] = {}
+        self._taking: set[int] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
 
@@ -83,7 +84,8 @@ class Reducer:
         """Take part with these shards from now on (parameters may be added to the optimizer, frozen or unfrozen)."""
         self.close()
         self._shards = [shard for shard in shards if self._takes_part(shard)]
-        self._buckets = make_buckets(self._shards, self.options.dtype, self.options.bucket_bytes)
+        self._taking = {id(shard) for shard in self._shards}
+        self._buckets = self._make_buckets()
         self._bucket_of = {id(shard): bucket for bucket in self._buckets for shard in bucket.shards}
         self._hooks = [
             shard.param.register_post_accumulate_grad_hook(partial(self._arrived, shard))
@@ -99,7 +101,7 @@ class Reducer:
         if now == self._covered:
             return True
         wanted = [shard for shard in shards if self._takes_part(shard)]
-        covers = len(wanted) == len(self._shards) and all(id(shard) in self._bucket_of for shard in wanted)
+        covers = len(wanted) == len(self._shards) and all(id(shard) in self._taking for shard in wanted)
         self._covered = now if covers and not self._collecting else []  # within a cycle frozen ones stay
         return covers
 
@@ -140,10 +142,7 @@ class Reducer:
         self._armed = False
         self._launch_ready(everything=True)
         statistics = self._launch_statistics()
-        while self._inflight:
-            self._inflight.popleft().wait()
-        for bucket in self._buckets:
-            bucket.unpack()
+        self._receive()
         if statistics is not None:
             flat, work = statistics
             work.wait()
@@ -170,7 +169,7 @@ class Reducer:
 
     def _takes_part(self, shard: ParamShard) -> bool:
         """A parameter frozen within a cycle stays until its end: it may hold a gradient, if on this rank or another."""
-        return shard.param.requires_grad or (self._collecting and id(shard) in self._bucket_of)
+        return shard.param.requires_grad or (self._collecting and id(shard) in self._taking)
 
     def _refuse_mixed_sums(self) -> None:
         if self.stale and not self.options.mean:
@@ -202,7 +201,7 @@ class Reducer:
         if not self._armed:
             return
         bucket = self._bucket_of[id(shard)]
-        if bucket.flat is not None:
+        if bucket.is_sent:
             raise InputError(
                 f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
@@ -217,7 +216,20 @@ class Reducer:
                 self._inflight.popleft().wait()
             bucket = self._buckets[self._next]
             self._next += 1
-            self._inflight.append(self._all_reduce(bucket.pack()))
+            self._inflight.append(self._send(bucket))
+
+    def _make_buckets(self) -> list[Bucket]:
+        return make_buckets(self._shards, self.options.dtype, self.options.bucket_bytes)
+
+    def _send(self, bucket: Bucket) -> dist.Work:
+        return self._all_reduce(bucket.pack())
+
+    def _receive(self) -> None:
+        """Wait for all that was sent, and hand it out."""
+        while self._inflight:
+            self._inflight.popleft().wait()
+        for bucket in self._buckets:
+            bucket.unpack()
 
     def _launch_statistics(self) -> tuple[torch.Tensor, dist.Work] | None:
         if not self.statistics:
@@ -226,13 +238,17 @@ class Reducer:
         return flat, self._all_reduce(flat, divide=False)
 
     def _all_reduce(self, flat: torch.Tensor, divide: bool = True) -> dist.Work:
+        self._count(flat, divide)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def _count(self, flat: torch.Tensor, divide: bool) -> None:
+        """Before `flat` is handed to a collective that sums."""
         if divide and self.options.mean:
             flat.div_(self.group.size())  # before the sum, which could overflow in half precision
         self.collectives += 1
         self.bytes_reduced += flat.numel() * flat.element_size()
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
-        return work
 
 
 def _last_part(name: str) -> str:

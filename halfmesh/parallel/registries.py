@@ -22,6 +22,7 @@ PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
 DATA_STRATEGIES.register_lazy("replicate", "halfmesh.parallel.reducer:Reducer")
+DATA_STRATEGIES.register_lazy("zero1", "halfmesh.parallel.zero:SliceReducer")
 for _name, _style in {
     "colwise": "Colwise",
     "fused_colwise": "FusedColwise",
@@ -57,8 +58,7 @@ for _name in (
     "hugging_face",
 ):
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
-for _name in ("zero1", "fsdp"):
-    DATA_STRATEGIES.register(_name, NotBuilt(f"parallel.data.strategy={_name!r}"))
+DATA_STRATEGIES.register("fsdp", NotBuilt("parallel.data.strategy='fsdp'"))
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..errors import InputError
+from .elementwise import refuse_other_state
 from .same_calls import SameCalls
 from .split import Split
 from .style import Undo, removal
@@ -50,7 +51,7 @@ class TensorParallel:
         for a in plan.assignments:
             self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
         hooks = [*self._guard_forks(model, plan), *self._take_whole(model)]
-        hooks.append(optimizer.register_load_state_dict_post_hook(self._refuse_other_state))
+        hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
         self._undo.append(removal(hooks))
 
     def watch_calls(self, model: nn.Module) -> None:
@@ -95,17 +96,6 @@ class TensorParallel:
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
                 state[name] = change(value)
         param.data, param.grad = change(param.data), None
-
-    def _refuse_other_state(self, optimizer: optim.Optimizer) -> None:
-        """Fused optimizers would take state of another shape as it is, and read past what is theirs."""
-        for param, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
-                    raise InputError(
-                        f"the loaded optimizer state has {name!r} of shape {tuple(value.shape)} for a parameter of "
-                        f"which this rank holds {tuple(param.shape)}; load what was saved by the same rank in the same "
-                        "layout (engine.load_state_dict), or load the whole state into the optimizer before initialize"
-                    )
 
     def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
         """Random numbers are in common again where a module ends that divides features, also when it fails. (And where

@@ -11,6 +11,7 @@ from typing import Any
 from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
+from halfmesh.parallel.registries import DATA_STRATEGIES
 
 from .workloads import SAMPLES, WORKLOADS, find_workload
 
@@ -111,6 +112,7 @@ class Cell:
     clip_grad_norm: bool = False
     reduce_dtype: str = "float32"
     pipeline: Pipe = NO_PIPE
+    strategy: str = "replicate"
 
     @property
     def world_size(self) -> int:
@@ -126,7 +128,7 @@ class Cell:
         return MODES[self.mode].config(**options) | {
             "parallel": {
                 "tensor": {"size": self.tensor, "plan": workload.plan, "sequence_parallel": self.sequence_parallel},
-                "data": {"size": self.data, "reduce_dtype": self.reduce_dtype},
+                "data": {"strategy": self.strategy, "size": self.data, "reduce_dtype": self.reduce_dtype},
                 **self.pipeline.config(workload.partition(self.pipeline.stages)),
             },
             "gradient_accumulation": self.gradient_accumulation,
@@ -149,7 +151,8 @@ class Cell:
         words = [self.mode, self.model, f"tp{self.tensor}", f"dp{self.data}"]
         words += [str(self.pipeline)] * (self.pipeline.size > 1)
         words += ["sp"] * self.sequence_parallel + [f"x{self.gradient_accumulation}"] + ["clip"] * self.clip_grad_norm
-        return "-".join(words + [f"reduce_{self.reduce_dtype}"] * (self.reduce_dtype != "float32"))
+        words += [f"reduce_{self.reduce_dtype}"] * (self.reduce_dtype != "float32")
+        return "-".join(words + [self.strategy] * (self.strategy != "replicate"))
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -162,6 +165,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "clip_grad_norm": (False, True),
     "reduce_dtype": ("float32", "bfloat16", "float16"),
     "pipeline": PIPES,
+    "strategy": tuple(DATA_STRATEGIES.names()),
 }
 assert list(AXES) == [field.name for field in fields(Cell)]
 
@@ -181,7 +185,7 @@ def without_idle_axes(cell: Cell) -> Cell:
     """The same run, with the default on each axis that has no effect in it."""
     if cell.tensor == 1:
         cell = replace(cell, sequence_parallel=False)
-    return replace(cell, reduce_dtype="float32") if cell.data == 1 else cell
+    return replace(cell, reduce_dtype="float32", strategy="replicate") if cell.data == 1 else cell
 
 
 @cache
@@ -225,11 +229,15 @@ def covering() -> tuple[Cell, ...]:
 
 @cache
 def thorough() -> tuple[Cell, ...]:
-    """All allowed combinations without a pipeline; and of those with one so many that every possible three values of
-    three axes occur."""
-    without = (cell for cell in product() if cell.pipeline == NO_PIPE)
-    with_one = tuple(cell for cell in product() if cell.pipeline != NO_PIPE)
-    return tuple(sorted([*without, *_choose(with_one, lambda cell: groups(cell, 3))], key=lambda cell: cell.world_size))
+    """All allowed combinations without a pipeline and with replicated weights; and of the others so many that every
+    possible three values of three axes occur."""
+
+    def is_plain(cell: Cell) -> bool:
+        return cell.pipeline == NO_PIPE and cell.strategy == "replicate"
+
+    others = tuple(cell for cell in product() if not is_plain(cell))
+    chosen = [*filter(is_plain, product()), *_choose(others, lambda cell: groups(cell, 3))]
+    return tuple(sorted(chosen, key=lambda cell: cell.world_size))
 
 
 def _choose(cells: Sequence[Cell], wanted: Callable[[Cell], set[tuple[Any, ...]]]) -> tuple[Cell, ...]:

@@ -119,7 +119,8 @@ WHOLE = {
 def test_others_are_found(name):
     assert find_problem(WHOLE[name](make_params(), lr=0.1)) == (
         f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so parts of it would be "
-        "stepped otherwise; use SGD, Adam, AdamW or another elementwise optimizer, or tensor=1"
+        "stepped otherwise; use SGD, Adam, AdamW or another elementwise optimizer, or leave parameters whole "
+        "(tensor=1, data='replicate')"
     )
 
 

@@ -69,4 +69,4 @@ class TiedGradients:
             reducer.close()
 
     def _of(self, ranks: tuple[int, ...], shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [shard for shard in shards if tuple(self._ties.get(shard.param, ())) == ranks]
+        return [shard for shard in shards if tuple(self._ties.get(shard.model_param, ())) == ranks]

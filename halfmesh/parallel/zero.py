@@ -1,0 +1,394 @@
+"""ZeRO stage 1: each data rank steps a part of the weights, and keeps optimizer state and masters for that part only.
+
+Gradients are summed to the rank that steps them (a reduce-scatter, while backward runs), and new weights gathered from
+it (an all-gather, while the rest of the update runs). Together they send as many bytes as the all-reduce of replicated
+data parallelism, where the weights have the dtype of the reduction. Rajbhandari et al., "ZeRO" (2020), section 5.1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from .. import torch_private
+from ..errors import InputError, shorten
+from ..shard import ParamShard
+from ..strides import in_memory_order, is_dense
+from .buckets import Bucket, give_grad
+from .elementwise import refuse_other_state
+from .reducer import ReduceOptions, Reducer
+
+
+class SliceBucket(Bucket):
+    """Parameters whose elements, one after the other as they lie in memory, are cut into one chunk for each data rank.
+
+    So a rank steps some parameters whole, at most two in part, and of the others nothing. It holds a part of each, most
+    of them empty: the optimizer's groups look alike on all ranks.
+
+    Attributes:
+        parts: this rank's of each of `shards`.
+        chunk: elements of a chunk.
+    """
+
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, rank: int, size: int) -> None:
+        super().__init__(shards, dtype)
+        self.chunk = -(-self.numel // size)
+        self._size = size
+        self._received: torch.Tensor | None = None
+        self.parts: list[ParamShard] = []
+        offset = -rank * self.chunk
+        for shard in shards:
+            numel = shard.param.numel()
+            start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
+            offset += numel
+            memory = in_memory_order(shard.param.detach())[start:stop]
+            param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
+            self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
+
+    @property
+    def absent(self) -> list[int]:
+        """Which of `shards` had no gradient on this rank."""
+        return self._absent
+
+    def reset(self) -> None:
+        super().reset()
+        self._received = None
+
+    def scatter(self, group: dist.ProcessGroup, divisor: int) -> tuple[dist.Work, torch.Tensor]:
+        """Start to sum the gradients / `divisor` to the ranks that step them. Returns what is under way, and what this
+        rank sends, which may be forgotten then."""
+        flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
+        self._absent = self._move_to(flat)
+        flat[self.numel :].zero_()
+        if divisor != 1:
+            flat.div_(divisor)  # before the sum, which could overflow in half precision
+        self._received = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
+        work = dist.reduce_scatter_tensor(self._received, flat, group=group, async_op=True)
+        self.is_sent = True
+        assert work is not None
+        return work, flat
+
+    def hand_out(self, nowhere: Collection[int]) -> None:
+        """Add what was received to the gradients of the parts. Those that had one `nowhere`, on no rank, get none."""
+        assert self._received is not None
+        for index, (part, view) in enumerate(zip(self.parts, self.split(self._received), strict=True)):
+            if index in nowhere:
+                continue
+            held = part.take_grad()  # of a backward before, whose gradients were reduced already
+            give_grad(part, view) if held is None else held.add_(view)
+        self._received = None
+
+    def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's chunk, cut into the parts."""
+        sizes = [part.param.numel() for part in self.parts]
+        return list(chunk[: sum(sizes)].split(sizes))
+
+    def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        """Start to bring together `values`, of one dtype, one for each part. `whole` cuts what comes of it."""
+        own = torch.zeros(self.chunk, dtype=values[0].dtype, device=values[0].device)
+        torch_private.foreach_copy_(self.split(own), values)
+        flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
+        work = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
+        assert work is not None
+        return work, flat
+
+    def whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What was gathered, cut into tensors that lie in memory as the parameters do."""
+        return self._views(flat)
+
+
+class Slices:
+    """This rank's parts of the parameters that an optimizer holds, which it holds instead from now on.
+
+    Args:
+        shards: the model's parameters on this rank, with weights that count the data ranks.
+        optimizer: elementwise; state that it has is cut along.
+        group: the data ranks.
+        alone: parameters that get a bucket of their own, so that their parts are the same wherever they are held.
+
+    Attributes:
+        shards: as given, with this rank's part in place of each parameter that the optimizer holds.
+        buckets: of these.
+
+    Raises:
+        InputError: a parameter has gaps in its memory.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParamShard],
+        optimizer: optim.Optimizer,
+        group: dist.ProcessGroup,
+        options: ReduceOptions,
+        alone: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._options = options
+        held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
+        mine = [shard for shard in shards if id(shard.param) in held]
+        gaps = [shard.name for shard in mine if not is_dense(shard.param)]
+        if gaps:
+            raise InputError(
+                f"parallel.data='zero1' cuts parameters as they lie in memory, but {shorten(gaps)} do not lie in one "
+                "piece (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
+            )
+        self.buckets = self._make_buckets(mine, alone)
+        parts = {id(part.source): part for bucket in self.buckets for part in bucket.parts}
+        self.shards = [parts.get(id(shard), shard) for shard in shards]
+        self._mine = mine
+        self._places = [shard.param.data_ptr() for shard in mine]
+        self._strides = {id(shard): shard.param.stride() for shard in mine}
+        _repoint(optimizer, list(parts.values()))
+        self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        # In the order in which an update that goes through the model completes them.
+        position = {id(shard): number for number, shard in enumerate(mine)}
+        self._order = sorted(self.buckets, key=lambda bucket: max(position[id(shard)] for shard in bucket.shards))
+        self._next = 0
+        self._stepped: set[int] = set()
+        self._inflight: deque[tuple[dist.Work, SliceBucket, torch.Tensor]] = deque()
+        self.gathers = 0
+        """All-gathers started so far."""
+
+    def _make_buckets(self, shards: Sequence[ParamShard], alone: Collection[nn.Parameter]) -> list[SliceBucket]:
+        """In reverse order of the model, which is about the order in which gradients arrive. One dtype in each, also
+        after a cast; frozen parameters apart, which need not be sent."""
+        groups: list[list[ParamShard]] = []
+        open_groups: dict[Any, tuple[list[ParamShard], int]] = {}
+        apart = {id(param) for param in alone}
+        for shard in reversed(shards):
+            param = shard.param
+            size = param.numel() * self._dtype(param).itemsize
+            key = id(param) if id(param) in apart else (param.dtype, param.device, param.requires_grad)
+            group, room = open_groups.get(key, ([], 0))
+            if size > room:
+                group, room = [], self._options.bucket_bytes
+                groups.append(group)
+            group.append(shard)
+            open_groups[key] = group, room - size
+        rank, size = self._group.rank(), self._group.size()
+        return [SliceBucket(group, self._dtype(group[0].param), rank, size) for group in groups]
+
+    def _dtype(self, param: nn.Parameter) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else self._options.dtype
+
+    # -- while training ----------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Parameters may have moved in memory.
+
+        Raises:
+            InputError: they also lie there in another order, which masters and state do not.
+        """
+        places = [shard.param.data_ptr() for shard in self._mine]
+        if places == self._places:
+            return
+        for bucket in self.buckets:
+            for part, shard in zip(bucket.parts, bucket.shards, strict=True):
+                if shard.param.stride() != self._strides[id(shard)]:
+                    raise InputError(
+                        f"the memory of {shard.name!r} was laid out anew after initialize (channels_last?), but under "
+                        "data='zero1' each rank holds masters and optimizer state in the order it had; do that before "
+                        "initialize"
+                    )
+                part.follow()
+        self._places = places
+
+    def stepped(self, shards: Sequence[ParamShard]) -> None:
+        """The parts `shards` are new: gather each bucket that is complete."""
+        self._stepped.update(map(id, shards))
+        while self._next < len(self._order) and self._is_complete(self._order[self._next]):
+            self._gather(self._order[self._next])
+            self._next += 1
+
+    def finish(self) -> None:
+        """Gather the rest (of buckets with parameters that had no gradient), and wait for all of it."""
+        for bucket in self._order[self._next :]:
+            self._gather(bucket)
+        while self._inflight:
+            self._land()
+        self._next = 0
+        self._stepped.clear()
+
+    def _is_complete(self, bucket: SliceBucket) -> bool:
+        return all(id(part) in self._stepped or not part.model_param.requires_grad for part in bucket.parts)
+
+    def _gather(self, bucket: SliceBucket) -> None:
+        if not any(id(part) in self._stepped for part in bucket.parts):  # the same on all ranks
+            return
+        if len(self._inflight) >= self._options.max_inflight:
+            self._land()
+        work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
+        self._inflight.append((work, bucket, flat))
+        self.gathers += 1
+
+    def _land(self) -> None:
+        work, bucket, flat = self._inflight.popleft()
+        work.wait()
+        torch_private.foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def close(self, whole: bool = True) -> None:
+        """Give the parameters the parts' values, and the optimizer the parameters, with all of their state. All data
+        ranks together.
+
+        Args:
+            whole: False only takes the hook back: other ranks may be gone.
+        """
+        self._hook.remove()
+        if not whole:
+            return
+        for bucket in self.buckets:
+            work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
+            work.wait()
+            torch_private.foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
+            self._join_state(bucket)
+        parts = {part.param: shard.param for b in self.buckets for part, shard in zip(b.parts, b.shards, strict=True)}
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [parts.get(param, param) for param in group["params"]]
+
+    def _join_state(self, bucket: SliceBucket) -> None:
+        """Give the optimizer the whole state of the bucket's parameters."""
+        own = [self._optimizer.state.pop(part.param, {}) for part in bucket.parts]
+        # What is not cut is sent as it is. A rank whose part is empty may have less.
+        rest = [
+            {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in state.items() if not _is_cut(v, part)}
+            for state, part in zip(own, bucket.parts, strict=True)
+        ]
+        cut = [
+            {n: v.dtype for n, v in state.items() if _is_cut(v, part)}
+            for state, part in zip(own, bucket.parts, strict=True)
+        ]
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, (rest, cut), group=self._group)
+        joined: list[dict[str, Any]] = [{} for _ in bucket.parts]
+        kinds = sorted({(n, str(d)): (n, d) for _, cuts in everyone for c in cuts for n, d in c.items()}.items())
+        for _, (name, dtype) in kinds:
+            values = [_of_state(s.get(name), p, dtype) for s, p in zip(own, bucket.parts, strict=True)]
+            work, flat = bucket.gather(values, self._group)
+            work.wait()
+            for index, value in enumerate(bucket.whole(flat)):
+                if any(cuts[index].get(name) == dtype for _, cuts in everyone):
+                    joined[index][name] = value.clone(memory_format=torch.preserve_format)
+        for index, shard in enumerate(bucket.shards):
+            state: dict[str, Any] = {}
+            for others, _ in reversed(everyone):
+                state |= others[index]
+            state |= rest[index]
+            counters = own[index]
+            for name, value in state.items():
+                device = counters[name].device if isinstance(counters.get(name), torch.Tensor) else None
+                joined[index][name] = value.to(device) if isinstance(value, torch.Tensor) and device else value
+            if joined[index]:
+                self._optimizer.state[shard.param] = joined[index]
+
+
+class SliceReducer(Reducer):
+    """Sums the gradients of whole parameters to the ranks that step them, once per optimizer step.
+
+    Takes and gives what `Reducer` does, but for the parts of `slices`: gradients arrive in the model's parameters, and
+    are those of the parts afterwards.
+
+    Raises:
+        InputError: parameters were put into the optimizer that were not cut.
+    """
+
+    def __init__(
+        self,
+        slices: Slices,
+        shards: Sequence[ParamShard],
+        buffers: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        options: ReduceOptions,
+    ) -> None:
+        self._slices = slices
+        self._buckets: list[SliceBucket]  # type: ignore[assignment]
+        super().__init__(shards, buffers, group, options)
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        for shard in shards:
+            shard.param.requires_grad_(shard.model_param.requires_grad)
+        super().cover(_sources(shards))
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        return super().covers(_sources(shards))
+
+    def open(self, last: bool) -> None:
+        self._slices.follow()
+        super().open(last)
+
+    def finish(self) -> None:
+        if self.stale:
+            raise InputError(
+                "gradients were added by a backward outside this engine after they had been given to the ranks that "
+                "step them (data='zero1'); call engine.backward(loss) for every loss"
+            )
+        super().finish()
+
+    def _make_buckets(self) -> list[Any]:
+        taking = {id(shard) for shard in self._shards}
+        return [bucket for bucket in self._slices.buckets if any(id(shard) in taking for shard in bucket.shards)]
+
+    def _send(self, bucket: Any) -> dist.Work:
+        work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
+        self._count(flat, divide=False)
+        return work
+
+    def _receive(self) -> None:
+        had = [0.0 if i in b.absent else 1.0 for b in self._buckets for i in range(len(b.shards))]
+        flags = torch.tensor(had).to(self._shards[0].param.device, non_blocking=True)
+        work = self._all_reduce(flags, divide=False)
+        while self._inflight:
+            self._inflight.popleft().wait()
+        work.wait()
+        counts = flags.tolist() if 0.0 in had else had
+        for bucket in self._buckets:
+            own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
+            bucket.hand_out([index for index in bucket.absent if own[index] == 0])
+
+
+def _sources(shards: Sequence[ParamShard]) -> list[ParamShard]:
+    new = [shard.name for shard in shards if shard.source is None]
+    if new:
+        raise InputError(
+            f"{shorten(new)} came into the optimizer after initialize, but data='zero1' cuts its parameters there; put "
+            "them in before (frozen ones may be unfrozen later), or use data='replicate'"
+        )
+    return [shard.source for shard in shards if shard.source is not None]
+
+
+def _repoint(optimizer: optim.Optimizer, parts: Sequence[ParamShard]) -> None:
+    """Make `optimizer` hold the parts, with their part of its state."""
+    own = {part.model_param: part for part in parts}
+    for group in optimizer.param_groups:
+        group["params"][:] = [own[param].param if param in own else param for param in group["params"]]
+    for param, part in own.items():
+        if param in optimizer.state:
+            state = optimizer.state.pop(param)
+            optimizer.state[part.param] = {name: _cut(name, value, param, part) for name, value in state.items()}
+
+
+def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
+    """A value of `param`'s state as that of `part`."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or name == "step":
+        return value
+    alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
+    return part.part_of(alike).clone()
+
+
+def _is_cut(value: Any, part: ParamShard) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == part.param.shape
+
+
+def _of_state(value: Any, part: ParamShard, dtype: torch.dtype) -> torch.Tensor:
+    """`value`, or zeros where a rank has none of that dtype."""
+    if _is_cut(value, part) and value.dtype == dtype:
+        return value.to(part.param.device)
+    return torch.zeros(part.param.shape, dtype=dtype, device=part.param.device)

@@ -1,0 +1,416 @@
+"""zero1: each data rank steps its part of the weights. Replicated data parallelism is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from dist_harness import run_ranks
+from torch import nn
+
+import halfmesh
+from halfmesh.amp import stepper
+from halfmesh.errors import IncompatibleConfigError, InputError
+
+pytestmark = pytest.mark.distributed
+FEATURES = 7
+
+
+class Odd(nn.Module):
+    """Uneven shapes, a scalar, single elements, a frozen layer, a tied weight, channels last, and a part that is not
+    used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(FEATURES, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(13)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.unused = nn.Linear(5, 3)
+        self.tied = nn.Linear(13, 13)
+        self.last = nn.Linear(13, 4)
+        self.again = nn.Linear(13, 13, bias=False)
+        self.again.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.frozen(self.first(x)).relu())
+        x = x + self.conv(x.view(-1, 1, 1, 13)).mean((1, 2))
+        x = self.again(self.tied(x).relu()) * self.scale + self.shift
+        return self.last(x)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "unfused": partial(torch.optim.Adam, lr=1e-2, foreach=False),
+}
+MODES = {
+    "fp32": {},
+    "torch_bf16": {"bf16": {"mode": "torch"}},
+    "torch_fp16": {"fp16": {"mode": "torch", "init_scale": 1024.0}},
+    "naive_fp16": {"fp16": {"mode": "naive", "initial_scale": 1024.0}},
+    "naive_bf16": {"bf16": {"mode": "naive"}, "gradient_dtype": "float32"},
+}
+
+
+def batch(rank: int, step: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, FEATURES, generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def make_engine(data, optimizer="adamw", warm=0, model=None, **config):
+    """`warm`: steps that the optimizer takes before it is given away."""
+    model = Odd() if model is None else model
+    groups = [{"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}]
+    groups.insert(0, {"params": [p for n, p in model.named_parameters() if "bias" not in n]})
+    made = OPTIMIZERS[optimizer](groups) if isinstance(optimizer, str) else optimizer(groups)
+    for step in range(warm):
+        made.zero_grad()
+        nn.functional.cross_entropy(model(batch(0, 50 + step)[0]), batch(0, 50 + step)[1]).backward()
+        made.step()
+    made.zero_grad()
+    data = data if isinstance(data, dict) else {"strategy": data, "bucket_mb": 0.0005}  # several buckets
+    return halfmesh.initialize(
+        model, made, nn.CrossEntropyLoss(), config={"parallel": {"data": data}, **config}, device="cpu"
+    )
+
+
+def take_step(engine, rank, step, poison=False):
+    x, y = batch(rank, step)
+    engine.zero_grad()
+    loss = engine.criterion(engine(x * math.inf if poison else x), y)
+    engine.backward(loss)
+    return engine.step()
+
+
+def train(engine, rank, steps=4, first=0, accumulation=1):
+    results = []
+    for step in range(first, first + steps):
+        for micro in range(accumulation):
+            result = take_step(engine, rank, step * accumulation + micro)
+        results.append((result.grad_norm, result.loss_scale, result.skipped))
+    return results
+
+
+def whole(engine):
+    """The model and the optimizer's state as they are given back."""
+    model, optimizer = engine.model, engine.optimizer
+    engine.close()
+    names = {param: name for name, param in model.named_parameters()}
+    state = {names[param]: copy.deepcopy(value) for param, value in optimizer.state.items()}
+    groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, state, groups
+
+
+def differences(ours, theirs):
+    found = {}
+    for name, tensor in theirs[0].items():
+        found[name] = (ours[0][name].double() - tensor.double()).abs().max().item() if tensor.numel() else 0.0
+    assert ours[2] == theirs[2]
+    assert ours[1].keys() == theirs[1].keys()
+    for name, state in theirs[1].items():
+        assert ours[1][name].keys() == state.keys(), name
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert ours[1][name][key].shape == value.shape, (name, key)
+                found[f"{name} {key}"] = (ours[1][name][key].double() - value.double()).abs().max().item()
+            else:
+                assert ours[1][name][key] == value
+    return found
+
+
+def compare(rank, world_size, cases):
+    """Largest difference between zero1 and replicate, by case."""
+    found = {}
+    for optimizer, mode, options in cases:
+        runs = []
+        for data in ("zero1", "replicate"):
+            engine = make_engine(data, optimizer, track_grad_norm=True, **MODES[mode], **options)
+            results = train(engine, rank, accumulation=options.get("gradient_accumulation", 1))
+            equal = all_equal(engine.model)
+            runs.append((whole(engine), results, equal))
+        (ours, ours_results, equal), (theirs, theirs_results, _) = runs
+        assert equal, "the ranks' weights differ"
+        for mine, reference in zip(ours_results, theirs_results, strict=True):
+            assert mine[1:] == reference[1:]
+            assert mine[0] == pytest.approx(reference[0], rel=1e-6)
+        found[f"{optimizer} {mode} {options}"] = max(differences(ours, theirs).values())
+    return found
+
+
+def all_equal(model):
+    flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, flat)
+    return all(torch.equal(flat, other) for other in everyone)
+
+
+CASES = [
+    *((name, "fp32", {}) for name in OPTIMIZERS if name != "adamw"),
+    *(("adamw", mode, {}) for mode in MODES),
+    ("sgd", "naive_fp16", {"gradient_accumulation": 2}),
+    ("adamw", "fp32", {"gradient_accumulation": 2, "clip_grad_norm": 0.05}),
+    ("unfused", "naive_fp16", {"clip_grad_norm": 0.05}),
+    ("adamw", "naive_bf16", {"gradient_accumulation": 2}),
+    ("adamw", "fp32", {"warm": 2}),
+    ("adamw", "naive_bf16", {"warm": 2}),
+    ("adamw", "fp32", {"loss_reduction": "sum"}),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_trains_as_replicated_weights_do(ranks):
+    """Weights, optimizer state, norm and scale. The sums of three ranks are added up in another order."""
+    for found in run_ranks(compare, ranks, CASES, timeout=150):
+        print(found)
+        assert len(found) == len(CASES)
+        assert max(found.values()) <= 2e-6, found
+
+
+def resumes(rank, world_size):
+    found = {}
+    for mode in ("fp32", "naive_fp16"):
+        straight = make_engine("zero1", **MODES[mode])
+        train(straight, rank, 3)
+        saved = copy.deepcopy(straight.state_dict())
+        train(straight, rank, 3, first=3)
+        resumed = make_engine("zero1", model=Odd(), **MODES[mode])
+        train(resumed, rank, 1, first=9)
+        resumed.load_state_dict(saved)
+        train(resumed, rank, 3, first=3)
+        found[mode] = max(differences(whole(resumed), whole(straight)).values())
+        found["layout"] = dict(saved["layout"])
+        saved["layout"]["dp_rank"] = 1 - rank
+        other = make_engine("zero1", **MODES[mode])
+        with pytest.raises(InputError, match=r"zero1's part . of 2 of it, and this rank part"):
+            other.load_state_dict(saved)
+        other.close()
+    return found
+
+
+def test_resumes_exactly_at_the_same_place_only():
+    for rank, found in enumerate(run_ranks(resumes, 2, timeout=60)):
+        assert found["fp32"] == found["naive_fp16"] == 0
+        assert found["layout"] == {
+            "pp_size": 1,
+            "pp_rank": 0,
+            "dp_size": 2,
+            "dp_rank": rank,
+            "tp_size": 1,
+            "tp_rank": 0,
+        }
+
+
+def skips_together(rank, world_size):
+    engine = make_engine("zero1", **MODES["naive_fp16"])
+    results = [take_step(engine, rank, step, poison=rank == 1 and step == 1) for step in range(3)]
+    told = [(r.skipped, r.loss_scale, r.grad_norm) for r in results]
+    equal = all_equal(engine.model)
+    engine.close()
+    return told, equal
+
+
+def test_inf_on_one_rank_skips_on_all():
+    (first, equal), (second, _) = run_ranks(skips_together, 2, timeout=60)
+    assert [skipped for skipped, _, _ in first] == [False, True, False]
+    assert repr(first) == repr(second)
+    assert equal
+
+
+def held(rank, world_size):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    found = {}
+    for mode in ("fp32", "naive_fp16"):
+        engine = make_engine({"strategy": "zero1"}, model=copy.deepcopy(model), **MODES[mode])
+        x = torch.randn(4, 64)
+        engine.backward(engine(x).square().mean())
+        full = [p.grad for p in engine.model.parameters()]
+        engine.step()
+        states = engine.optimizer.state.values()
+        found[mode] = {
+            "moments": sum(s["exp_avg"].untyped_storage().nbytes() for s in states),
+            "masters": sum(m.untyped_storage().nbytes() for m in engine._update.holdings.masters.values()),
+            "grads of the model": full.count(None) == len(full),
+        }
+        engine.close()
+    return found, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_state_and_masters_are_one_part_of_it(ranks):
+    found = run_ranks(held, ranks, timeout=60)
+    for by_mode, total in found:
+        for mode, counted in by_mode.items():
+            assert counted["moments"] == total // ranks * 4
+            assert counted["masters"] == (total // ranks * 4 if mode == "naive_fp16" else 0)
+            assert counted["grads of the model"]
+
+
+def overlaps(rank, world_size):
+    """What happens in which order in one update of many parts."""
+    stepper.STREAM_BYTES = 4096  # of the parts
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    engine = make_engine({"strategy": "zero1", "bucket_mb": 0.02}, model=model, **MODES["naive_bf16"])
+    events = []
+    slices, reducer, direct = engine._division.slices, engine._cycle.reducer, engine._update.stepper
+    for owner, name in ((slices, "_gather"), (slices, "_land"), (reducer, "_send"), (direct, "step_part")):
+        original = getattr(owner, name)
+
+        def noted(*args, name=name, original=original):
+            events.append(name)
+            return original(*args)
+
+        setattr(owner, name, noted)
+    for _ in range(3):
+        del events[:]
+        engine.zero_grad()
+        loss = engine(torch.randn(4, 64)).square().mean()
+        handle = model[0].weight.register_hook(lambda grad: events.append("last gradient"))
+        engine.backward(loss)
+        handle.remove()
+        sent = reducer.bytes_reduced
+        engine.step()
+    buckets = len(slices.buckets)
+    engine.close()
+    return events, buckets, sent
+
+
+def test_collectives_overlap_with_backward_and_with_the_update():
+    for events, buckets, _ in run_ranks(overlaps, 2, timeout=60):
+        assert buckets >= 5
+        assert events.count("_send") == events.count("_gather") == events.count("_land") == buckets
+        # All but the bucket of the first layer are under way when the last gradient comes.
+        assert events[: events.index("last gradient")].count("_send") >= buckets - 2
+        last = len(events) - 1 - events[::-1].index("step_part")
+        assert events[:last].count("_gather") >= buckets - 2
+        assert events[:last].count("_land") < events[:last].count("_gather")
+
+
+def bytes_of_a_step(rank, world_size):
+    from benchmarks.counts import OpCounter
+
+    found = {}
+    for data in ("replicate", "zero1"):
+        engine = make_engine({"strategy": data}, model=nn.Linear(64, 64))
+        take = partial(lambda e: (e.backward(e(torch.ones(2, 64)).mean()), e.step()), engine)
+        take()
+        with OpCounter(engine.optimizer) as counter:
+            take()
+        found[data] = counter.reads
+        engine.close()
+    return found
+
+
+def test_no_host_reads():
+    for found in run_ranks(bytes_of_a_step, 2, timeout=60):
+        assert found == {"replicate": 0, "zero1": 0}
+
+
+def without_unused(groups):
+    return torch.optim.AdamW([param for group in groups for param in group["params"] if param.shape != (3, 5)])
+
+
+def edits(rank, world_size):
+    """What others do to model and optimizer."""
+    found = {}
+    engine = make_engine("zero1", **MODES["naive_fp16"])
+    take_step(engine, rank, 0)
+    weights = {n: torch.full_like(p, 1 / 3) for n, p in Odd().named_parameters()}
+    engine.model.load_state_dict(weights, strict=False)
+    masters = list(engine.master_params())
+    found["loaded"] = all(torch.equal(m, torch.full_like(m, 1 / 3)) for m in masters)
+    with torch.no_grad():
+        engine.model.last.weight.fill_(0.25)
+    take_step(engine, rank, 1)
+    found["edited"] = (engine.model.last.weight.float() - 0.25).abs().max().item()
+    with pytest.raises(InputError, match="assign=True"):
+        engine.model.load_state_dict(engine.model.state_dict(), assign=True)
+    engine.close()
+
+    engine = make_engine("zero1")
+    take_step(engine, rank, 0)
+    engine.model.frozen.requires_grad_(True)
+    before = engine.model.frozen.weight.detach().clone()
+    take_step(engine, rank, 1)
+    found["unfrozen"] = (engine.model.frozen.weight - before).abs().max().item()
+    engine.model.first.requires_grad_(False)
+    before = engine.model.first.weight.detach().clone()
+    take_step(engine, rank, 2)
+    found["frozen"] = torch.equal(before, engine.model.first.weight)
+    found["equal"] = all_equal(engine.model)
+    engine.model.first.weight.data = engine.model.first.weight.data.clone()  # moved, in the same order
+    take_step(engine, rank, 3)
+    engine.model.conv.to(memory_format=torch.contiguous_format)
+    engine.model.conv.weight.data = engine.model.conv.weight.data.clone(memory_format=torch.contiguous_format)
+    with pytest.raises(InputError, match=r"memory of 'conv.weight' was laid out anew"):
+        take_step(engine, rank, 4)
+    engine.close()
+
+    engine = make_engine("zero1", optimizer=without_unused)
+    engine.optimizer.add_param_group({"params": [engine.model.unused.weight]})
+    with pytest.raises(InputError, match=r"unused.weight came into the optimizer after initialize"):
+        take_step(engine, rank, 0)
+    engine.close()
+
+    engine = make_engine("zero1")
+    engine.backward(engine.criterion(engine(batch(rank, 0)[0]), batch(rank, 0)[1]))
+    engine.model(batch(rank, 1)[0]).sum().backward()
+    with pytest.raises(InputError, match="added by a backward outside this engine"):
+        engine.step()
+    engine.close()
+
+    ours, theirs = make_engine("zero1"), make_engine("replicate")
+    for engine in (ours, theirs):  # two backwards in one microbatch
+        for step in (0, 1):
+            engine.backward(engine.criterion(engine(batch(rank, step)[0]), batch(rank, step)[1]))
+        engine.step()
+    found["twice"] = max(differences(whole(ours), whole(theirs)).values())
+    return found
+
+
+def test_what_others_change():
+    for found in run_ranks(edits, 2, timeout=60):
+        assert found["loaded"]
+        assert 0 < found["edited"] < 0.05
+        assert found["unfrozen"] > 0
+        assert found["frozen"]
+        assert found["equal"]
+        assert found["twice"] <= 1e-6
+
+
+class Normed(torch.optim.SGD):
+    """Looks at a parameter as a whole."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad / (param.grad.norm() + 1e-6), alpha=group["lr"])
+
+
+def refused(rank, world_size):
+    with pytest.raises(IncompatibleConfigError) as caught:
+        make_engine("zero1", optimizer=partial(Normed, lr=0.1))
+    return str(caught.value)
+
+
+def test_optimizers_that_need_whole_parameters_are_refused():
+    for message in run_ranks(refused, 2, timeout=60):
+        assert "Normed steps a parameter as a whole" in message
+        assert "data='replicate'" in message
+        assert "parallel.data with this model and optimizer" in message
+
+
+def test_one_process_has_nothing_to_cut():
+    engine = make_engine("zero1")
+    assert engine._division.slices is None
+    assert take_step(engine, 0, 0) is not None
+    engine.close()
