@@ -11,7 +11,7 @@ from typing import Any
 from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
-from halfmesh.parallel.registries import DATA_STRATEGIES
+from halfmesh.parallel.registries import DATA_STRATEGIES, NotBuilt
 
 from .workloads import SAMPLES, WORKLOADS, find_workload
 
@@ -165,7 +165,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "clip_grad_norm": (False, True),
     "reduce_dtype": ("float32", "bfloat16", "float16"),
     "pipeline": PIPES,
-    "strategy": tuple(DATA_STRATEGIES.names()),
+    "strategy": tuple(n for n in DATA_STRATEGIES.names() if not isinstance(DATA_STRATEGIES.peek(n), NotBuilt)),
 }
 assert list(AXES) == [field.name for field in fields(Cell)]
 
@@ -212,6 +212,11 @@ def is_3d(cell: Cell) -> bool:
     return cell.pipeline.size > 1 and cell.data > 1 and cell.tensor > 1
 
 
+def is_plain(cell: Cell) -> bool:
+    """Whether no pipeline cuts the model, and the data ranks have whole copies."""
+    return cell.pipeline == NO_PIPE and cell.strategy == "replicate"
+
+
 @cache
 def covering() -> tuple[Cell, ...]:
     """Few allowed combinations in which every possible pair of values of two axes occurs; and each mode with each model
@@ -231,10 +236,6 @@ def covering() -> tuple[Cell, ...]:
 def thorough() -> tuple[Cell, ...]:
     """All allowed combinations without a pipeline and with replicated weights; and of the others so many that every
     possible three values of three axes occur."""
-
-    def is_plain(cell: Cell) -> bool:
-        return cell.pipeline == NO_PIPE and cell.strategy == "replicate"
-
     others = tuple(cell for cell in product() if not is_plain(cell))
     chosen = [*filter(is_plain, product()), *_choose(others, lambda cell: groups(cell, 3))]
     return tuple(sorted(chosen, key=lambda cell: cell.world_size))

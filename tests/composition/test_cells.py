@@ -21,6 +21,7 @@ from .cells import (
     every,
     groups,
     is_3d,
+    is_plain,
     product,
     thorough,
     without_idle_axes,
@@ -33,13 +34,14 @@ from .workloads import WORKLOADS
 SHOWN_BY = {
     "tensor": lambda cell: cell.tensor > 1,
     "pipeline": lambda cell: cell.pipeline.size > 1,
-    "replicate": lambda cell: cell.data > 1,
+    "replicate": lambda cell: cell.data > 1 and cell.strategy == "replicate",
+    "zero1": lambda cell: cell.strategy == "zero1",
 }
 
 
 def test_the_number_of_cells():
     """So that none is lost by accident."""
-    assert (len(every()), len(product()), len(thorough()), len(covering())) == (12928, 6616, 1535, 56)
+    assert (len(every()), len(product()), len(thorough()), len(covering())) == (20608, 10144, 1564, 56)
 
 
 def test_every_possible_pair_of_values_is_in_a_covering_cell():
@@ -61,11 +63,11 @@ def test_every_mode_cuts_every_model_and_meets_all_parallelism_at_once():
     assert {cell.mode for cell in covering() if is_3d(cell)} == set(modes)
 
 
-def test_the_thorough_cells_have_every_three_values_with_a_pipeline():
-    with_one = [cell for cell in product() if cell.pipeline != NO_PIPE]
-    chosen = [cell for cell in thorough() if cell.pipeline != NO_PIPE]
-    assert {g for cell in chosen for g in groups(cell, 3)} == {g for cell in with_one for g in groups(cell, 3)}
-    assert set(thorough()) - set(chosen) == set(product()) - set(with_one)
+def test_the_thorough_cells_have_every_three_values_with_a_pipeline_or_sharding():
+    others = [cell for cell in product() if not is_plain(cell)]
+    chosen = [cell for cell in thorough() if not is_plain(cell)]
+    assert {g for cell in chosen for g in groups(cell, 3)} == {g for cell in others for g in groups(cell, 3)}
+    assert set(thorough()) - set(chosen) == set(product()) - set(others)
 
 
 def test_covering_cells_are_some_of_all_and_none_is_run_twice():
