@@ -64,5 +64,9 @@ def _over_data_ranks(
 
         update.stepper.publisher = division.slices
         return SliceReducer(division.slices, *arguments)
+    if division.sharded is not None:
+        from .parallel.fsdp import ShardReducer
+
+        return ShardReducer(division.sharded, *arguments)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
     return reduction

@@ -33,6 +33,7 @@ from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
+    from .parallel.fsdp import FullyShard
     from .parallel.pipeline.cut import StageCut
     from .parallel.pipeline.partition import Partition
     from .parallel.pipeline.skeleton import Skeleton
@@ -50,7 +51,7 @@ class Plans:
 
 def cuts_updates(config: Config, data_ranks: int) -> bool:
     """Whether each data rank steps its part of the weights only."""
-    return config.parallel.data.strategy == "zero1" and data_ranks > 1
+    return config.parallel.data.strategy in ("zero1", "fsdp") and data_ranks > 1
 
 
 def reduce_options(config: Config) -> ReduceOptions:
@@ -143,7 +144,7 @@ class Division:
 
     Attributes:
         tensor, cut: what was done for each axis; None where it is 1.
-        slices: this rank's parts of the update under zero1.
+        slices, sharded: this rank's parts of the parameters under zero1, or fsdp.
         random: the model's own random numbers, where several ranks compute one batch.
         compiled: the modules that `compile` has compiled.
     """
@@ -159,6 +160,7 @@ class Division:
         self._skeleton: Skeleton | None = None
         self.compiled: list[nn.Module] = []
         self.slices: Slices | None = None
+        self.sharded: FullyShard | None = None
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
@@ -175,20 +177,60 @@ class Division:
             self._skeleton = Skeleton(model)
             self.cut = StageCut(model, optimizer, plans.partition, context)
 
-    def make_shards(self, model: nn.Module, optimizer: optim.Optimizer) -> list[ParamShard]:
-        """The parameters of `model` on this rank, each with 1 / (number of ranks that hold the same numbers).
+    def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> list[ParamShard]:
+        """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the
+        same numbers).
 
-        Under zero1 `optimizer` holds this rank's parts of them afterwards, and they are among the shards instead.
+        Under zero1 and fsdp `optimizer` holds this rank's parts of them afterwards, which are among the shards instead.
         """
         context = self._context
         shards = [ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()]
-        if not cuts_updates(self._config, context.dp_size):
+        cuts = cuts_updates(self._config, context.dp_size)
+        if cuts and self._config.parallel.data.strategy == "fsdp":
+            shards = self._shard_fully(model, shards, optimizer, recipe)
+        model.to(context.device)
+        if not cuts or self.sharded is not None:
             return shards
         from .parallel.zero import Slices
 
         ties = () if self.cut is None else self.cut.ties.keys()
         self.slices = Slices(shards, optimizer, context.dp_group, reduce_options(self._config), ties)
         return self.slices.shards
+
+    def _shard_fully(
+        self, model: nn.Module, shards: list[ParamShard], optimizer: optim.Optimizer, recipe: Recipe
+    ) -> list[ParamShard]:
+        from .parallel.fsdp import FullyShard, ShardOptions, make_mesh
+
+        data = self._config.parallel.data
+
+        def dtype(key: str) -> torch.dtype | None:
+            named = getattr(data, key)
+            return None if named is None else getattr(torch, named)
+
+        options = ShardOptions(
+            param_dtype=recipe.param_dtype or dtype("param_dtype"),
+            output_dtype=dtype("output_dtype"),
+            buffer_dtype=dtype("buffer_dtype") or recipe.param_dtype,
+            reshard_after_forward=data.reshard_after_forward,
+            prefetch=data.prefetch,
+        )
+        mesh = make_mesh(self._context, data.hybrid)
+        blocks = compilation.find_blocks(model)
+        reduce = reduce_options(self._config)
+        self.sharded = FullyShard(model, shards, optimizer, mesh, blocks, options, reduce)
+        return self.sharded.shards
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """What is left of `recipe`: FSDP2 casts weights as it gathers them, and what it keeps are fp32 masters."""
+        if self.sharded is None or recipe.param_dtype is None:
+            return recipe
+        return replace(recipe, param_dtype=None, master_weights=False, gathered=True)
+
+    @property
+    def cuts_updates(self) -> bool:
+        """Whether each data rank steps its part of the weights only."""
+        return self.slices is not None or self.sharded is not None
 
     def _weight(self, param: nn.Parameter, context: ParallelContext) -> float:
         copies = context.dp_size
@@ -262,6 +304,8 @@ class Division:
             torch_private.uncompile(module)
         if self.slices is not None:
             self.slices.close(whole)
+        if self.sharded is not None:
+            self.sharded.close(whole)
         if self.cut is not None:
             self.cut.close(whole)
         if self.tensor is not None:

@@ -69,6 +69,8 @@ def _layout(engine: Engine, division: Division) -> str:
     if division.tensor is not None:
         held = _divided(engine, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers")
     averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
+    if division.sharded is not None:
+        averaged += f", weights in {context.dp_size} parts (fsdp)"
     if division.slices is not None:
         averaged += f", each data rank steps 1/{context.dp_size} of it (zero1)"
     return f"{mesh}; {held}{averaged}"

@@ -85,7 +85,15 @@ def _check_data(config: Config) -> Iterator[Finding]:
             if getattr(data, key) != DataConfig.model_fields[key].default:
                 message = f"only strategy='fsdp' has it, and the strategy is {data.strategy!r}; remove it"
                 yield Finding("refused", f"parallel.data.{key}", message)
-    elif data.param_dtype not in (None, config.precision_dtype or "float32"):
+        return
+    if config.parallel.pipeline.size > 1:
+        message = "'fsdp' with a pipeline is not built yet; use 'zero1', whose state is sharded alike, or no pipeline"
+        yield Finding("unbuilt", "parallel.data.strategy", message)
+    if config.compile.enabled:
+        yield Finding("unbuilt", "compile", "with data='fsdp' is not built yet; leave compile out, or use 'zero1'")
+    if data.cpu_offload:
+        yield Finding("unbuilt", "parallel.data.cpu_offload", "True is not built yet; leave it at False")
+    if data.param_dtype not in (None, config.precision_dtype or "float32"):
         message = f"{data.param_dtype!r} is not what the mode computes in ({config.precision_dtype or 'float32'})"
         yield Finding("refused", "parallel.data.param_dtype", f"{message}; remove it: the mode decides")
 

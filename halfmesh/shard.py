@@ -33,21 +33,25 @@ class ParamShard:
     gradient there."""
     start: int = 0
     """Where in the memory of `source` the part begins, in elements."""
+    original: nn.Parameter | None = field(default=None, repr=False)
+    """The parameter that the model came with, where it uses another one meanwhile, whose memory `param` shares."""
 
     @property
     def model_param(self) -> nn.Parameter:
-        """The parameter that the model uses."""
+        """The parameter that the model came with."""
+        if self.original is not None:
+            return self.original
         return self.param if self.source is None else self.source.param
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What of `tensor`, which lies in memory as the model's parameter does, belongs to `param`: a view."""
-        if self.source is None:
+        if self.source is None or self.original is not None:
             return tensor
         return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
 
     def follow(self) -> None:
         """The model's parameter has other memory now; a part of it is a view of that."""
-        if self.source is not None:
+        if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 
     def take_grad(self) -> torch.Tensor | None:

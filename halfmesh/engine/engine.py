@@ -299,7 +299,7 @@ class Engine(Readings):
 
     @property
     def _layout(self) -> dict[str, int]:
-        return checkpoint.layout(self.context, self._division.slices is not None)
+        return checkpoint.layout(self.context, self._division.cuts_updates)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

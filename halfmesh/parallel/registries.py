@@ -58,7 +58,7 @@ for _name in (
     "hugging_face",
 ):
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
-DATA_STRATEGIES.register("fsdp", NotBuilt("parallel.data.strategy='fsdp'"))
+DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.fsdp:ShardReducer")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {

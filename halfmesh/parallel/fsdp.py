@@ -1,0 +1,394 @@
+"""Fully sharded data parallelism: torch's FSDP2 (`fully_shard`) holds weights, gradients and state in parts.
+
+Each block gathers its weights before it computes, and gives them up afterwards; gradients are summed to the rank that
+holds their part while backward runs. The update sees this rank's parts as plain tensors, as in every other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .. import torch_private
+from ..errors import InputError, shorten
+from ..shard import ParamShard
+from .buckets import give_grad
+from .context import ParallelContext
+from .elementwise import refuse_other_state
+from .reducer import ReduceOptions, Reducer
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How weights are held. The names are those of the config and of FSDP2.
+
+    Attributes:
+        param_dtype: weights are gathered, and the model computes, in it; None: as they are.
+        output_dtype: of what the model returns; None: as it comes.
+        buffer_dtype: floating-point buffers are cast to it; None: they stay.
+    """
+
+    param_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+
+
+def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
+    """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
+    kind = context.device.type
+    if hybrid is None or hybrid == context.dp_size:
+        return DeviceMesh.from_group(context.dp_group, kind, mesh_dim_names=("shard",))
+    places = torch.arange(context.dp_size).view(-1, hybrid)
+    copies = [context.subgroup("dp", column) for column in places.T.tolist()]
+    parts = [context.subgroup("dp", row) for row in places.tolist()]
+    mine = [next(group for group in groups if group is not None) for groups in (copies, parts)]
+    ranks = torch.tensor(dist.get_process_group_ranks(context.dp_group)).view(-1, hybrid)
+    return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+class FullyShard:
+    """A model whose parameters are sharded over the data ranks, in place.
+
+    FSDP2 replaces parameters by DTensors under the same names. The optimizer is given plain parameters over the same
+    memory: its groups and settings stay.
+
+    Args:
+        model: the same on all ranks; it may be anywhere.
+        shards: its parameters, with weights that count the data ranks.
+        optimizer: elementwise; state that it has is cut along.
+        mesh: the data ranks, of one dim, or of two: copies, and the parts of one.
+        blocks: names of the modules that gather their weights each for themselves.
+
+    Attributes:
+        shards: as given, with this rank's part in place of each parameter that is sharded.
+        whole: names of parameters that FSDP2 cannot shard (scalars, and such with gaps in their memory): each rank has
+            them whole.
+
+    Raises:
+        InputError: the parameters have several dtypes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: Sequence[ParamShard],
+        optimizer: optim.Optimizer,
+        mesh: DeviceMesh,
+        blocks: Iterable[str],
+        options: ShardOptions,
+        reduce: ReduceOptions,
+    ) -> None:
+        self.model = model
+        self._optimizer = optimizer
+        self._ranks = mesh.size(-1)
+        self._rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self._dtypes = {shard.param: shard.param.dtype for shard in shards}
+        if options.param_dtype is not None:
+            for shard in shards:  # what is kept is fp32, whatever the model came in
+                shard.param.data = shard.param.data.float()
+        _refuse_mixed_dtypes(shards)
+        kept = {s.param for s in shards if s.param.dim() == 0 or not s.param.is_contiguous()}
+        self.whole = [shard.name for shard in shards if shard.param in kept]
+        self._places = {place: param for place, param in _places(model) if param not in kept}
+        self._modules = list(model.modules())
+        self._before = [(type(module), set(vars(module))) for module in self._modules]
+        self._buffers = list(_cast_buffers(model, options.buffer_dtype))
+        policy = MixedPrecisionPolicy(
+            param_dtype=options.param_dtype, reduce_dtype=reduce.dtype, output_dtype=options.output_dtype
+        )
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": options.reshard_after_forward,
+            "mp_policy": policy,
+            "ignored_params": kept,
+        }
+        units = [model.get_submodule(name) for name in blocks]
+        for unit in units:
+            fully_shard(unit, **settings)
+        self.root: FSDPModule = fully_shard(model, **settings)
+        if not reduce.mean:
+            self._each(lambda module: module.set_gradient_divide_factor(1.0))
+        _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], options.prefetch)
+        self.shards = self._take_parts(shards)
+        self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
+
+    def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        now = dict(_places(self.model))
+        sharded = {old: now[place] for place, old in self._places.items()}
+        parts: dict[nn.Parameter, ParamShard] = {}
+        for shard in shards:
+            new = sharded.get(shard.param)
+            if new is not None:
+                own = nn.Parameter(_local(new), requires_grad=shard.param.requires_grad)
+                source = ParamShard(shard.name, new)
+                parts[shard.param] = ParamShard(
+                    shard.name, own, shard.weight * self._ranks, source=source, original=shard.param
+                )
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [parts[param].param if param in parts else param for param in group["params"]]
+        for param, part in parts.items():
+            state = self._optimizer.state.pop(param, None)
+            if state is not None:
+                self._optimizer.state[part.param] = {name: self._cut(v, name, param) for name, v in state.items()}
+        for param in parts:
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # its memory is not needed any more
+        self._parts = parts
+        self._loads = list(self._take_whole())
+        return [parts.get(shard.param, shard) for shard in shards]
+
+    def _take_whole(self) -> Iterator[Any]:
+        """State dicts with whole tensors can be loaded, too: each rank takes its part."""
+        for module in {module for module, _ in self._places}:
+            yield module.register_load_state_dict_pre_hook(_take_part)
+
+    def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
+        if not _is_cut(name, value, param):
+            return value
+        chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
+        own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
+        return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
+
+    # -- while training ----------------------------------------------------------------------------------------
+
+    def left_whole(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        """Those of `shards` that every rank has whole.
+
+        Raises:
+            InputError: one came into the optimizer that is neither sharded nor left whole.
+        """
+        rest = [shard for shard in shards if shard.source is None]
+        new = [shard.name for shard in rest if shard.name not in self.whole]
+        if new:
+            raise InputError(
+                f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such part"
+            )
+        return rest
+
+    def announce(self, last: bool) -> None:
+        """A backward begins; gradients are summed over the ranks if it is the `last` before the update."""
+        self.root.set_requires_gradient_sync(last)
+
+    def take_grads(self) -> None:
+        """The gradients that FSDP2 has summed become those of the parts."""
+        for part in self._parts.values():
+            assert part.source is not None
+            grad = part.source.take_grad()
+            part.source.clear_grad()
+            if grad is not None:
+                held, local = part.take_grad(), _local(grad)
+                give_grad(part, local) if held is None else held.add_(local)
+
+    def _each(self, call: Any) -> None:
+        for module in self._modules:
+            if isinstance(module, FSDPModule):
+                call(module)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def close(self, whole: bool = True) -> None:
+        """Give the model back as it came, with its parameters whole, and the optimizer these, with all of their state.
+        All data ranks together.
+
+        Args:
+            whole: False leaves the model sharded: other ranks may be gone.
+        """
+        self._hook.remove()
+        if not whole:
+            return
+        for hook in self._loads:
+            hook.remove()
+        self._each(lambda module: module.reshard())
+        values: dict[nn.Parameter, torch.Tensor] = {}
+        for param, part in self._parts.items():
+            assert part.source is not None
+            shape = part.source.param.shape
+            values[param] = self._join(part.param.detach(), shape)
+            state = self._optimizer.state.pop(part.param, {})
+            joined = {
+                name: self._join(value, shape) if _is_cut(name, value, part.param) else value
+                for name, value in state.items()
+            }
+            if joined:
+                self._optimizer.state[param] = joined
+        self._unwrap()
+        for (module, name), param in self._places.items():
+            module._parameters[name] = param
+        for param, value in values.items():
+            param.data, param.grad = value.to(self._dtypes[param], copy=True), None
+        originals = {part.param: param for param, part in self._parts.items()}
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [originals.get(param, param) for param in group["params"]]
+        for buffer, dtype in self._buffers:
+            buffer.data = buffer.data.to(dtype)
+
+    def _join(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """What the ranks of one copy hold of a tensor, put together.
+
+        (`DTensor.full_tensor` may look for a group of an engine that was closed before: torch remembers meshes by their
+        ranks.)
+        """
+        rows = -(-shape[0] // self._ranks)
+        own = part.new_zeros(rows, *shape[1:])
+        own[: part.shape[0]].copy_(part)
+        whole = part.new_empty(rows * self._ranks, *shape[1:])
+        dist.all_gather_into_tensor(whole, own, group=self._group)
+        return whole[: shape[0]].clone()
+
+    def _unwrap(self) -> None:
+        """Take back what `fully_shard` did to the modules: their class, its hooks, its attributes."""
+        for module, (kind, attributes) in zip(self._modules, self._before, strict=True):
+            if isinstance(module, FSDPModule):
+                module.__class__ = kind  # type: ignore[assignment]
+            for table in _HOOKS:
+                hooks = getattr(module, table)
+                for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                    del hooks[key]
+                    for flags in _FLAGS:
+                        getattr(module, flags).pop(key, None)
+            for name in set(vars(module)) - attributes:
+                if "fsdp" in name or name.startswith("__composable"):
+                    delattr(module, name)
+
+
+class ShardReducer(Reducer):
+    """`halfmesh.parallel.gradients.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and running
+    statistics, by itself.
+
+    Raises:
+        InputError: a cycle ends that FSDP2 was not told of before its last backward; parameters were put into the
+            optimizer that are not sharded; the model failed in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        sharded: FullyShard,
+        shards: Sequence[ParamShard],
+        buffers: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        options: ReduceOptions,
+    ) -> None:
+        self._sharded = sharded
+        self._is_open = False
+        self._is_sent = False
+        self._is_broken = False
+        super().__init__(shards, buffers, group, options)
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        super().cover(self._sharded.left_whole(shards))
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        return super().covers(self._sharded.left_whole(shards))
+
+    def open(self, last: bool) -> None:
+        if self._is_broken:
+            raise InputError(
+                "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
+                "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
+                "ranks do not agree any more; end the run"
+            )
+        self._is_open, self._is_sent = True, last
+        self._sharded.announce(last)
+        super().open(last)
+
+    def finish(self) -> None:
+        if not self._is_sent:
+            raise InputError(
+                "engine.step(last=True) ended a cycle whose last backward had run already; under data='fsdp' gradients "
+                "are summed in that backward, which has to be told before. Let engine.dataloader feed the loop (it "
+                "knows its end), give it as many batches as gradient_accumulation divides, or use data='zero1'"
+            )
+        super().finish()
+        self._sharded.take_grads()
+        self._is_open = False
+
+    def forget(self) -> None:
+        super().forget()
+        self._is_broken |= self._is_open
+
+
+def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield (module, name), param
+
+
+def _take_part(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """Makes whole tensors in a state dict this rank's part, before they are loaded into a sharded module."""
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if value is not None and torch_private.assigns(metadata):
+            raise InputError(
+                f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a part; "
+                "load without assign, or load before initialize"
+            )
+        if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            placed = value.to(param.device)
+            state[prefix + name] = distribute_tensor(placed, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
+    """Whether an entry of `param`'s state has an element for each of its own. (`step` is a counter, in torch's
+    optimizers, and a scalar.)"""
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and name != "step"
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.detach().to_local()
+    return local
+
+
+def _refuse_mixed_dtypes(shards: Sequence[ParamShard]) -> None:
+    kinds = {shard.param.dtype for shard in shards}
+    if len(kinds) > 1:
+        first = shards[0].param.dtype
+        others = [shard.name for shard in shards if shard.param.dtype != first]
+        raise InputError(
+            f"data='fsdp' gathers weights of one dtype together, but {shorten(others)} differ from {shards[0].name} "
+            f"({first}); give all parameters one dtype, or use data='zero1'"
+        )
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
+    """Cast floating-point buffers. Yields each with the dtype it had."""
+    for buffer in model.buffers():
+        if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+            before = buffer.dtype
+            buffer.data = buffer.data.to(dtype)
+            yield buffer, before
+
+
+def _prefetch(units: Sequence[FSDPModule], count: int) -> None:
+    """Have each unit gather the weights of the next `count` with its own. (FSDP2 does so for 1 by itself.)"""
+    if count == 1:
+        return
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + count]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", hook)
+    return any(
+        str(getattr(o, "__module__", "")).startswith("torch.distributed.fsdp") for o in (hook, owner, type(owner))
+    )
