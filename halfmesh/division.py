@@ -47,6 +47,8 @@ class Plans:
     tensor: ResolvedPlan | None = None
     partition: Partition | None = None
     compilation: Compilation | None = None
+    blocks: tuple[str, ...] = ()
+    """Names of the repeated blocks, which fsdp shards each by itself."""
 
 
 def cuts_updates(config: Config, data_ranks: int) -> bool:
@@ -101,7 +103,8 @@ def make_plans(
         keys += ["compile"] if config.compile.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
-    return Plans(tensor, partition, compiled)
+    blocks = tuple(compilation.find_blocks(model)) if config.parallel.data.strategy == "fsdp" else ()
+    return Plans(tensor, partition, compiled, blocks)
 
 
 def balance_by_time(
@@ -200,7 +203,7 @@ class Division:
     def _shard_fully(
         self, model: nn.Module, shards: list[ParamShard], optimizer: optim.Optimizer, recipe: Recipe
     ) -> list[ParamShard]:
-        from .parallel.fsdp import FullyShard, ShardOptions, make_mesh
+        from .parallel.fsdp import FullyShard, ShardOptions, Units, make_mesh
 
         data = self._config.parallel.data
 
@@ -211,21 +214,15 @@ class Division:
         options = ShardOptions(
             param_dtype=recipe.param_dtype or dtype("param_dtype"),
             output_dtype=dtype("output_dtype"),
-            buffer_dtype=dtype("buffer_dtype") or recipe.param_dtype,
+            buffer_dtype=dtype("buffer_dtype"),
             reshard_after_forward=data.reshard_after_forward,
             prefetch=data.prefetch,
         )
         mesh = make_mesh(self._context, data.hybrid)
-        blocks = compilation.find_blocks(model)
-        reduce = reduce_options(self._config)
-        self.sharded = FullyShard(model, shards, optimizer, mesh, blocks, options, reduce)
+        partition = self.plans.partition
+        units = Units(self.plans.blocks, None if partition is None else {n for n, _ in partition.not_called(model)})
+        self.sharded = FullyShard(model, shards, optimizer, mesh, units, options, reduce_options(self._config))
         return self.sharded.shards
-
-    def recipe(self, recipe: Recipe) -> Recipe:
-        """What is left of `recipe`: FSDP2 casts weights as it gathers them, and what it keeps are fp32 masters."""
-        if self.sharded is None or recipe.param_dtype is None:
-            return recipe
-        return replace(recipe, param_dtype=None, master_weights=False, gathered=True)
 
     @property
     def cuts_updates(self) -> bool:

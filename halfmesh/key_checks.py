@@ -86,9 +86,13 @@ def _check_data(config: Config) -> Iterator[Finding]:
                 message = f"only strategy='fsdp' has it, and the strategy is {data.strategy!r}; remove it"
                 yield Finding("refused", f"parallel.data.{key}", message)
         return
-    if config.parallel.pipeline.size > 1:
-        message = "'fsdp' with a pipeline is not built yet; use 'zero1', whose state is sharded alike, or no pipeline"
-        yield Finding("unbuilt", "parallel.data.strategy", message)
+    if config.parallel.pipeline.size > 1 and data.output_dtype is not None:
+        message = f"{data.output_dtype!r} cannot be had under a pipeline, which calls no model as a whole; remove it"
+        yield Finding("refused", "parallel.data.output_dtype", message)
+    decides = recipe_of(config).param_dtype
+    if data.buffer_dtype is not None and decides not in (None, getattr(torch, data.buffer_dtype)):
+        message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({config.precision_dtype}); remove it"
+        yield Finding("refused", "parallel.data.buffer_dtype", message)
     if config.compile.enabled:
         yield Finding("unbuilt", "compile", "with data='fsdp' is not built yet; leave compile out, or use 'zero1'")
     if data.cpu_offload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -122,9 +122,17 @@ class Precision:
         return cast
 
 
-def cast_model(model: nn.Module, recipe: Recipe) -> None:
-    """Cast parameters and floating-point buffers in place. Parameter objects, ties and names stay."""
+def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
+    """Cast parameters and floating-point buffers in place. Parameter objects, ties and names stay.
+
+    Args:
+        apart: ids of parameters that stay as they are.
+    """
     if recipe.param_dtype is None:
+        return
+    if apart:
+        for _, tensor in list(tensors_to_cast(model, recipe, apart)):
+            tensor.data = tensor.data.to(recipe.param_dtype)
         return
     kept = [(tensor, tensor.data) for tensor in _stays_fp32(model, recipe)]
     buffers = [
@@ -145,9 +153,11 @@ def cast_model(model: nn.Module, recipe: Recipe) -> None:
         setattr(module, name, buffer if as_it_was else new.setdefault(id(buffer), getattr(module, name)))
 
 
-def tensors_to_cast(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_to_cast(
+    model: nn.Module, recipe: Recipe, apart: Collection[int] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers whose dtype `cast_model` changes, by name."""
-    stays = {id(tensor) for tensor in _stays_fp32(model, recipe)}
+    stays = {id(tensor) for tensor in _stays_fp32(model, recipe)} | set(apart)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and id(tensor) not in stays and tensor.dtype != recipe.param_dtype:
             yield name, tensor

@@ -32,11 +32,13 @@ def convert(
     `close` of what is returned undoes the conversion. `device` is this rank's, which may have no parameters.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
+    # What is sharded is cast where it is gathered: the parts are the masters.
+    apart = {id(shard.source.param) for shard in shards if shard.source is not None and shard.original is not None}
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
-        to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe)}
+        to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
-    cast_model(model, recipe)
+    cast_model(model, recipe, apart)
     for shard in shards:
         shard.follow()
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}

@@ -75,12 +75,9 @@ class Recipe:
     """Losses with a scale of their own, if it is dynamic."""
     wide_gradients: bool = False
     """Add up the half-precision gradients of several backwards in fp32."""
-    gathered: bool = False
-    """Weights and inputs are cast where the weights are gathered (FSDP2), and by nobody else."""
 
     def __post_init__(self) -> None:
-        casts = self.autocast or self.gathered or self.param_dtype is not None
-        if self.compute_dtype != torch.float32 and not casts:
+        if self.compute_dtype != torch.float32 and not self.autocast and self.param_dtype is None:
             raise ValueError(f"{self} would compute in fp32: set autocast=True or param_dtype={self.compute_dtype}")
         if self.autocast and self.param_dtype not in (None, torch.float32):
             raise ValueError(f"{self} has two ways to compute in {self.compute_dtype}: autocast and param_dtype")

@@ -149,9 +149,11 @@ class PipelinePasses:
             self._compare(output)
             return last.finish(output, index)
 
-        def on_last(params: Any) -> None:
+        def on_last(params: Any, rest: bool) -> None:
             if reducer is not None and sends:
-                reducer.expect_rest(params)
+                reducer.expect_last(params)
+                if rest:
+                    reducer.expect_rest(params)
 
         with self._update.collecting(loss_id):
             self._pipeline.train(forward.calls, forward.known, finish, on_last)

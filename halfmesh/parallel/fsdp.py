@@ -6,7 +6,8 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,39 @@ class ShardOptions:
     prefetch: int = 1
 
 
+@dataclass(frozen=True)
+class Units:
+    """Which modules gather their weights each for themselves.
+
+    Attributes:
+        blocks: names of the repeated ones; a rank may not have all of them.
+        not_called: under a pipeline, names of the modules that stages do not call as a whole, the model itself among
+            them. Whatever else has parameters is a unit then. Without one (None) the model is the unit of the rest.
+    """
+
+    blocks: Sequence[str]
+    not_called: Collection[str] | None = None
+
+    def find(self, model: nn.Module) -> list[nn.Module]:
+        """The units, those that are in other units first."""
+        known = dict(model.named_modules())
+        blocks = [known[name] for name in self.blocks if name in known]
+        if self.not_called is None:
+            return [*blocks, model]
+        within = {inner for block in blocks for inner in block.modules()}
+        rest = [module for name, module in known.items() if module not in within and name not in self.not_called]
+        return blocks + [module for module in rest if next(module.parameters(recurse=False), None) is not None]
+
+    def left_over(self, model: nn.Module) -> set[nn.Parameter]:
+        """The parameters that no unit can have: of modules that are not called, or in several units."""
+        if self.not_called is None:
+            return set()
+        seen: Counter[nn.Parameter] = Counter()
+        for unit in self.find(model):
+            seen.update(set(unit.parameters()))
+        return {param for param in model.parameters() if seen[param] != 1}
+
+
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
     kind = context.device.type
@@ -76,12 +110,11 @@ class FullyShard:
         shards: its parameters, with weights that count the data ranks.
         optimizer: elementwise; state that it has is cut along.
         mesh: the data ranks, of one dim, or of two: copies, and the parts of one.
-        blocks: names of the modules that gather their weights each for themselves.
 
     Attributes:
         shards: as given, with this rank's part in place of each parameter that is sharded.
-        whole: names of parameters that FSDP2 cannot shard (scalars, and such with gaps in their memory): each rank has
-            them whole.
+        whole: names of parameters that FSDP2 cannot shard (scalars, such with gaps in their memory, under a pipeline
+            those of modules that no stage calls): each rank has them whole.
 
     Raises:
         InputError: the parameters have several dtypes.
@@ -93,7 +126,7 @@ class FullyShard:
         shards: Sequence[ParamShard],
         optimizer: optim.Optimizer,
         mesh: DeviceMesh,
-        blocks: Iterable[str],
+        units: Units,
         options: ShardOptions,
         reduce: ReduceOptions,
     ) -> None:
@@ -102,35 +135,48 @@ class FullyShard:
         self._ranks = mesh.size(-1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._group = mesh.get_group(mesh.ndim - 1)
-        self._dtypes = {shard.param: shard.param.dtype for shard in shards}
-        if options.param_dtype is not None:
-            for shard in shards:  # what is kept is fp32, whatever the model came in
-                shard.param.data = shard.param.data.float()
-        _refuse_mixed_dtypes(shards)
-        kept = {s.param for s in shards if s.param.dim() == 0 or not s.param.is_contiguous()}
+        kept = {s.param for s in shards if s.param.dim() == 0 or not s.param.is_contiguous()} | units.left_over(model)
         self.whole = [shard.name for shard in shards if shard.param in kept]
+        taken = [shard for shard in shards if shard.param not in kept]
+        self._dtypes = {shard.param: shard.param.dtype for shard in taken}
+        if options.param_dtype is not None:
+            for shard in taken:  # what is kept of them are the masters, whatever the model came in
+                shard.param.data = shard.param.data.float()
+        _refuse_mixed_dtypes(taken)
         self._places = {place: param for place, param in _places(model) if param not in kept}
         self._modules = list(model.modules())
         self._before = [(type(module), set(vars(module))) for module in self._modules]
         self._buffers = list(_cast_buffers(model, options.buffer_dtype))
-        policy = MixedPrecisionPolicy(
-            param_dtype=options.param_dtype, reduce_dtype=reduce.dtype, output_dtype=options.output_dtype
-        )
-        settings: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": options.reshard_after_forward,
-            "mp_policy": policy,
-            "ignored_params": kept,
-        }
-        units = [model.get_submodule(name) for name in blocks]
-        for unit in units:
-            fully_shard(unit, **settings)
-        self.root: FSDPModule = fully_shard(model, **settings)
+        chosen = units.find(model)
+        self.units = [self._shard(unit, mesh, options, reduce, kept, unit is model) for unit in chosen]
         if not reduce.mean:
-            self._each(lambda module: module.set_gradient_divide_factor(1.0))
-        _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], options.prefetch)
+            for unit in self.units:
+                unit.set_gradient_divide_factor(1.0)
+        _prefetch(self.units[: len(units.blocks)], options.prefetch)
         self.shards = self._take_parts(shards)
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
+
+    @staticmethod
+    def _shard(
+        unit: nn.Module,
+        mesh: DeviceMesh,
+        options: ShardOptions,
+        reduce: ReduceOptions,
+        kept: set[nn.Parameter],
+        is_root: bool,
+    ) -> FSDPModule:
+        policy = MixedPrecisionPolicy(
+            param_dtype=options.param_dtype,
+            reduce_dtype=reduce.dtype,
+            output_dtype=options.output_dtype if is_root else None,
+        )
+        return fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+            ignored_params=kept,
+        )
 
     def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         now = dict(_places(self.model))
@@ -184,9 +230,17 @@ class FullyShard:
             )
         return rest
 
-    def announce(self, last: bool) -> None:
-        """A backward begins; gradients are summed over the ranks if it is the `last` before the update."""
-        self.root.set_requires_gradient_sync(last)
+    def announce(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
+        """A backward begins; gradients are summed over the ranks if it is the `last` before the update.
+
+        Args:
+            params: of what has them only; None: of all.
+        """
+        wanted = None if params is None else set(map(id, params))
+        for unit in self.units:
+            held: Any = unit
+            if wanted is None or any(id(param) in wanted for param in held.parameters()):
+                unit.set_requires_gradient_sync(last)
 
     def take_grads(self) -> None:
         """The gradients that FSDP2 has summed become those of the parts."""
@@ -197,11 +251,6 @@ class FullyShard:
             if grad is not None:
                 held, local = part.take_grad(), _local(grad)
                 give_grad(part, local) if held is None else held.add_(local)
-
-    def _each(self, call: Any) -> None:
-        for module in self._modules:
-            if isinstance(module, FSDPModule):
-                call(module)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -218,7 +267,8 @@ class FullyShard:
             return
         for hook in self._loads:
             hook.remove()
-        self._each(lambda module: module.reshard())
+        for unit in self.units:
+            unit.reshard()
         values: dict[nn.Parameter, torch.Tensor] = {}
         for param, part in self._parts.items():
             assert part.source is not None
@@ -310,6 +360,13 @@ class ShardReducer(Reducer):
         self._is_open, self._is_sent = True, last
         self._sharded.announce(last)
         super().open(last)
+
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        self._sharded.announce(True, params)
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        self._is_sent = True
+        super().expect_rest(params)
 
     def finish(self) -> None:
         if not self._is_sent:

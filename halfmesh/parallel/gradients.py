@@ -26,6 +26,7 @@ class Reduction(Protocol):
     def cover(self, shards: Sequence[ParamShard]) -> None: ...
     def covers(self, shards: Sequence[ParamShard]) -> bool: ...
     def open(self, last: bool) -> None: ...
+    def expect_last(self, params: Collection[nn.Parameter]) -> None: ...
     def expect_rest(self, params: Collection[nn.Parameter]) -> None: ...
     def finish(self) -> None: ...
     def forget(self) -> None: ...
@@ -61,8 +62,10 @@ class TensorGradients:
     def open(self, last: bool) -> None:
         self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
 
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
         """Nothing is sent before `finish`."""
+
+    expect_rest = expect_last
 
     def finish(self) -> None:
         self._reducer.finish()
@@ -140,6 +143,10 @@ class CompleteGradients:
     def open(self, last: bool) -> None:
         """A backward begins; `last`: it is the last before the update."""
         self._each(lambda reduction: reduction.open(last))
+
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        """Of several backwards after one `open` the last begins that gives gradients to `params`."""
+        self._each(lambda reduction: reduction.expect_last(params))
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
         """Of several backwards after one `open` the last begins, which gives gradients to `params` only."""

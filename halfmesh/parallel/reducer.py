@@ -122,6 +122,10 @@ class Reducer:
         self._reset()
         self._armed = last
 
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        """Of several backwards after one `open` the last begins that gives gradients to `params`. Others may give some
+        to other parameters in the same buckets."""
+
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
         """Of several backwards after one `open` the last begins, which gives gradients to `params` only; the other
         parameters have all of theirs. What is complete is sent while it runs."""

@@ -27,8 +27,9 @@ MOST_CROSSINGS = 256
 MOST_SHAPES = 16
 """For so many shapes of batches what crosses is known, and a schedule kept."""
 
-OnLast = Callable[[Collection[nn.Parameter]], None]
-"""Called before the last backward of a step on this rank, with the parameters that get gradients from it."""
+OnLast = Callable[[Collection[nn.Parameter], bool], None]
+"""Called before the last backward of each stage, with the parameters that get gradients from it, and whether it is the
+last of all on this rank."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Pipeline:
         self._traced = [model.get_submodule(name) for piece in partition.pieces for name in piece.looks_into]
         self._crossings: dict[str, Sequence[Crossing]] = {}  # the last used last
         self._schedules: dict[tuple[str, int], Any] = {}  # the last used last; each holds what it receives into
-        self._on_last: OnLast = lambda params: None
+        self._on_last: OnLast = lambda params, rest: None
         self._left = 0
 
     @property
@@ -117,7 +118,7 @@ class Pipeline:
             calls: the microbatches, of one shape.
             known: what was looked up for one of them. The model's modes are still the same.
             finish: called as finish(output, index) on the last stage; returns what backward begins with (0-dim).
-            on_last: told of the last backward.
+            on_last: told of the last backwards.
         """
         self._refuse_if_unusable()
         schedule = self._schedule(known, len(calls))
@@ -236,8 +237,7 @@ class Pipeline:
     def _a_last(self, index: int) -> None:
         """The last backward of stage `index` begins."""
         self._left -= 1
-        if self._left == 0:
-            self._on_last(self._params[index])
+        self._on_last(self._params[index], self._left == 0)
 
     def _empty(self, crossing: Crossing) -> list[torch.Tensor]:
         return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in crossing.on_the_wire()]

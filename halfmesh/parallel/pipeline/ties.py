@@ -50,8 +50,10 @@ class TiedGradients:
         for reducer in self._reducers.values():
             reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
 
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
         """Nothing is sent before `finish`."""
+
+    expect_rest = expect_last
 
     def finish(self) -> None:
         for reducer in self._reducers.values():

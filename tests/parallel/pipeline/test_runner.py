@@ -225,7 +225,10 @@ def train(built: Built, x: torch.Tensor, count: int) -> list[int]:
     calls = [Call((part,)) for part in x.chunk(count)]
     known = built.pipeline.look_up(calls[0])
     built.pipeline.train(
-        calls, known, lambda output, index: loss_of(output, index, count), lambda p: told.append(len(p))
+        calls,
+        known,
+        lambda output, index: loss_of(output, index, count),
+        lambda p, rest: told.append(len(p)) if rest else None,
     )
     return told
 
