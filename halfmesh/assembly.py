@@ -16,7 +16,7 @@ from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
-from .distribution import batch_seed, make_reduction, shard
+from .distribution import batch_seed, make_reduction, refuse_uneven_evaluation, shard
 from .division import Division, Plans, balance_by_time, make_plans
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
@@ -124,6 +124,8 @@ def _assemble(
         shard(given.dataloader, context, config.seed, training=True),
         shard(given.eval_dataloader, context, config.seed, training=False),
     ]
+    if parallel.data.strategy == "fsdp":
+        refuse_uneven_evaluation(loaders[1], context)
     with _no_longer_usable():
         return _convert(given, recipe, config, context, loaders, plans)
 

@@ -181,7 +181,16 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
             f"tensor={tensor} x pipeline={pipeline} = {product} does not divide the {world_size} ranks; "
             f"use {near}, or start {ranks} ranks",
         )
-    elif data is not None and data * product != world_size:
+        return
+    data_ranks, hybrid = world_size // product, config.parallel.data.hybrid
+    if hybrid is not None and data_ranks % hybrid:
+        fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
+        yield Finding(
+            "refused",
+            "parallel.data.hybrid",
+            f"{hybrid} does not divide the {data_ranks} data ranks; use one of {fits}",
+        )
+    if data is not None and data * product != world_size:
         yield Finding(
             "refused",
             "parallel.data.size",

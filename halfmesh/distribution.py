@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from .amp.optimizer import MixedPrecisionOptimizer
 from .division import Division, reduce_options
 from .engine.samplers import generators, shard_loader
+from .errors import InputError
 from .parallel.context import ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
 from .parallel.registries import DATA_STRATEGIES
@@ -27,6 +29,23 @@ def shard(loader: Any, context: ParallelContext, seed: int, training: bool) -> A
         generator.set_state(state)
     agree, copies = context.agree if training else None, context.size // context.dp_size
     return shard_loader(loader, context.dp_rank, context.dp_size, seed, pad=training, agree=agree, copies=copies)
+
+
+def refuse_uneven_evaluation(loader: Any, context: ParallelContext) -> None:
+    """Raise InputError, on all ranks, if `loader` has more batches on some of them: under fsdp a batch needs all ranks,
+    which hold the weights together.
+
+    A loader without a length is not looked at.
+    """
+    if not isinstance(loader, Sized):
+        return
+    counts = context.everyone(len(loader))
+    if min(counts) != max(counts):
+        raise InputError(
+            f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "
+            "data='fsdp' each batch needs all ranks, which hold the weights together; evaluate a multiple of batch "
+            "size x data ranks, give the loader drop_last=True, or use data='zero1'"
+        )
 
 
 def batch_seed(seed: int, context: ParallelContext) -> int | None:
@@ -60,12 +79,12 @@ def _over_data_ranks(
 ) -> Reduction:
     arguments = update.holdings.trained, dict(model.named_buffers()), context.dp_group, reduce_options(config)
     if division.slices is not None:
-        from .parallel.zero import SliceReducer
+        from .parallel.sharding.reducers import SliceReducer
 
         update.stepper.publisher = division.slices
         return SliceReducer(division.slices, *arguments)
     if division.sharded is not None:
-        from .parallel.fsdp import ShardReducer
+        from .parallel.sharding.reducers import ShardReducer
 
         return ShardReducer(division.sharded, *arguments)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)

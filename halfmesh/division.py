@@ -33,11 +33,11 @@ from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
-    from .parallel.fsdp import FullyShard
     from .parallel.pipeline.cut import StageCut
     from .parallel.pipeline.partition import Partition
     from .parallel.pipeline.skeleton import Skeleton
-    from .parallel.zero import Slices
+    from .parallel.sharding.fsdp import FullyShard
+    from .parallel.sharding.zero1 import Slices
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Division:
         model.to(context.device)
         if not cuts or self.sharded is not None:
             return shards
-        from .parallel.zero import Slices
+        from .parallel.sharding.zero1 import Slices
 
         ties = () if self.cut is None else self.cut.ties.keys()
         self.slices = Slices(shards, optimizer, context.dp_group, reduce_options(self._config), ties)
@@ -203,7 +203,8 @@ class Division:
     def _shard_fully(
         self, model: nn.Module, shards: list[ParamShard], optimizer: optim.Optimizer, recipe: Recipe
     ) -> list[ParamShard]:
-        from .parallel.fsdp import FullyShard, ShardOptions, Units, make_mesh
+        from .parallel.sharding.fsdp import FullyShard
+        from .parallel.sharding.units import ShardOptions, Units, make_mesh
 
         data = self._config.parallel.data
 

@@ -169,6 +169,13 @@ def has_triton() -> bool:
     return bool(has_triton())
 
 
+def forget_composable_state(module: nn.Module) -> None:
+    """Forget that `fully_shard` was applied to `module`; without it a second one would be refused."""
+    from torch.distributed import _composable_state
+
+    _composable_state._module_state_mapping.pop(module, None)
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is BatchNorm of any dimension, SyncBatchNorm, or derived from them."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -71,7 +71,7 @@ def _words(layout: Mapping[str, int]) -> str:
     words = f"part {layout['tp_rank']} of {layout['tp_size']} (tensor) of stage {layout['pp_rank']} of "
     words += f"{layout['pp_size']} of the model"
     return words + (
-        f", and zero1's part {layout['dp_rank']} of {layout['dp_size']} of it" if "dp_rank" in layout else ""
+        f", and part {layout['dp_rank']} of {layout['dp_size']} of it (zero1 or fsdp)" if "dp_rank" in layout else ""
     )
 
 

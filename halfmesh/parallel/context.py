@@ -212,8 +212,7 @@ class ParallelContext:
             "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
         }
         digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, digests)
+        everyone = self.everyone(digests)
         for what in mine:
             odd = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
             if odd:
@@ -224,11 +223,14 @@ class ParallelContext:
 
     def agree(self, value: str) -> bool:
         """Whether all ranks call this with the same `value`."""
-        if self.size == 1:
-            return True
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value)
-        return all(other == value for other in everyone)
+        return all(other == value for other in self.everyone(value))
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank gave as `value`."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def close(self) -> None:
         """Free the groups that this context made."""

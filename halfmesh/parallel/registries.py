@@ -22,7 +22,7 @@ PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
 DATA_STRATEGIES.register_lazy("replicate", "halfmesh.parallel.reducer:Reducer")
-DATA_STRATEGIES.register_lazy("zero1", "halfmesh.parallel.zero:SliceReducer")
+DATA_STRATEGIES.register_lazy("zero1", "halfmesh.parallel.sharding.reducers:SliceReducer")
 for _name, _style in {
     "colwise": "Colwise",
     "fused_colwise": "FusedColwise",
@@ -58,7 +58,7 @@ for _name in (
     "hugging_face",
 ):
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
-DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.fsdp:ShardReducer")
+DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.sharding.reducers:ShardReducer")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {

@@ -6,9 +6,7 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,85 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .. import torch_private
-from ..errors import InputError, shorten
-from ..shard import ParamShard
-from .buckets import give_grad
-from .context import ParallelContext
-from .elementwise import refuse_other_state
-from .reducer import ReduceOptions, Reducer
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How weights are held. The names are those of the config and of FSDP2.
-
-    Attributes:
-        param_dtype: weights are gathered, and the model computes, in it; None: as they are.
-        output_dtype: of what the model returns; None: as it comes.
-        buffer_dtype: floating-point buffers are cast to it; None: they stay.
-    """
-
-    param_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = True
-    prefetch: int = 1
-
-
-@dataclass(frozen=True)
-class Units:
-    """Which modules gather their weights each for themselves.
-
-    Attributes:
-        blocks: names of the repeated ones; a rank may not have all of them.
-        not_called: under a pipeline, names of the modules that stages do not call as a whole, the model itself among
-            them. Whatever else has parameters is a unit then. Without one (None) the model is the unit of the rest.
-    """
-
-    blocks: Sequence[str]
-    not_called: Collection[str] | None = None
-
-    def find(self, model: nn.Module) -> list[nn.Module]:
-        """The units, those that are in other units first."""
-        known = dict(model.named_modules())
-        blocks = [known[name] for name in self.blocks if name in known]
-        if self.not_called is None:
-            return [*blocks, model]
-        within = {inner for block in blocks for inner in block.modules()}
-        rest = [module for name, module in known.items() if module not in within and name not in self.not_called]
-        return blocks + [module for module in rest if next(module.parameters(recurse=False), None) is not None]
-
-    def left_over(self, model: nn.Module) -> set[nn.Parameter]:
-        """The parameters that no unit can have: of modules that are not called, or in several units."""
-        if self.not_called is None:
-            return set()
-        seen: Counter[nn.Parameter] = Counter()
-        for unit in self.find(model):
-            seen.update(set(unit.parameters()))
-        return {param for param in model.parameters() if seen[param] != 1}
-
-
-def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
-    """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
-    kind = context.device.type
-    if hybrid is None or hybrid == context.dp_size:
-        return DeviceMesh.from_group(context.dp_group, kind, mesh_dim_names=("shard",))
-    places = torch.arange(context.dp_size).view(-1, hybrid)
-    copies = [context.subgroup("dp", column) for column in places.T.tolist()]
-    parts = [context.subgroup("dp", row) for row in places.tolist()]
-    mine = [next(group for group in groups if group is not None) for groups in (copies, parts)]
-    ranks = torch.tensor(dist.get_process_group_ranks(context.dp_group)).view(-1, hybrid)
-    return DeviceMesh.from_group(mine, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+from ... import torch_private
+from ...errors import InputError, shorten
+from ...shard import ParamShard
+from ..buckets import give_grad
+from ..elementwise import refuse_other_state
+from ..reducer import ReduceOptions
+from .units import ShardOptions, Units
+from .unwrap import unwrap
 
 
 class FullyShard:
@@ -144,14 +71,14 @@ class FullyShard:
                 shard.param.data = shard.param.data.float()
         _refuse_mixed_dtypes(taken)
         self._places = {place: param for place, param in _places(model) if param not in kept}
-        self._modules = list(model.modules())
-        self._before = [(type(module), set(vars(module))) for module in self._modules]
+        self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         self._buffers = list(_cast_buffers(model, options.buffer_dtype))
         chosen = units.find(model)
         self.units = [self._shard(unit, mesh, options, reduce, kept, unit is model) for unit in chosen]
         if not reduce.mean:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
         _prefetch(self.units[: len(units.blocks)], options.prefetch)
         self.shards = self._take_parts(shards)
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
@@ -281,7 +208,7 @@ class FullyShard:
             }
             if joined:
                 self._optimizer.state[param] = joined
-        self._unwrap()
+        unwrap(self._before)
         for (module, name), param in self._places.items():
             module._parameters[name] = param
         for param, value in values.items():
@@ -304,84 +231,6 @@ class FullyShard:
         whole = part.new_empty(rows * self._ranks, *shape[1:])
         dist.all_gather_into_tensor(whole, own, group=self._group)
         return whole[: shape[0]].clone()
-
-    def _unwrap(self) -> None:
-        """Take back what `fully_shard` did to the modules: their class, its hooks, its attributes."""
-        for module, (kind, attributes) in zip(self._modules, self._before, strict=True):
-            if isinstance(module, FSDPModule):
-                module.__class__ = kind  # type: ignore[assignment]
-            for table in _HOOKS:
-                hooks = getattr(module, table)
-                for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
-                    del hooks[key]
-                    for flags in _FLAGS:
-                        getattr(module, flags).pop(key, None)
-            for name in set(vars(module)) - attributes:
-                if "fsdp" in name or name.startswith("__composable"):
-                    delattr(module, name)
-
-
-class ShardReducer(Reducer):
-    """`halfmesh.parallel.gradients.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and running
-    statistics, by itself.
-
-    Raises:
-        InputError: a cycle ends that FSDP2 was not told of before its last backward; parameters were put into the
-            optimizer that are not sharded; the model failed in the middle of a step.
-    """
-
-    def __init__(
-        self,
-        sharded: FullyShard,
-        shards: Sequence[ParamShard],
-        buffers: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup,
-        options: ReduceOptions,
-    ) -> None:
-        self._sharded = sharded
-        self._is_open = False
-        self._is_sent = False
-        self._is_broken = False
-        super().__init__(shards, buffers, group, options)
-
-    def cover(self, shards: Sequence[ParamShard]) -> None:
-        super().cover(self._sharded.left_whole(shards))
-
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(self._sharded.left_whole(shards))
-
-    def open(self, last: bool) -> None:
-        if self._is_broken:
-            raise InputError(
-                "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
-                "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
-                "ranks do not agree any more; end the run"
-            )
-        self._is_open, self._is_sent = True, last
-        self._sharded.announce(last)
-        super().open(last)
-
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        self._sharded.announce(True, params)
-
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        self._is_sent = True
-        super().expect_rest(params)
-
-    def finish(self) -> None:
-        if not self._is_sent:
-            raise InputError(
-                "engine.step(last=True) ended a cycle whose last backward had run already; under data='fsdp' gradients "
-                "are summed in that backward, which has to be told before. Let engine.dataloader feed the loop (it "
-                "knows its end), give it as many batches as gradient_accumulation divides, or use data='zero1'"
-            )
-        super().finish()
-        self._sharded.take_grads()
-        self._is_open = False
-
-    def forget(self) -> None:
-        super().forget()
-        self._is_broken |= self._is_open
 
 
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -442,10 +291,3 @@ def _prefetch(units: Sequence[FSDPModule], count: int) -> None:
     for place, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + count]))
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    owner = getattr(hook, "__self__", hook)
-    return any(
-        str(getattr(o, "__module__", "")).startswith("torch.distributed.fsdp") for o in (hook, owner, type(owner))
-    )

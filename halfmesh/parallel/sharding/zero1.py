@@ -8,98 +8,20 @@ data parallelism, where the weights have the dtype of the reduction. Rajbhandari
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from .. import torch_private
-from ..errors import InputError, shorten
-from ..shard import ParamShard
-from ..strides import in_memory_order, is_dense
-from .buckets import Bucket, give_grad
-from .elementwise import refuse_other_state
-from .reducer import ReduceOptions, Reducer
-
-
-class SliceBucket(Bucket):
-    """Parameters whose elements, one after the other as they lie in memory, are cut into one chunk for each data rank.
-
-    So a rank steps some parameters whole, at most two in part, and of the others nothing. It holds a part of each, most
-    of them empty: the optimizer's groups look alike on all ranks.
-
-    Attributes:
-        parts: this rank's of each of `shards`.
-        chunk: elements of a chunk.
-    """
-
-    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, rank: int, size: int) -> None:
-        super().__init__(shards, dtype)
-        self.chunk = -(-self.numel // size)
-        self._size = size
-        self._received: torch.Tensor | None = None
-        self.parts: list[ParamShard] = []
-        offset = -rank * self.chunk
-        for shard in shards:
-            numel = shard.param.numel()
-            start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
-            offset += numel
-            memory = in_memory_order(shard.param.detach())[start:stop]
-            param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
-            self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
-
-    @property
-    def absent(self) -> list[int]:
-        """Which of `shards` had no gradient on this rank."""
-        return self._absent
-
-    def reset(self) -> None:
-        super().reset()
-        self._received = None
-
-    def scatter(self, group: dist.ProcessGroup, divisor: int) -> tuple[dist.Work, torch.Tensor]:
-        """Start to sum the gradients / `divisor` to the ranks that step them. Returns what is under way, and what this
-        rank sends, which may be forgotten then."""
-        flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
-        self._absent = self._move_to(flat)
-        flat[self.numel :].zero_()
-        if divisor != 1:
-            flat.div_(divisor)  # before the sum, which could overflow in half precision
-        self._received = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        work = dist.reduce_scatter_tensor(self._received, flat, group=group, async_op=True)
-        self.is_sent = True
-        assert work is not None
-        return work, flat
-
-    def hand_out(self, nowhere: Collection[int]) -> None:
-        """Add what was received to the gradients of the parts. Those that had one `nowhere`, on no rank, get none."""
-        assert self._received is not None
-        for index, (part, view) in enumerate(zip(self.parts, self.split(self._received), strict=True)):
-            if index in nowhere:
-                continue
-            held = part.take_grad()  # of a backward before, whose gradients were reduced already
-            give_grad(part, view) if held is None else held.add_(view)
-        self._received = None
-
-    def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's chunk, cut into the parts."""
-        sizes = [part.param.numel() for part in self.parts]
-        return list(chunk[: sum(sizes)].split(sizes))
-
-    def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Start to bring together `values`, of one dtype, one for each part. `whole` cuts what comes of it."""
-        own = torch.zeros(self.chunk, dtype=values[0].dtype, device=values[0].device)
-        torch_private.foreach_copy_(self.split(own), values)
-        flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
-        work = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
-        assert work is not None
-        return work, flat
-
-    def whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What was gathered, cut into tensors that lie in memory as the parameters do."""
-        return self._views(flat)
+from ... import torch_private
+from ...errors import InputError, shorten
+from ...shard import ParamShard
+from ...strides import is_dense
+from ..elementwise import refuse_other_state
+from ..reducer import ReduceOptions
+from .slice_bucket import SliceBucket
 
 
 class Slices:
@@ -288,80 +210,6 @@ class Slices:
                 joined[index][name] = value.to(device) if isinstance(value, torch.Tensor) and device else value
             if joined[index]:
                 self._optimizer.state[shard.param] = joined[index]
-
-
-class SliceReducer(Reducer):
-    """Sums the gradients of whole parameters to the ranks that step them, once per optimizer step.
-
-    Takes and gives what `Reducer` does, but for the parts of `slices`: gradients arrive in the model's parameters, and
-    are those of the parts afterwards.
-
-    Raises:
-        InputError: parameters were put into the optimizer that were not cut.
-    """
-
-    def __init__(
-        self,
-        slices: Slices,
-        shards: Sequence[ParamShard],
-        buffers: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup,
-        options: ReduceOptions,
-    ) -> None:
-        self._slices = slices
-        self._buckets: list[SliceBucket]  # type: ignore[assignment]
-        super().__init__(shards, buffers, group, options)
-
-    def cover(self, shards: Sequence[ParamShard]) -> None:
-        for shard in shards:
-            shard.param.requires_grad_(shard.model_param.requires_grad)
-        super().cover(_sources(shards))
-
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(_sources(shards))
-
-    def open(self, last: bool) -> None:
-        self._slices.follow()
-        super().open(last)
-
-    def finish(self) -> None:
-        if self.stale:
-            raise InputError(
-                "gradients were added by a backward outside this engine after they had been given to the ranks that "
-                "step them (data='zero1'); call engine.backward(loss) for every loss"
-            )
-        super().finish()
-
-    def _make_buckets(self) -> list[Any]:
-        taking = {id(shard) for shard in self._shards}
-        return [bucket for bucket in self._slices.buckets if any(id(shard) in taking for shard in bucket.shards)]
-
-    def _send(self, bucket: Any) -> dist.Work:
-        work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
-        self._count(flat, divide=False)
-        return work
-
-    def _receive(self) -> None:
-        had = [0.0 if i in b.absent else 1.0 for b in self._buckets for i in range(len(b.shards))]
-        flags = torch.tensor(had).to(self._shards[0].param.device, non_blocking=True)
-        work = self._all_reduce(flags, divide=False)
-        while self._inflight:
-            self._inflight.popleft().wait()
-        work.wait()
-        counts = flags.tolist() if 0.0 in had else had
-        for bucket in self._buckets:
-            own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
-            bucket.hand_out([index for index in bucket.absent if own[index] == 0])
-
-
-def _sources(shards: Sequence[ParamShard]) -> list[ParamShard]:
-    new = [shard.name for shard in shards if shard.source is None]
-    if new:
-        raise InputError(
-            f"{shorten(new)} came into the optimizer after initialize, but data='zero1' cuts its parameters there; put "
-            "them in before (frozen ones may be unfrozen later), or use data='replicate'"
-        )
-    return [shard.source for shard in shards if shard.source is not None]
 
 
 def _repoint(optimizer: optim.Optimizer, parts: Sequence[ParamShard]) -> None:

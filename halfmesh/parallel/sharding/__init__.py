@@ -1,0 +1,1 @@
+"""Weights, gradients and optimizer state in parts over the data ranks."""

@@ -1,0 +1,92 @@
+"""Parameters that are cut into one chunk for each data rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ... import torch_private
+from ...shard import ParamShard
+from ...strides import in_memory_order
+from ..buckets import Bucket, give_grad
+
+
+class SliceBucket(Bucket):
+    """Parameters whose elements, one after the other as they lie in memory, are cut into one chunk for each data rank.
+
+    So a rank steps some parameters whole, at most two in part, and of the others nothing. It holds a part of each, most
+    of them empty: the optimizer's groups look alike on all ranks.
+
+    Attributes:
+        parts: this rank's of each of `shards`.
+        chunk: elements of a chunk.
+    """
+
+    def __init__(self, shards: list[ParamShard], dtype: torch.dtype, rank: int, size: int) -> None:
+        super().__init__(shards, dtype)
+        self.chunk = -(-self.numel // size)
+        self._size = size
+        self._received: torch.Tensor | None = None
+        self.parts: list[ParamShard] = []
+        offset = -rank * self.chunk
+        for shard in shards:
+            numel = shard.param.numel()
+            start, stop = (min(max(edge, 0), numel) for edge in (-offset, self.chunk - offset))
+            offset += numel
+            memory = in_memory_order(shard.param.detach())[start:stop]
+            param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
+            self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
+
+    @property
+    def absent(self) -> list[int]:
+        """Which of `shards` had no gradient on this rank."""
+        return self._absent
+
+    def reset(self) -> None:
+        super().reset()
+        self._received = None
+
+    def scatter(self, group: dist.ProcessGroup, divisor: int) -> tuple[dist.Work, torch.Tensor]:
+        """Start to sum the gradients / `divisor` to the ranks that step them. Returns what is under way, and what this
+        rank sends, which may be forgotten then."""
+        flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
+        self._absent = self._move_to(flat)
+        flat[self.numel :].zero_()
+        if divisor != 1:
+            flat.div_(divisor)  # before the sum, which could overflow in half precision
+        self._received = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
+        work = dist.reduce_scatter_tensor(self._received, flat, group=group, async_op=True)
+        self.is_sent = True
+        assert work is not None
+        return work, flat
+
+    def hand_out(self, nowhere: Collection[int]) -> None:
+        """Add what was received to the gradients of the parts. Those that had one `nowhere`, on no rank, get none."""
+        assert self._received is not None
+        for index, (part, view) in enumerate(zip(self.parts, self.split(self._received), strict=True)):
+            if index in nowhere:
+                continue
+            held = part.take_grad()  # of a backward before, whose gradients were reduced already
+            give_grad(part, view) if held is None else held.add_(view)
+        self._received = None
+
+    def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's chunk, cut into the parts."""
+        sizes = [part.param.numel() for part in self.parts]
+        return list(chunk[: sum(sizes)].split(sizes))
+
+    def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        """Start to bring together `values`, of one dtype, one for each part. `whole` cuts what comes of it."""
+        own = torch.zeros(self.chunk, dtype=values[0].dtype, device=values[0].device)
+        torch_private.foreach_copy_(self.split(own), values)
+        flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
+        work = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
+        assert work is not None
+        return work, flat
+
+    def whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What was gathered, cut into tensors that lie in memory as the parameters do."""
+        return self._views(flat)

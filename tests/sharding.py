@@ -1,0 +1,175 @@
+"""What the tests of zero1 and fsdp share. Replicated data parallelism is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import torch
+from torch import nn
+
+import halfmesh
+
+FEATURES = 7
+
+
+class Odd(nn.Module):
+    """Uneven shapes, a scalar, single elements, a frozen layer, a tied weight, channels last, and a part that is not
+    used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(FEATURES, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.flat = nn.Conv2d(1, 3, 3, padding=1)
+        self.conv = nn.Conv2d(3, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(13)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.unused = nn.Linear(5, 3)
+        self.tied = nn.Linear(13, 13)
+        self.last = nn.Linear(13, 4)
+        self.again = nn.Linear(13, 13, bias=False)
+        self.again.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.frozen(self.first(x)).relu())
+        x = x + self.conv(self.flat(x.view(-1, 1, 1, 13))).mean((1, 2))
+        x = self.again(self.tied(x).relu()) * self.scale + self.shift
+        return self.last(x)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "unfused": partial(torch.optim.Adam, lr=1e-2, foreach=False),
+}
+MODES = {
+    "fp32": {},
+    "torch_bf16": {"bf16": {"mode": "torch"}},
+    "torch_fp16": {"fp16": {"mode": "torch", "init_scale": 1024.0}},
+    "naive_fp16": {"fp16": {"mode": "naive", "initial_scale": 1024.0}},
+    "naive_bf16": {"bf16": {"mode": "naive"}, "gradient_dtype": "float32"},
+}
+
+
+def batch(rank: int, step: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, FEATURES, generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def make_engine(data, optimizer="adamw", warm=0, model=None, **config):
+    """`warm`: steps that the optimizer takes before it is given away."""
+    model = Odd() if model is None else model
+    groups = [{"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}]
+    groups.insert(0, {"params": [p for n, p in model.named_parameters() if "bias" not in n]})
+    made = OPTIMIZERS[optimizer](groups) if isinstance(optimizer, str) else optimizer(groups)
+    for step in range(warm):
+        made.zero_grad()
+        nn.functional.cross_entropy(model(batch(0, 50 + step)[0]), batch(0, 50 + step)[1]).backward()
+        made.step()
+    made.zero_grad()
+    data = data if isinstance(data, dict) else {"strategy": data, "bucket_mb": 0.0005}  # several buckets
+    return halfmesh.initialize(
+        model, made, nn.CrossEntropyLoss(), config={"parallel": {"data": data}, **config}, device="cpu"
+    )
+
+
+def take_step(engine, rank, step, poison=False):
+    x, y = batch(rank, step)
+    engine.zero_grad()
+    loss = engine.criterion(engine(x * math.inf if poison else x), y)
+    engine.backward(loss)
+    return engine.step()
+
+
+def train(engine, rank, steps=4, first=0, accumulation=1):
+    results = []
+    for step in range(first, first + steps):
+        for micro in range(accumulation):
+            result = take_step(engine, rank, step * accumulation + micro)
+        results.append((result.grad_norm, result.loss_scale, result.skipped))
+    return results
+
+
+def whole(engine):
+    """The model and the optimizer's state as they are given back."""
+    model, optimizer = engine.model, engine.optimizer
+    engine.close()
+    names = {param: name for name, param in model.named_parameters()}
+    state = {names[param]: copy.deepcopy(value) for param, value in optimizer.state.items()}
+    groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, state, groups
+
+
+def differences(ours, theirs):
+    found = {}
+    for name, tensor in theirs[0].items():
+        found[name] = (ours[0][name].double() - tensor.double()).abs().max().item() if tensor.numel() else 0.0
+    assert ours[2] == theirs[2]
+    assert ours[1].keys() == theirs[1].keys()
+    for name, state in theirs[1].items():
+        assert ours[1][name].keys() == state.keys(), name
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert ours[1][name][key].shape == value.shape, (name, key)
+                found[f"{name} {key}"] = (ours[1][name][key].double() - value.double()).abs().max().item()
+            else:
+                assert ours[1][name][key] == value
+    return found
+
+
+def compare(rank, world_size, strategy, cases):
+    """Largest differences between `strategy` and replicate, of weights and state, and relative of norms; by case."""
+    found = {}
+    for optimizer, mode, options in cases:
+        runs = []
+        for data in (strategy, "replicate"):
+            engine = make_engine(data, optimizer, track_grad_norm=True, **MODES[mode], **options)
+            results = train(engine, rank, accumulation=options.get("gradient_accumulation", 1))
+            model = engine.model
+            runs.append((whole(engine), results, all_equal(model)))
+        (ours, ours_results, equal), (theirs, theirs_results, _) = runs
+        assert equal, "the ranks' weights differ"
+        assert [result[1:] for result in ours_results] == [result[1:] for result in theirs_results]
+        norms = [abs(mine[0] / other[0] - 1) for mine, other in zip(ours_results, theirs_results, strict=True)]
+        found[f"{optimizer} {mode} {options}"] = max(differences(ours, theirs).values()), max(norms)
+    return found
+
+
+def all_equal(model):
+    flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, flat)
+    return all(torch.equal(flat, other) for other in everyone)
+
+
+# Sums of other order; RMSprop divides by what is nearly 0 in the first steps.
+TOLERANCE = 2e-6
+LOOSER = {"rmsprop": 1e-4}
+
+
+def largest(found, **looser):
+    """The largest difference of all cases, each over its tolerance. `looser`: tolerances by a word of the case."""
+    worst = 0.0
+    for case, (weights, norm) in found.items():
+        limit = max([TOLERANCE, *(value for word, value in (LOOSER | looser).items() if word in case)])
+        worst = max(worst, weights / limit, norm / max(limit, 1e-5))
+    return worst
+
+
+CASES = [
+    *((name, "fp32", {}) for name in OPTIMIZERS if name != "adamw"),
+    *(("adamw", mode, {}) for mode in MODES),
+    ("sgd", "naive_fp16", {"gradient_accumulation": 2}),
+    ("adamw", "fp32", {"gradient_accumulation": 2, "clip_grad_norm": 0.05}),
+    ("unfused", "naive_fp16", {"clip_grad_norm": 0.05}),
+    ("adamw", "naive_bf16", {"gradient_accumulation": 2}),
+    ("adamw", "fp32", {"warm": 2}),
+    ("adamw", "naive_bf16", {"warm": 2}),
+    ("adamw", "fp32", {"loss_reduction": "sum"}),
+]
