@@ -16,9 +16,9 @@ from .amp.recipe import FP32
 from .config.config import Config
 from .errors import IncompatibleConfigError, bullet_list, did_you_mean
 from .key_checks import Finding, find_key_problems, recipe_of
-from .parallel.registries import DATA_STRATEGIES, NotBuilt
+from .parallel.registries import DATA_STRATEGIES
 
-Cell = Literal["yes", "refused", "not built yet"]
+Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
 HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
@@ -111,9 +111,7 @@ def get_columns() -> list[str]:
 
 
 def _verdict(findings: Sequence[Finding]) -> Cell:
-    if any(finding.kind == "refused" for finding in findings):
-        return "refused"
-    return "not built yet" if findings else "yes"
+    return "refused" if findings else "yes"
 
 
 def _row_of(config: Config) -> Row:
@@ -151,7 +149,7 @@ def _check_row(row: Row) -> Iterator[Finding]:
 
 
 def _check_cell(row: Row, column: str) -> Iterator[Finding]:
-    """One cell of the table: the mode's refusal of the column, and whether the column exists."""
+    """One cell of the table: the mode's refusal of the column."""
     where = f"{row} x {column}"
     if row.plugin is not None:
         composes = row.plugin.composes
@@ -159,9 +157,6 @@ def _check_cell(row: Row, column: str) -> Iterator[Finding]:
         if not allowed:
             default = f"mode {row.mode!r} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding("refused", where, composes.why_not.get(column, default))
-            return
-    if isinstance(entry := DATA_STRATEGIES.peek(column), NotBuilt):
-        yield Finding("unbuilt", where, f"{entry.what} is not built yet; use 'replicate'")
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
@@ -183,7 +178,7 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         )
         return
     data_ranks, hybrid = world_size // product, config.parallel.data.hybrid
-    if hybrid is not None and data_ranks % hybrid:
+    if config.parallel.data.strategy == "fsdp" and hybrid is not None and data_ranks % hybrid:
         fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
         yield Finding(
             "refused",

@@ -98,7 +98,7 @@ def _stepped(
 
 def _state_like(optimizer: optim.Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
     """State for `param`, with the first numbers of that of a parameter of `group`."""
-    given = next((p for p in group["params"] if p in optimizer.state), param)
+    given = next((p for p in group["params"] if p in optimizer.state and p.dim()), param)  # of a scalar all look alike
 
     def fit(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,19 +1,10 @@
-"""The registries of the parallel room. What is declared here but not built yet is `NotBuilt`."""
+"""The registries of the parallel room."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..registry import Registry
-
-
-@dataclass(frozen=True)
-class NotBuilt:
-    """An entry that is declared, and filled by a later version."""
-
-    what: str
-
 
 DATA_STRATEGIES: Registry[Any] = Registry("data strategy", "halfmesh.data_strategies")
 TENSOR_STYLES: Registry[Any] = Registry("tensor style", "halfmesh.tensor_styles")

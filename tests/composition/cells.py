@@ -11,7 +11,7 @@ from typing import Any
 from halfmesh.compat import Row, check, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
-from halfmesh.parallel.registries import DATA_STRATEGIES, NotBuilt
+from halfmesh.parallel.registries import DATA_STRATEGIES
 
 from .workloads import SAMPLES, WORKLOADS, find_workload
 
@@ -165,7 +165,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "clip_grad_norm": (False, True),
     "reduce_dtype": ("float32", "bfloat16", "float16"),
     "pipeline": PIPES,
-    "strategy": tuple(n for n in DATA_STRATEGIES.names() if not isinstance(DATA_STRATEGIES.peek(n), NotBuilt)),
+    "strategy": tuple(DATA_STRATEGIES.names()),
 }
 assert list(AXES) == [field.name for field in fields(Cell)]
 
@@ -220,13 +220,14 @@ def is_plain(cell: Cell) -> bool:
 @cache
 def covering() -> tuple[Cell, ...]:
     """Few allowed combinations in which every possible pair of values of two axes occurs; and each mode with each model
-    where a tensor group divides it, each with each where a pipeline cuts it, and each mode where all three kinds of
-    parallelism meet."""
+    where a tensor group divides it, each with each where a pipeline cuts it, each mode with each strategy over data
+    ranks, and each mode where all three kinds of parallelism meet."""
 
     def wanted(cell: Cell) -> set[tuple[Any, ...]]:
         found = groups(cell, 2)
         found |= {("tensor", cell.mode, cell.model)} if cell.tensor > 1 else set()
         found |= {("pipeline", cell.mode, cell.model)} if cell.pipeline.size > 1 else set()
+        found |= {("data", cell.mode, cell.strategy)} if cell.data > 1 else set()
         return found | ({("3d", cell.mode)} if is_3d(cell) else set())
 
     return _choose(product(), wanted)
