@@ -1,17 +1,18 @@
 """What the mesh means for the model: which part of it this rank holds, over the tensor axis and over the pipeline; and
-what of that is compiled."""
+what of that is compiled, or computed again in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 
-from . import compilation, torch_private
+from . import activation, compilation, torch_private
+from .activation import Activations
 from .amp.cast import Precision, cast_model
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
@@ -22,7 +23,9 @@ from .engine.samplers import OwnRandomness
 from .errors import IncompatibleConfigError, InputError
 from .parallel import elementwise
 from .parallel.context import ParallelContext
+from .parallel.offload import Offload
 from .parallel.random import CommonRandom, model_seed
+from .parallel.recompute import Checkpointed
 from .parallel.same_calls import SameCalls
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_axis import TensorAxis
@@ -39,11 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """How a model will be divided, None for an axis of size 1; and what is compiled, if anything."""
+    """How a model will be divided, None for an axis of size 1; and what is compiled and computed again, if anything."""
 
     tensor: ResolvedPlan | None = None
     partition: Partition | None = None
     compilation: Compilation | None = None
+    activations: Activations | None = None
 
 
 def make_plans(
@@ -72,14 +76,20 @@ def make_plans(
         problems += more
     compiled = None
     if config.compile.enabled:
-        compiled, more = compilation.resolve(model, config.compile, ranks, partition)
+        checkpoints = config.activation_checkpoint.enabled
+        compiled, more = compilation.resolve(model, config.compile, ranks, partition, checkpoints)
+        problems += more
+    activations = None
+    if config.activation_checkpoint.enabled:
+        activations, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
         problems += more
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
         keys += ["compile"] if config.compile.enabled else []
+        keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
-    return Plans(tensor, partition, compiled)
+    return Plans(tensor, partition, compiled, activations)
 
 
 def balance_by_time(
@@ -124,6 +134,8 @@ class Division:
         tensor, cut: what was done for each axis; None where it is 1.
         random: the model's own random numbers, where several ranks compute one batch.
         compiled: the modules that `compile` has compiled.
+        checkpointed: what stands in for the forwards of modules that are computed again.
+        offload: moves activations to the host, if they are to be moved.
     """
 
     def __init__(
@@ -136,6 +148,8 @@ class Division:
         self.cut: StageCut | None = None
         self._skeleton: Skeleton | None = None
         self.compiled: list[nn.Module] = []
+        self.checkpointed: list[Checkpointed] = []
+        self.offload = Offload(context.device) if config.activation_offload else None
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
@@ -172,7 +186,9 @@ class Division:
     ) -> Passes:
         """How the engine computes. `model` is cast already."""
         if self.plans.partition is None or self._skeleton is None:
-            return DirectPasses(model, precision, update, accumulation)
+            moves = self.offload is not None and self.plans.activations is None
+            saving = (lambda: self._saving(model)) if moves else None
+            return DirectPasses(model, precision, update, accumulation, saving)
         from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
@@ -191,7 +207,7 @@ class Division:
             self.plans.partition,
             SCHEDULES.get(config.schedule),
             context,
-            Surroundings(precision.autocast, lambda: self._drawing(model), dtype, lambda: self.host_random),
+            Surroundings(precision.autocast, lambda: self._drawing(model), dtype, lambda: self.host_random, lambda: self._saving(model)),
         )
         over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
         return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)
@@ -209,15 +225,24 @@ class Division:
             settle()
             self.random.leave()
 
-    def compile(self, model: nn.Module) -> None:
-        """Compile what the config says of what this rank computes. `model` is cast already, and was copied where a copy
-        is needed that runs without data."""
-        if self.plans.compilation is None:
-            return
+    def _saving(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around a forward of `model`, or of a stage: for what autograd saves of it."""
+        if self.offload is None or self.plans.activations is not None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.offload.everything(model)
+
+    def checkpoint_and_compile(self, model: nn.Module) -> None:
+        """Do with what this rank computes what the config says. `model` is cast already, and was copied where a copy is
+        needed that runs without data."""
         partition, rank = self.plans.partition, self._context.pp_rank
-        self.compiled = self.plans.compilation.apply(
-            model, lambda name: partition is None or partition.is_used_by(name, rank)
-        )
+
+        def is_here(name: str) -> bool:
+            return partition is None or partition.is_used_by(name, rank)
+
+        if self.plans.activations is not None:
+            self.checkpointed = self.plans.activations.apply(model, self.offload, is_here)
+        if self.plans.compilation is not None:
+            self.compiled = self.plans.compilation.apply(model, is_here)
 
     def close(self, whole: bool = True) -> None:
         """Give the model back as it came. All ranks together.
@@ -227,6 +252,8 @@ class Division:
         """
         for module in self.compiled:
             torch_private.uncompile(module)
+        for forward in self.checkpointed:
+            forward.remove()
         if self.cut is not None:
             self.cut.close(whole)
         if self.tensor is not None:

@@ -1,0 +1,138 @@
+"""The keys `activation_checkpoint` and `activation_offload`: of which modules the activations are computed again, whether
+that can work here, and doing so in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .compilation import Compilation, called_blocks
+from .errors import shorten
+from .parallel.offload import Offload
+from .parallel.recompute import Checkpointed
+from .parallel.tensor_plans import generalise, near_names
+
+if TYPE_CHECKING:
+    from .config.activations import CheckpointConfig
+    from .parallel.pipeline.partition import Partition
+
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
+"""By these Hugging Face's and timm's modules know that they are to checkpoint themselves."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Which modules' activations are computed again.
+
+    Attributes:
+        names: of the modules; none is in another.
+        options: the config's.
+    """
+
+    names: tuple[str, ...]
+    options: CheckpointConfig
+
+    def apply(self, model: nn.Module, offload: Offload | None, is_here: Callable[[str], bool]) -> list[Checkpointed]:
+        """Change those modules of `model` in place that this rank computes.
+
+        Args:
+            offload: moves to the host what is kept of them, if it is to be moved.
+            is_here: whether this rank computes the module of this name.
+
+        Returns:
+            What stands in for their forwards; `remove` undoes it.
+        """
+        saving = nullcontext if offload is None else offload.inputs
+        modules = dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name))
+        return [Checkpointed(module, self.options.selective, saving) for module in modules]
+
+
+def resolve(
+    model: nn.Module, options: CheckpointConfig, partition: Partition | None, compiled: Compilation | None
+) -> tuple[Activations | None, list[str]]:
+    """Of which modules of `model` the activations are computed again, or every reason why they cannot be.
+
+    Args:
+        partition: how a pipeline cuts the model, if one does.
+        compiled: what of it is compiled.
+    """
+    problems = list(_find_own(model))
+    if options.patterns:
+        names, more = _find_matches(model, options.patterns, partition)
+        problems += more
+    else:
+        blocks = called_blocks(model, partition)
+        names = list(dict.fromkeys(blocks))[:: options.every]
+        if not names:
+            problems.append(_no_blocks(model))
+    inside = [name for name in names if compiled is not None and _is_within(name, compiled.names)]
+    if inside:
+        problems.append(
+            f"activation_checkpoint: {shorten(inside)} would be within compiled code, which is entered and left as a "
+            "whole; choose whole blocks ('full', or patterns of blocks), or leave compile out"
+        )
+    return (None, problems) if problems else (Activations(tuple(names), options), [])
+
+
+def _find_matches(
+    model: nn.Module, patterns: Sequence[str], partition: Partition | None
+) -> tuple[list[str], list[str]]:
+    """Names of the modules that match, without those in others that do, too; and what is wrong."""
+    called = {name: module for name, module in model.named_modules() if name and _is_called(module)}
+    passed_by = set() if partition is None else {name for name, _ in partition.not_called(model)}
+    found: set[str] = set()
+    problems: list[str] = []
+    for pattern in patterns:
+        names = {name for name in called if fnmatchcase(name, pattern)}
+        if not names:
+            rows = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+            why = f"only {shorten(rows)}, which nobody calls as a whole" if rows else "no module"
+            near = near_names(f"{pattern}.*" if rows else pattern, called)
+            problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {why}{near}")
+        if names and names <= passed_by:
+            problems.append(
+                f"activation_checkpoint: the pattern {pattern!r} matches {shorten(sorted(names))}, which is not called "
+                "as a whole by a stage of the pipeline; name modules below it"
+            )
+        found |= names - passed_by
+    return [name for name in called if name in found and not _is_below(name, found)], problems
+
+
+def _no_blocks(model: nn.Module) -> str:
+    general = list(dict.fromkeys(generalise(name) for name, module in model.named_modules() if _is_called(module)))
+    names = [name for name in general if name]
+    example = names[0] if names else "encoder"
+    return (
+        f"activation_checkpoint: {type(model).__name__} has no repeated blocks (two or more modules of one class, with "
+        "modules of their own, in a ModuleList or Sequential); name the modules: activation_checkpoint = "
+        f"dict(patterns=[{example!r}]); it has {shorten(names, 12)}"
+    )
+
+
+def _find_own(model: nn.Module) -> Iterator[str]:
+    """Modules that would be computed a third time."""
+    own = [n or "the model" for n, m in model.named_modules() if any(getattr(m, flag, None) is True for flag in _FLAGS)]
+    if own:
+        yield (
+            f"activation_checkpoint: the model checkpoints itself already ({shorten(own)}), and would compute everything "
+            "a third time; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
+            "model.set_grad_checkpointing(False) (timm), or leave activation_checkpoint out"
+        )
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_below(name: str, others: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in others for count in range(1, len(parts)))
+
+
+def _is_within(name: str, compiled: Sequence[str]) -> bool:
+    return "" in compiled or _is_below(name, set(compiled))
