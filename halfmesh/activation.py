@@ -1,5 +1,4 @@
-"""The keys `activation_checkpoint` and `activation_offload`: of which modules the activations are computed again, whether
-that can work here, and doing so in place."""
+"""The key `activation_checkpoint`: which modules are computed again in backward, and whether that can work here."""
 
 from __future__ import annotations
 
@@ -119,8 +118,8 @@ def _find_own(model: nn.Module) -> Iterator[str]:
     own = [n or "the model" for n, m in model.named_modules() if any(getattr(m, flag, None) is True for flag in _FLAGS)]
     if own:
         yield (
-            f"activation_checkpoint: the model checkpoints itself already ({shorten(own)}), and would compute everything "
-            "a third time; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
+            f"activation_checkpoint: the model checkpoints itself already ({shorten(own)}), and would compute that a third "
+            "time; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
             "model.set_grad_checkpointing(False) (timm), or leave activation_checkpoint out"
         )
 

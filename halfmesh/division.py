@@ -207,7 +207,13 @@ class Division:
             self.plans.partition,
             SCHEDULES.get(config.schedule),
             context,
-            Surroundings(precision.autocast, lambda: self._drawing(model), dtype, lambda: self.host_random, lambda: self._saving(model)),
+            Surroundings(
+                precision.autocast,
+                lambda: self._drawing(model),
+                dtype,
+                lambda: self.host_random,
+                lambda: self._saving(model),
+            ),
         )
         over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
         return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)

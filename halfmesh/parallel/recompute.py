@@ -1,7 +1,7 @@
 """Modules whose activations are not kept for backward, but computed again in it, from what the module was called with.
 
 `torch.utils.checkpoint` does the work, without reentrant autograd. It goes back to the random numbers and the autocast
-scope of the forward; what else a forward depends on, or changes, is looked after here: which modules train, and buffers.
+scope of the forward. What else a forward depends on or changes is looked after here: which modules train, and buffers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Checkpointed:
             self._options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         self._saving = saving
         self._changing: set[Place] | None = None
-        module.forward = self  # type: ignore[method-assign]
+        module.forward = self
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -91,8 +91,8 @@ class Checkpointed:
         for name in _CACHES:
             if kwargs.get(name) is not None:
                 raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would add "
-                    "its keys and values twice; training needs none: call the model with use_cache=False, or set "
+                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would "
+                    "add its keys and values twice; training needs none: call the model with use_cache=False, or set "
                     "model.config.use_cache = False"
                 )
 
@@ -115,8 +115,9 @@ class Checkpointed:
             before = {place: before[place] for place in self._changing}
         for place, stamp in stamps.items():
             if place not in after or torch_private.edit_stamp(after[place]) != stamp:
+                name = ".".join(filter(None, place))
                 raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer {'.'.join(place).strip('.')} "
+                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer {name} "
                     "in some calls and not in others, and computing it again would start from another value; leave "
                     "this module out, with activation_checkpoint = dict(patterns=[...])"
                 )
