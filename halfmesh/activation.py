@@ -68,7 +68,7 @@ def resolve(
         blocks = called_blocks(model, partition)
         names = list(dict.fromkeys(blocks))[:: options.every]
         if not names:
-            problems.append(_no_blocks(model))
+            problems.append(_no_blocks(model, partition))
     inside = [name for name in names if compiled is not None and _is_within(name, compiled.names)]
     if inside:
         problems.append(
@@ -83,7 +83,7 @@ def _find_matches(
 ) -> tuple[list[str], list[str]]:
     """Names of the modules that match, without those in others that do, too; and what is wrong."""
     called = {name: module for name, module in model.named_modules() if name and _is_called(module)}
-    passed_by = set() if partition is None else {name for name, _ in partition.not_called(model)}
+    passed_by = _not_called(model, partition)
     found: set[str] = set()
     problems: list[str] = []
     for pattern in patterns:
@@ -102,14 +102,16 @@ def _find_matches(
     return [name for name in called if name in found and not _is_below(name, found)], problems
 
 
-def _no_blocks(model: nn.Module) -> str:
-    general = list(dict.fromkeys(generalise(name) for name, module in model.named_modules() if _is_called(module)))
-    names = [name for name in general if name]
-    example = names[0] if names else "encoder"
+def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
+    passed_by = _not_called(model, partition)
+    called = (name for name, module in model.named_modules() if _is_called(module) and name not in passed_by)
+    general = list(dict.fromkeys(generalise(name) for name in called if name))
+    whole = "" if partition is None else " that a stage of the pipeline calls as a whole"
+    example = general[0] if general else "encoder"
     return (
-        f"activation_checkpoint: {type(model).__name__} has no repeated blocks (two or more modules of one class, with "
-        "modules of their own, in a ModuleList or Sequential); name the modules: activation_checkpoint = "
-        f"dict(patterns=[{example!r}]); it has {shorten(names, 12)}"
+        f"activation_checkpoint: {type(model).__name__} has no repeated blocks{whole} (two or more modules of one "
+        "class, with modules of their own, in a ModuleList or Sequential); name the modules: activation_checkpoint = "
+        f"dict(patterns=[{example!r}]); it has {shorten(general, 12)}"
     )
 
 
@@ -118,10 +120,15 @@ def _find_own(model: nn.Module) -> Iterator[str]:
     own = [n or "the model" for n, m in model.named_modules() if any(getattr(m, flag, None) is True for flag in _FLAGS)]
     if own:
         yield (
-            f"activation_checkpoint: the model checkpoints itself already ({shorten(own)}), and would compute that a third "
-            "time; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
+            f"activation_checkpoint: the model checkpoints itself already ({shorten(own)}), and would compute these a "
+            "third time; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
             "model.set_grad_checkpointing(False) (timm), or leave activation_checkpoint out"
         )
+
+
+def _not_called(model: nn.Module, partition: Partition | None) -> set[str]:
+    """The modules that no stage of a pipeline calls as a whole."""
+    return set() if partition is None else {name for name, _ in partition.not_called(model)}
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,9 +53,7 @@ class Checkpointed:
         self.compiled: Callable[..., Any] | None = None
         self._module = module
         self._before = vars(module).get("forward")  # the user's own, for this very module
-        self._options: dict[str, Any] = {"use_reentrant": False}
-        if keep_products:
-            self._options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        self._keep_products = keep_products
         self._saving = saving
         self._changing: set[Place] | None = None
         module.forward = self
@@ -77,10 +75,26 @@ class Checkpointed:
         if not (self._module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         self._refuse_caches(kwargs)
-        # Without names: torch would neither save tensors among them, nor look there for the device of random numbers.
-        run = _Run(self, forward, tuple(kwargs))
+        before, stamps = self._look()
+        training = [module.training for module in self._module.modules()]
+        again = functools.partial(self._again, training, before)
+        names = tuple(kwargs)
+
+        def run(*values: Any) -> Any:
+            count = len(values) - len(names)
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        def contexts() -> tuple[AbstractContextManager[Any], _Again]:
+            if not self._keep_products:
+                return nullcontext(), _Again(again)
+            first, second = create_selective_checkpoint_contexts(_policy)
+            return first, _Again(again, lambda: second)
+
         with self._saving():
-            return checkpoint(run, *args, *kwargs.values(), **self._options)
+            # No names: torch would neither save tensors among them nor look there for the device of random numbers.
+            output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        self._compare(before, stamps)
+        return output
 
     def __reduce__(self) -> Any:
         if self._before is not None:
@@ -98,47 +112,47 @@ class Checkpointed:
 
     # -- buffers -----------------------------------------------------------------------------------------------
 
-    def first(self, forward: Callable[[], Any]) -> tuple[Any, dict[Place, torch.Tensor]]:
-        """What `forward` returns, and buffers that it has changed as they were before.
+    def _look(self) -> tuple[dict[Place, torch.Tensor], dict[Place, Any]]:
+        """Before a forward: copies of the buffers that it changes, and stamps of the others.
 
         Which these are is found out in the first call. Statistics of norms are left out: while a norm trains, what it
         returns does not depend on them.
         """
-        watched = {place: buffer for place, buffer in self._buffers() if not self._is_statistic(*place)}
-        chosen = watched if self._changing is None else self._changing & watched.keys()
-        before = {place: watched[place].detach().clone() for place in chosen}
-        stamps = {place: torch_private.edit_stamp(watched[place]) for place in watched.keys() - chosen}
-        output = forward()
+        watched = {place: buffer for place, buffer in self._buffers() if not self._is_statistic(place)}
+        copied = watched.keys() if self._changing is None else self._changing & watched.keys()
+        before = {place: watched[place].detach().clone() for place in copied}
+        return before, {place: torch_private.edit_stamp(watched[place]) for place in watched.keys() - copied}
+
+    def _compare(self, before: dict[Place, torch.Tensor], stamps: dict[Place, Any]) -> None:
+        """After it: keep the copies of those that it has changed."""
         after = dict(self._buffers())
         if self._changing is None:
             self._changing = {p for p in before if p not in after or not torch.equal(before[p], after[p])}
-            before = {place: before[place] for place in self._changing}
+            for place in before.keys() - self._changing:
+                del before[place]
         for place, stamp in stamps.items():
             if place not in after or torch_private.edit_stamp(after[place]) != stamp:
-                name = ".".join(filter(None, place))
                 raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer {name} "
-                    "in some calls and not in others, and computing it again would start from another value; leave "
-                    "this module out, with activation_checkpoint = dict(patterns=[...])"
+                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer "
+                    f"{'.'.join(filter(None, place))} in some calls and not in others, and computing it again would "
+                    "start from another value; leave this module out, with activation_checkpoint = "
+                    "dict(patterns=[...])"
                 )
-        return output, before
 
     @contextmanager
-    def again(self, training: Sequence[bool], before: dict[Place, torch.Tensor]) -> Iterator[None]:
+    def _again(self, training: Sequence[bool], before: dict[Place, torch.Tensor]) -> Iterator[None]:
         """The modules train as they did, and buffers are copies, from which nothing comes back."""
-        modules = list(self._module.modules())
-        now = [module.training for module in modules]
-        buffers = dict(self._buffers())
-        owners = dict(self._module.named_modules())
+        modules, owners = list(self._module.modules()), dict(self._module.named_modules())
+        now, originals = [module.training for module in modules], dict(self._buffers())
         _set_training(modules, training)
-        for place, buffer in buffers.items():
+        for place, buffer in originals.items():
             path, name = place
-            if place in before or (self._is_statistic(path, name) and owners[path].training):
+            if place in before or (owners[path].training and self._is_statistic(place)):
                 owners[path]._buffers[name] = before.get(place, buffer).detach().clone()
         try:
             yield
         finally:
-            for (path, name), buffer in buffers.items():
+            for (path, name), buffer in originals.items():
                 owners[path]._buffers[name] = buffer
             _set_training(modules, now)
 
@@ -147,35 +161,25 @@ class Checkpointed:
             for name, buffer in module.named_buffers(recurse=False):
                 yield (path, name), buffer
 
-    def _is_statistic(self, path: str, name: str) -> bool:
-        return torch_private.keeps_statistics(self._module.get_submodule(path))
-
-    @property
-    def training(self) -> list[bool]:
-        """Which modules train now."""
-        return [module.training for module in self._module.modules()]
+    def _is_statistic(self, place: Place) -> bool:
+        return torch_private.keeps_statistics(self._module.get_submodule(place[0]))
 
 
-class _Run:
-    """One call: computed once, and as often again as backward asks for it."""
+class _Again:
+    """Scopes within each other, to be entered as often as backward asks for what was computed in them."""
 
-    def __init__(self, owner: Checkpointed, forward: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self._owner = owner
-        self._forward = forward
-        self._names = names
-        self._training: list[bool] | None = None
-        self._before: dict[Place, torch.Tensor] = {}
+    def __init__(self, *scopes: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._scopes = scopes
+        self._open = ExitStack()
 
-    def __call__(self, *values: Any) -> Any:
-        count = len(values) - len(self._names)
-        kwargs = dict(zip(self._names, values[count:], strict=True))
-        call = functools.partial(self._forward, *values[:count], **kwargs)
-        if self._training is None:
-            self._training = self._owner.training
-            output, self._before = self._owner.first(call)
-            return output
-        with self._owner.again(self._training, self._before):
-            return call()
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for scope in self._scopes:
+                stack.enter_context(scope())
+            self._open = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
 
 def _same(value: Any) -> Any:
