@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,9 +187,7 @@ class Division:
     ) -> Passes:
         """How the engine computes. `model` is cast already."""
         if self.plans.partition is None or self._skeleton is None:
-            moves = self.offload is not None and self.plans.activations is None
-            saving = (lambda: self._saving(model)) if moves else None
-            return DirectPasses(model, precision, update, accumulation, saving)
+            return DirectPasses(model, precision, update, accumulation, self._saving(model))
         from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
@@ -212,7 +211,7 @@ class Division:
                 lambda: self._drawing(model),
                 dtype,
                 lambda: self.host_random,
-                lambda: self._saving(model),
+                self._saving(model),
             ),
         )
         over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
@@ -231,11 +230,11 @@ class Division:
             settle()
             self.random.leave()
 
-    def _saving(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around a forward of `model`, or of a stage: for what autograd saves of it."""
-        if self.offload is None or self.plans.activations is not None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.offload.everything(model)
+    def _saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+        """What is around a forward of `model`, or of a stage, for what autograd saves of it."""
+        if self.offload is None or self.plans.activations is not None:
+            return nullcontext
+        return partial(self.offload.everything, model)
 
     def checkpoint_and_compile(self, model: nn.Module) -> None:
         """Do with what this rank computes what the config says. `model` is cast already, and was copied where a copy is

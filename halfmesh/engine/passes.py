@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -82,14 +82,14 @@ class DirectPasses(DirectBackward):
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-        saving: Callable[[], AbstractContextManager[Any]] | None = None,
+        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(precision, update, accumulation)
         self._model = model
         self._saving = saving
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._saving is None:
+        if self._saving is nullcontext:
             return self._precision.forward(self._model, *args, **kwargs)
         with self._saving():
             return self._precision.forward(self._model, *args, **kwargs)

@@ -147,7 +147,7 @@ class Checkpointed:
         _set_training(modules, training)
         for place, buffer in originals.items():
             path, name = place
-            if place in before or (owners[path].training and self._is_statistic(place)):
+            if place in before or self._is_statistic(place):
                 owners[path]._buffers[name] = before.get(place, buffer).detach().clone()
         try:
             yield

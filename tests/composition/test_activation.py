@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from dist_harness import RankFailure
 
+from halfmesh.parallel import offload
 from halfmesh.parallel.recompute import Checkpointed
 
 from .cells import Cell, Pipe
@@ -76,8 +78,31 @@ GROUPS = {
 }
 
 
-def run(rank: int, world_size: int, cell: ActivationCell) -> tuple[str, int, int]:
-    """A digest of the weights after some updates with dropout, how many modules were changed, and how many called."""
+@contextmanager
+def counted() -> Iterator[list[torch.Tensor]]:
+    """What is moved to the host within, however small."""
+    moved: list[torch.Tensor] = []
+
+    class Counted(offload._OnHost):
+        def __init__(self, host: torch.Tensor, *more: Any) -> None:
+            super().__init__(host, *more)
+            moved.append(host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "_OnHost", Counted)
+        patch.setattr(offload, "SMALLEST", 0)
+        yield moved
+
+
+def run(rank: int, world_size: int, cell: ActivationCell) -> tuple[str, int, int, int]:
+    """A digest of the weights after some updates with dropout; how many modules were changed, tensors moved, and
+    compiled forwards run."""
+    with counted() as moved:
+        text, changed, ran = train(cell, rank)
+        return text, changed, len(moved), ran
+
+
+def train(cell: ActivationCell, rank: int) -> tuple[str, int, int]:
     with compiling.watched() if cell.compiled else nullcontext() as compiled:
         engine = make_engine(cell, rank)
         for module in engine.model.modules():
@@ -120,7 +145,17 @@ def test_the_same_bits(group, results):
         result = results[cell]
         assert not isinstance(result, RankFailure), (cell.forms, result)
         assert [text for text, *_ in result] == [text for text, *_ in expected], cell.forms
-        assert all(bool(changed) == bool(cell.checkpoint) for _, changed, _ in result), cell.forms
+        assert all(bool(changed) == bool(cell.checkpoint) for _, changed, *_ in result), cell.forms
+        assert all(bool(moved) == cell.offload for _, _, moved, _ in result), cell.forms
         if cell.compiled and cell.checkpoint:
             pairs = zip(result, expected, strict=True)
             assert all(ran > without for (*_, ran), (*_, without) in pairs), "forwards ran twice, compiled"
+
+
+def test_each_rank_changes_what_it_computes(results):
+    cells = {cell.forms: [result[1:3] for result in results[cell]] for cell in GROUPS["1f1b"]}
+    assert [changed for changed, _ in cells["full", False]] == [1, 1]
+    assert [changed for changed, _ in cells[PARTS, False]] == [2, 2]
+    moved = {form: [count for _, count in found] for form, found in cells.items()}
+    assert moved["full", True] == [4 * 4] * 2, "what each of four microbatches gives to one block, in four updates"
+    assert min(moved[False, True]) > 5 * 16

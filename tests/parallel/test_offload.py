@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfmesh.parallel import offload
 from halfmesh.parallel.offload import SMALLEST, Offload
@@ -75,6 +76,15 @@ def test_small_tensors_stay(moved):
         with Offload(CPU).inputs():
             torch.ones(length, requires_grad=True).exp()
         assert len(moved) == count
+
+
+def test_what_stays_does_not_keep_itself_alive():
+    x = torch.ones(2, requires_grad=True)
+    with Offload(CPU).inputs():
+        result = x.exp()  # which saves what it returns
+    memory = StorageWeakRef(result.untyped_storage())
+    del result
+    assert memory.expired()
 
 
 def test_tensors_of_another_device_stay(moved):

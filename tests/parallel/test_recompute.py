@@ -316,4 +316,6 @@ def test_a_cache_is_refused():
     block(torch.zeros(2), past_key_values=None)
     with pytest.raises(InputError, match=r"Caching was called with past_key_values.*twice.*use_cache=False"):
         block(torch.zeros(2), past_key_values=[])
+    with torch.no_grad():
+        block(torch.zeros(2), past_key_values=[])
     block.eval()(torch.zeros(2), past_key_values=[])
