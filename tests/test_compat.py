@@ -315,7 +315,7 @@ def test_fsdp_param_dtype_is_the_modes():
 
 @pytest.mark.parametrize("key", UNBUILT_KEYS)
 def test_unbuilt_keys(key):
-    value = "x" if key in ("debug", "resume") else True
+    value = "x"
     default = load_config({}).to_dict().get(key, Config.model_fields[key].default)
     message = f"{key}: {value!r} is not built yet; leave it at {default!r}"
     assert find({key: value}, kind="unbuilt") == [message]
@@ -328,6 +328,7 @@ def test_every_other_key_is_built():
         "gradient_accumulation": 2, "clip_grad_norm": 1.0, "loss_reduction": "sum", "lr_interval": "epoch",
         "gradient_dtype": "float32", "fused": False, "on_nonfinite": "skip", "max_consecutive_skips": 3, "seed": 3,
         "timeout": 3.0, "track_grad_norm": True, "compile": True,
+        "activation_checkpoint": "full", "activation_offload": True,
         "parallel": {"data": {"bucket_mb": 1.0, "max_inflight": 2}},
     }  # fmt: skip
     assert check(load_config(raw), 2, "cpu") == []

@@ -155,7 +155,7 @@ def test_the_same_bits(group, results):
 def test_each_rank_changes_what_it_computes(results):
     cells = {cell.forms: [result[1:3] for result in results[cell]] for cell in GROUPS["1f1b"]}
     assert [changed for changed, _ in cells["full", False]] == [1, 1]
-    assert [changed for changed, _ in cells[PARTS, False]] == [2, 2]
+    assert [changed for changed, _ in cells[PARTS, False]] == [2, 3]
     moved = {form: [count for _, count in found] for form, found in cells.items()}
     assert moved["full", True] == [4 * 4] * 2, "what each of four microbatches gives to one block, in four updates"
     assert min(moved[False, True]) > 5 * 16
