@@ -90,7 +90,7 @@ def counted() -> Iterator[list[torch.Tensor]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_OnHost", Counted)
-        patch.setattr(offload, "SMALLEST", 0)
+        patch.setattr(offload, "SMALLEST", 1)
         yield moved
 
 

@@ -218,13 +218,13 @@ def test_only_while_training_with_gradients():
 
 
 def test_selective_keeps_products_and_no_more():
-    kept: list[tuple[str, int]] = []
+    kept: list[str] = []
     policy = recompute._policy
 
     def watch(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         decision = policy(context, op, *args, **kwargs)
-        if decision == CheckpointPolicy.MUST_SAVE:
-            kept.append((str(op), context.op_output.nbytes))
+        if decision == CheckpointPolicy.MUST_SAVE and not context.is_recompute:  # before 2.15 it asks again
+            kept.append(str(op))
         return decision
 
     with pytest.MonkeyPatch.context() as patch:
@@ -232,7 +232,7 @@ def test_selective_keeps_products_and_no_more():
         block = make()
         Checkpointed(block, keep_products=True)
         grads_of(block, calls=1)
-    assert kept == [("aten.addmm.default", 8 * 4 * WIDTH * 4), ("aten.addmm.default", 8 * WIDTH * 4)]
+    assert kept == ["aten.addmm.default"] * 2
 
 
 def test_attention_is_kept_unless_it_drops():
