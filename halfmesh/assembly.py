@@ -154,7 +154,7 @@ def _convert(
         update.tell_of_parts()
     reducer = make_reduction(given.model, update, context, config, division)
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
-    division.compile(given.model)
+    division.checkpoint_and_compile(given.model)
     place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
     engine = Engine(
         model=given.model,
@@ -170,6 +170,8 @@ def _convert(
         dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, **place),
         eval_dataloader=None if loaders[1] is None else EngineDataLoader(loaders[1], may_be_empty=True, **place),
     )
+    if division.offload is not None and context.device.type == "cpu":
+        _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
     _log.info("%s", describe(engine, update, recipe, given.dataloader, division))
     return engine
 

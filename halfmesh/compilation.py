@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from . import torch_private
 from .parallel.pipeline.block_partition import children_of
+from .parallel.recompute import Checkpointed
 
 if TYPE_CHECKING:
     from .config.schema import CompileConfig
@@ -47,20 +48,23 @@ class Compilation:
         """
         options = self.options
         modules = list(dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name)))
+        arguments: dict[str, Any] = {
+            "backend": options.backend,
+            "mode": options.mode,
+            "dynamic": options.dynamic,
+            "fullgraph": options.fullgraph,
+        }
         for module in modules:
-            torch_private.compile_in_place(
-                module,
-                len(modules),
-                backend=options.backend,
-                mode=options.mode,
-                dynamic=options.dynamic,
-                fullgraph=options.fullgraph,
-            )
+            forward = vars(module).get("forward")
+            if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
+                forward.compiled = torch_private.compiled(forward.own, len(modules), **arguments)
+            else:
+                torch_private.compile_in_place(module, len(modules), **arguments)
         return modules
 
 
 def resolve(
-    model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None
+    model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None, checkpoints: bool = False
 ) -> tuple[Compilation | None, list[str]]:
     """What is compiled of `model`, or every reason why it cannot be.
 
@@ -70,14 +74,12 @@ def resolve(
     Args:
         ranks: of all axes together.
         partition: how a pipeline cuts the model, if one does. Its stages call blocks, and not the model.
+        checkpoints: whether activations are computed again, of modules that may be compiled, and may not be in one.
     """
     if any(torch_private.is_compiled(module) for module in model.modules()):
         return None, ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
-    blocks = tuple(find_blocks(model))
-    if partition is not None:
-        passed_by = {name for name, _ in partition.not_called(model)}
-        blocks = tuple(name for name in blocks if name not in passed_by)
-    if blocks and (options.scope == "blocks" or (options.scope == "auto" and ranks > 1)):
+    blocks = called_blocks(model, partition)
+    if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
         return Compilation(blocks, options), []
     if options.scope != "blocks" and partition is None:
         return Compilation(("",), options), []
@@ -86,6 +88,15 @@ def resolve(
         "class, with modules of their own, in a ModuleList or Sequential); "
         + ("use scope='model'" if partition is None else "leave compile out, or the pipeline")
     ]
+
+
+def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, ...]:
+    """The repeated blocks, without those that stages do not call."""
+    blocks = tuple(find_blocks(model))
+    if partition is None:
+        return blocks
+    passed_by = {name for name, _ in partition.not_called(model)}
+    return tuple(name for name in blocks if name not in passed_by)
 
 
 def find_blocks(model: nn.Module) -> Iterator[str]:

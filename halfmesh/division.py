@@ -1,17 +1,19 @@
 """What the mesh means for the model: which part of it this rank holds, over the tensor axis and over the pipeline; and
-what of that is compiled."""
+what of that is compiled, or computed again in backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 
-from . import compilation, torch_private
+from . import activation, compilation, torch_private
+from .activation import Activations
 from .amp.cast import Precision, cast_model
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
@@ -22,7 +24,9 @@ from .engine.samplers import OwnRandomness
 from .errors import IncompatibleConfigError, InputError
 from .parallel import elementwise
 from .parallel.context import ParallelContext
+from .parallel.offload import Offload
 from .parallel.random import CommonRandom, model_seed
+from .parallel.recompute import Checkpointed
 from .parallel.reducer import ReduceOptions
 from .parallel.same_calls import SameCalls
 from .parallel.tensor import TensorParallel
@@ -42,13 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """How a model will be divided, None for an axis of size 1; and what is compiled, if anything."""
+    """How a model will be divided, None for an axis of size 1; and what is compiled and computed again, if anything."""
 
     tensor: ResolvedPlan | None = None
     partition: Partition | None = None
     compilation: Compilation | None = None
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, which fsdp shards each by itself."""
+    activations: Activations | None = None
 
 
 def cuts_updates(config: Config, data_ranks: int) -> bool:
@@ -95,16 +100,22 @@ def make_plans(
         problems += more
     compiled = None
     if config.compile.enabled:
-        compiled, more = compilation.resolve(model, config.compile, ranks, partition)
+        checkpoints = config.activation_checkpoint.enabled
+        compiled, more = compilation.resolve(model, config.compile, ranks, partition, checkpoints)
+        problems += more
+    activations = None
+    if config.activation_checkpoint.enabled:
+        activations, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
         problems += more
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
         keys += ["parallel.data"] if cuts else []
         keys += ["compile"] if config.compile.enabled else []
+        keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if config.parallel.data.strategy == "fsdp" else ()
-    return Plans(tensor, partition, compiled, blocks)
+    return Plans(tensor, partition, compiled, blocks, activations)
 
 
 def balance_by_time(
@@ -150,6 +161,8 @@ class Division:
         slices, sharded: this rank's parts of the parameters under zero1, or fsdp.
         random: the model's own random numbers, where several ranks compute one batch.
         compiled: the modules that `compile` has compiled.
+        checkpointed: what stands in for the forwards of modules that are computed again.
+        offload: moves activations to the host, if they are to be moved.
     """
 
     def __init__(
@@ -164,6 +177,8 @@ class Division:
         self.compiled: list[nn.Module] = []
         self.slices: Slices | None = None
         self.sharded: FullyShard | None = None
+        self.checkpointed: list[Checkpointed] = []
+        self.offload = Offload(context.device) if config.activation_offload else None
         shared = plans.tensor is not None or plans.partition is not None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
@@ -245,7 +260,7 @@ class Division:
     ) -> Passes:
         """How the engine computes. `model` is cast already."""
         if self.plans.partition is None or self._skeleton is None:
-            return DirectPasses(model, precision, update, accumulation)
+            return DirectPasses(model, precision, update, accumulation, self._saving(model))
         from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
@@ -264,7 +279,13 @@ class Division:
             self.plans.partition,
             SCHEDULES.get(config.schedule),
             context,
-            Surroundings(precision.autocast, lambda: self._drawing(model), dtype, lambda: self.host_random),
+            Surroundings(
+                precision.autocast,
+                lambda: self._drawing(model),
+                dtype,
+                lambda: self.host_random,
+                self._saving(model),
+            ),
         )
         over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
         return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)
@@ -282,15 +303,24 @@ class Division:
             settle()
             self.random.leave()
 
-    def compile(self, model: nn.Module) -> None:
-        """Compile what the config says of what this rank computes. `model` is cast already, and was copied where a copy
-        is needed that runs without data."""
-        if self.plans.compilation is None:
-            return
+    def _saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+        """What is around a forward of `model`, or of a stage, for what autograd saves of it."""
+        if self.offload is None or self.plans.activations is not None:
+            return nullcontext
+        return partial(self.offload.everything, model)
+
+    def checkpoint_and_compile(self, model: nn.Module) -> None:
+        """Do with what this rank computes what the config says. `model` is cast already, and was copied where a copy is
+        needed that runs without data."""
         partition, rank = self.plans.partition, self._context.pp_rank
-        self.compiled = self.plans.compilation.apply(
-            model, lambda name: partition is None or partition.is_used_by(name, rank)
-        )
+
+        def is_here(name: str) -> bool:
+            return partition is None or partition.is_used_by(name, rank)
+
+        if self.plans.activations is not None:
+            self.checkpointed = self.plans.activations.apply(model, self.offload, is_here)
+        if self.plans.compilation is not None:
+            self.compiled = self.plans.compilation.apply(model, is_here)
 
     def close(self, whole: bool = True) -> None:
         """Give the model back as it came. All ranks together.
@@ -300,6 +330,8 @@ class Division:
         """
         for module in self.compiled:
             torch_private.uncompile(module)
+        for forward in self.checkpointed:
+            forward.remove()
         if self.slices is not None:
             self.slices.close(whole)
         if self.sharded is not None:

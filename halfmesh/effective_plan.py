@@ -29,11 +29,12 @@ def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, lo
         "layout": _layout(engine, division),
         **({} if division.plans.partition is None else {"stages": _stages(engine, division, division.plans.partition)}),
         **({} if division.plans.compilation is None else {"compile": _compile(engine, division)}),
+        **({} if not _changes_activations(division) else {"activations": _activations(engine, division)}),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),
     }
-    return "\n".join(["halfmesh plan", *(f"  {name + ':':<12}{text}" for name, text in rows.items())])
+    return "\n".join(["halfmesh plan", *(f"  {name + ':':<11} {text}" for name, text in rows.items())])
 
 
 def _precision(engine: Engine, recipe: Recipe) -> str:
@@ -113,6 +114,21 @@ def _compile(engine: Engine, division: Division) -> str:
     settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
     settings += ["fullgraph=True"] if options.fullgraph else []
     return ", ".join([f"{what or 'nothing on this rank'} with {options.backend}, when first called", *settings])
+
+
+def _changes_activations(division: Division) -> bool:
+    return division.plans.activations is not None or division.offload is not None
+
+
+def _activations(engine: Engine, division: Division) -> str:
+    """What of this rank's part is computed again in backward, and what waits on the host."""
+    if division.plans.activations is None:
+        return "offloaded"
+    count = len(division.checkpointed)
+    what = "module" if engine.config.activation_checkpoint.patterns else "block"
+    offloaded = ", offloaded" if division.offload is not None else ""
+    label = engine.config.activation_checkpoint.label
+    return f"{count} {what}{'s' if count != 1 else ''} checkpointed ({label}){offloaded}"
 
 
 def _batch(engine: Engine, loader: Any) -> str:

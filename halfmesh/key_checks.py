@@ -16,7 +16,7 @@ from .parallel.registries import SCHEDULES
 
 Kind = Literal["refused", "unbuilt"]
 
-UNBUILT_KEYS = ("activation_checkpoint", "activation_offload", "debug", "resume")
+UNBUILT_KEYS = ("debug", "resume")
 """Keys that must have their default for now."""
 
 _FSDP_KEYS = (
@@ -48,6 +48,7 @@ def find_key_problems(config: Config) -> Iterator[Finding]:
     yield from _check_data(config)
     yield from _check_losses(config)
     yield from _check_compile(config)
+    yield from _check_activations(config)
     yield from _check_keys(config)
 
 
@@ -138,6 +139,28 @@ def _check_compile(config: Config) -> Iterator[Finding]:
     elif config.precision is not None and getattr(config.precision.options, "backend", None) == "apex":
         message = "an installed apex changes torch's functions, which compiled code does not call; use backend='native'"
         yield Finding("refused", "compile", message)
+
+
+def _check_activations(config: Config) -> Iterator[Finding]:
+    options, compiled = config.activation_checkpoint, config.compile
+    if options.selective and config.activation_offload:
+        message = (
+            "torch keeps what 'selective' saves where it cannot be moved; use activation_checkpoint='full' or "
+            "dict(every=...) with it, or leave one of the two out"
+        )
+        yield Finding("refused", "activation_offload", message)
+    if options.selective and compiled.enabled:
+        message = (
+            "'selective' chooses among torch's operations, which compiled code does not call one by one; use 'full', "
+            "dict(every=...) or dict(patterns=...), or leave compile out"
+        )
+        yield Finding("refused", "activation_checkpoint", message)
+    if options.enabled and compiled.enabled and compiled.scope == "model":
+        message = (
+            "'model' compiles all modules as one, and those that are computed again are called by themselves; use "
+            "'blocks', or leave scope out"
+        )
+        yield Finding("refused", "compile.scope", message)
 
 
 def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[Finding]:

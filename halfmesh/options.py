@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Options(BaseModel):
@@ -37,3 +37,4 @@ Scale = Annotated[float, Field(gt=0, le=2.0**127)]
 PositiveInt = Annotated[int, Field(ge=1)]
 GrowthFactor = Annotated[float, Field(gt=1)]
 BackoffFactor = Annotated[float, Field(gt=0, lt=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.optim import optimizer as _all_optimizers
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -135,8 +136,6 @@ def compile_in_place(module: nn.Module, recompiles: int, **options: Any) -> None
     allows 8 variants of one piece of code, for all modules that share it together, and goes on uncompiled after that:
     here there are `recompiles` times as many.
     """
-    from torch._dynamo import config as dynamo_config
-
     call: Any = module._call_impl
     if type(module).forward.__module__.partition(".")[0] == "torch":
         inner = module._call_impl
@@ -144,10 +143,18 @@ def compile_in_place(module: nn.Module, recompiles: int, **options: Any) -> None
         def call(*args: Any, **kwargs: Any) -> Any:
             return inner(*args, **kwargs)
 
+    module._compiled_call_impl = compiled(call, recompiles, **options)
+
+
+def compiled(call: Callable[..., Any], recompiles: int, **options: Any) -> Callable[..., Any]:
+    """Like `torch.compile(call, **options)`, with the last two of these differences."""
+    from torch._dynamo import config as dynamo_config
+
     # These are no arguments of torch.compile; torch reads them when it compiles, in one of the calls.
     limit = dynamo_config.recompile_limit * recompiles
     within = dynamo_config.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False)
-    module._compiled_call_impl = within(torch.compile(call, **options))
+    result: Callable[..., Any] = within(torch.compile(call, **options))
+    return result
 
 
 def uncompile(module: nn.Module) -> None:
@@ -181,6 +188,11 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether `module` is BatchNorm or InstanceNorm: what it returns in training does not depend on its buffers."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
 @contextmanager
 def fake_mode() -> Iterator[None]:
     """Tensors made within have a shape, a dtype and a device, and no memory; autocast and autograd work."""
@@ -202,3 +214,21 @@ def count_call_hooks(module: nn.Module) -> int:
 def hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose methods run before `module` is called."""
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+
+
+def arguments_of(op: Any) -> Sequence[Any]:
+    """The arguments that an operator of `torch.ops` declares."""
+    return list(op._schema.arguments)
+
+
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a trained parameter in another dtype, as autocast makes it, or a view of that."""
+    node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
+
+
+def is_watched() -> bool:
+    """Whether a TorchDispatchMode sees what is computed, and may hold results."""
+    return _get_current_dispatch_mode() is not None

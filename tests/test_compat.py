@@ -270,9 +270,6 @@ def test_reducing_in_float16_needs_a_loss_scale(raw, refused):
     assert find({**raw, "parallel": {"data": {"reduce_dtype": "bfloat16"}}}) == []
 
 
-UNBUILT = {"cpu_offload": ["parallel.data.cpu_offload: True is not built yet; leave it at False"]}
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -288,7 +285,7 @@ UNBUILT = {"cpu_offload": ["parallel.data.cpu_offload: True is not built yet; le
 def test_fsdp_keys_need_fsdp(key, value):
     message = f"parallel.data.{key}: only strategy='fsdp' has it, and the strategy is 'replicate'; remove it"
     assert find({"parallel": {"data": {key: value}}}) == [message]
-    assert find({"parallel": {"data": {key: value, "strategy": "fsdp"}}}, 2) == UNBUILT.get(key, [])
+    assert find({"parallel": {"data": {key: value, "strategy": "fsdp"}}}, 2) == []
 
 
 def test_weighted_losses_are_of_one_kind():
@@ -317,7 +314,7 @@ def test_fsdp_param_dtype_is_the_modes():
 
 @pytest.mark.parametrize("key", UNBUILT_KEYS)
 def test_unbuilt_keys(key):
-    value = "x" if key in ("debug", "resume") else True
+    value = "x"
     default = load_config({}).to_dict().get(key, Config.model_fields[key].default)
     message = f"{key}: {value!r} is not built yet; leave it at {default!r}"
     assert find({key: value}, kind="unbuilt") == [message]
@@ -330,6 +327,7 @@ def test_every_other_key_is_built():
         "gradient_accumulation": 2, "clip_grad_norm": 1.0, "loss_reduction": "sum", "lr_interval": "epoch",
         "gradient_dtype": "float32", "fused": False, "on_nonfinite": "skip", "max_consecutive_skips": 3, "seed": 3,
         "timeout": 3.0, "track_grad_norm": True, "compile": True,
+        "activation_checkpoint": "full", "activation_offload": True,
         "parallel": {"data": {"bucket_mb": 1.0, "max_inflight": 2}},
     }  # fmt: skip
     assert check(load_config(raw), 2, "cpu") == []

@@ -2,7 +2,7 @@
 
 Keys of the layout that need several ranks are in tests/engine/test_data_parallel.py, those of schedulers in
 tests/engine/test_scheduling.py, those of accumulation in test_cycle.py, compile in
-test_compile.py; the list at the end keeps this complete.
+test_compile.py, those of activations in test_saved_activations.py; the list at the end keeps this complete.
 """
 
 from __future__ import annotations
@@ -224,7 +224,15 @@ def test_gradient_accumulation_and_seed_are_keys_of_the_engine():
 
 TESTED_HERE = {"fp16", "bf16", "clip_grad_norm", "gradient_dtype", "fused", "on_nonfinite", "max_consecutive_skips"}
 TESTED_HERE |= {"track_grad_norm", "timeout", "gradient_accumulation"}
-TESTED_ELSEWHERE = {"parallel", "loss_reduction", "lr_interval", "seed", "compile"}
+TESTED_ELSEWHERE = {
+    "parallel",
+    "loss_reduction",
+    "lr_interval",
+    "seed",
+    "compile",
+    "activation_checkpoint",
+    "activation_offload",
+}
 
 
 def test_every_key_is_tested():

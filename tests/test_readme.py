@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 SHORT_FORMS = {
+    "activation_checkpoint": "enabled",
     "compile": "enabled",
     "parallel.tensor": "size",
     "parallel.pipeline": "size",

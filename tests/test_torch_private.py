@@ -9,6 +9,7 @@ from pathlib import Path
 import compiling
 import pytest
 import torch
+from models import MatmulDtypes
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
@@ -278,3 +279,32 @@ def test_no_cpp_compiler():
         pytest.raises(RuntimeError, match=r"No working C\+\+"),
     ):
         torch_private.find_cpp_compiler()
+
+
+def test_casts_of_parameters_are_known_by_how_they_came():
+    param, frozen, x = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2), False), torch.ones(2, 2)
+    is_cast = torch_private.is_cast_of_parameter
+    for cast in (param.to(torch.bfloat16), param.to(torch.bfloat16).t(), param.half()[0]):
+        assert is_cast(cast)
+    for other in (param, param.t(), frozen.half(), x.requires_grad_().half(), (param * 2).half(), param.half() * 2):
+        assert not is_cast(other)
+
+
+def test_arguments_of_an_operator():
+    names = [argument.name for argument in torch_private.arguments_of(torch.ops.aten.addmm.default)]
+    assert names == ["self", "mat1", "mat2", "beta", "alpha"]
+
+
+def test_is_watched_by_a_dispatch_mode():
+    assert not torch_private.is_watched()
+    with MatmulDtypes():
+        assert torch_private.is_watched()
+    assert not torch_private.is_watched()
+
+
+def test_norms_that_keep_statistics():
+    assert torch_private.keeps_statistics(nn.BatchNorm2d(2))
+    assert torch_private.keeps_statistics(nn.SyncBatchNorm(2))
+    assert torch_private.keeps_statistics(nn.InstanceNorm1d(2))
+    assert not torch_private.keeps_statistics(nn.LayerNorm(2))
+    assert not torch_private.keeps_statistics(nn.GroupNorm(1, 2))

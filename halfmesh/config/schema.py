@@ -14,9 +14,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, Val
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near
-from ..options import Options, PositiveFloat, PositiveInt
+from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..registry import Registry
+from .activations import CheckpointConfig, expand_checkpoint
 
 DType = Literal["float32", "float16", "bfloat16"]
 M = TypeVar("M", bound=Options)
@@ -155,10 +156,6 @@ def _read_norm_type(value: Any) -> Any:
     return math.inf if value == "inf" else value
 
 
-def _to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _known_styles(value: Any) -> Any:
     """A plan of patterns has styles that are registered; their arguments are checked with the model."""
     for pattern, text in value.items() if isinstance(value, dict) else ():
@@ -171,9 +168,6 @@ def _known_styles(value: Any) -> Any:
 
 def _freeze(value: Any) -> Any:
     return FrozenDict(value) if isinstance(value, dict) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_to_tuple)]
 
 
 class PrecisionConfig(Options):
@@ -276,8 +270,8 @@ class Settings(Options):
     loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
     lr_interval: Literal["step", "epoch", "manual"] = "step"
     gradient_dtype: Literal["auto", "float32"] = "auto"
-    activation_checkpoint: bool = False
-    activation_offload: bool = False
+    activation_checkpoint: Annotated[CheckpointConfig, BeforeValidator(expand_checkpoint)] = CheckpointConfig()
+    activation_offload: Annotated[bool, BeforeValidator(lambda value: False if value is None else value)] = False
     compile: Annotated[CompileConfig, BeforeValidator(_expand_compile)] = CompileConfig(enabled=False)
     fused: Literal["auto", False] = "auto"
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -69,16 +70,29 @@ class DirectBackward:
 
 
 class DirectPasses(DirectBackward):
-    """At once: this process has all of the model."""
+    """At once: this process has all of the model.
+
+    Args:
+        saving: around each forward, for what autograd saves of it.
+    """
 
     def __init__(
-        self, model: nn.Module, precision: Precision, update: MixedPrecisionOptimizer, accumulation: Accumulation
+        self,
+        model: nn.Module,
+        precision: Precision,
+        update: MixedPrecisionOptimizer,
+        accumulation: Accumulation,
+        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(precision, update, accumulation)
         self._model = model
+        self._saving = saving
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._precision.forward(self._model, *args, **kwargs)
+        if self._saving is nullcontext:
+            return self._precision.forward(self._model, *args, **kwargs)
+        with self._saving():
+            return self._precision.forward(self._model, *args, **kwargs)
 
     def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._precision.criterion(criterion, *args, **kwargs)

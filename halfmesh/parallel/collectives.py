@@ -81,7 +81,7 @@ class _CopyIn(Function):
 class _SumOut(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        if not x.is_contiguous():
+        if not x.is_contiguous() or torch_private.is_watched():  # selective checkpointing keeps the product itself
             return _summed(x, group)
         ctx.mark_dirty(x)
         if not torch_private.in_fake_mode():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -159,9 +159,7 @@ class _Assignments:
         return names
 
     def _near(self, name: str) -> str:
-        general = sorted({generalise(known) for known in self._modules if known})
-        near = find_near(generalise(name), general, cutoff=0.5)
-        return f"; did you mean {near!r}?" if near else f"; it has {', '.join(general[:8])}"
+        return near_names(name, self._modules)
 
 
 def _counted_twice(old: Style, new: Style) -> list[str]:
@@ -174,6 +172,13 @@ def _counted_twice(old: Style, new: Style) -> list[str]:
 def generalise(name: str) -> str:
     """`name` with numbers as "*": "blocks.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def near_names(pattern: str, names: Iterable[str]) -> str:
+    """What to say of a pattern that matches none of the modules' `names`: the nearest, or what there is."""
+    general = sorted({generalise(known) for known in names if known})
+    near = find_near(generalise(pattern), general, cutoff=0.5)
+    return f"; did you mean {near!r}?" if near else f"; it has {', '.join(general[:8])}"
 
 
 def _concerns(name: str, text: str, top: str) -> bool:

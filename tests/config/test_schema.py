@@ -79,7 +79,9 @@ def test_defaults_are_those_of_the_readme():
     assert (config.gradient_accumulation, config.gradient_dtype) == (1, "auto")
     assert (config.clip_grad_norm.max_norm, config.clip_grad_norm.norm_type) == (0.0, 2.0)
     assert (config.loss_reduction, config.lr_interval) == ("mean", "step")
-    assert (config.activation_checkpoint, config.activation_offload) == (False, False)
+    assert (config.activation_checkpoint.enabled, config.activation_offload) == (False, False)
+    recomputed = load_config({"activation_checkpoint": True}).activation_checkpoint
+    assert (recomputed.every, recomputed.patterns, recomputed.selective) == (1, (), False)
     assert (config.compile.enabled, config.fused) == (False, "auto")
     compile_ = load_config({"compile": True}).compile
     assert (compile_.enabled, compile_.scope, compile_.backend) == (True, "auto", "inductor")

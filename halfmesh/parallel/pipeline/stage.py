@@ -27,12 +27,14 @@ class Surroundings:
         dtype: what half precision becomes where it leaves a stage; None: it stays.
         host_random: around a batch, for what it draws from python's and numpy's generators. (Changing those costs more
             than the forward of a small stage.)
+        saving: around each forward, for what autograd saves of it.
     """
 
     scope: Scope
     random: Scope
     dtype: torch.dtype | None = None
     host_random: Scope = nullcontext
+    saving: Scope = nullcontext
 
 
 @dataclass
@@ -71,7 +73,7 @@ class StageModule(nn.Module):
         """The stage's forward: what leaves it, or the model's output."""
         call = call.afresh()
         around = self._surroundings
-        with around.random(), around.scope():
+        with around.random(), around.scope(), around.saving():
             for piece in self.pieces:
                 carry = piece.run(self._model[0], call, carry)
         return carry if self.is_last else widen(carry, around.dtype)

@@ -1,0 +1,68 @@
+"""The key `activation_checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from ..errors import did_you_mean, shorten
+from ..options import Names, Options, PositiveInt
+
+
+class CheckpointConfig(Options):
+    """`activation_checkpoint`: of which modules the activations are computed again in backward. None, if no key is set.
+
+    The shorthand "full" is `every=1`, and "selective" that with `selective=True`.
+    """
+
+    every: PositiveInt | None = None
+    """Every so many of the model's repeated blocks, from the first on."""
+    patterns: Names = ()
+    """Patterns of names of modules, in place of the blocks."""
+    selective: bool = False
+    """Keep what matrix products and attention return."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.every is not None and self.patterns:
+            raise ValueError("every and patterns are two ways to choose modules; leave one of them out")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to compute again."""
+        return self.every is not None or bool(self.patterns)
+
+    @property
+    def label(self) -> str:
+        """How it would be written."""
+        if self.patterns:
+            chosen = shorten(list(self.patterns))
+        else:
+            chosen = "full" if self.every == 1 else f"every={self.every}"
+        if not self.selective:
+            return chosen
+        return "selective" if self.every == 1 else f"{chosen}, selective"
+
+
+def expand_checkpoint(value: Any) -> Any:
+    """The shorthand forms as the long one."""
+    forms = "'full', 'selective', dict(every=2), dict(patterns=['blocks.*.mlp']) or False"
+    if value is None or value is False:
+        return {}
+    if value is True or value == "full":
+        return {"every": 1}
+    if value == "selective":
+        return {"every": 1, "selective": True}
+    if isinstance(value, Mapping) and value and dict(value) != {"patterns": []}:
+        given = dict(value)
+        if given.get("selective") is True and not given.get("patterns") and given.get("every") is None:
+            given["every"] = 1
+        return given
+    if isinstance(value, CheckpointConfig):
+        return value
+    near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
+    hint = f"; for every second block write dict(every={value})" if type(value) is int else near
+    raise ValueError(f"{value!r} does not say what is computed again; use {forms}{hint}")

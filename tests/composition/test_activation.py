@@ -1,0 +1,161 @@
+"""The keys `activation_checkpoint` and `activation_offload` with several ranks: the same bits as without them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import compiling
+import pytest
+import torch
+from dist_harness import RankFailure
+
+from halfmesh.parallel import offload
+from halfmesh.parallel.recompute import Checkpointed
+
+from .cells import Cell, Pipe
+from .launches import run_jobs
+from .training import digest, make_engine
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class ActivationCell(Cell):
+    """A cell with the keys, and with `compile`."""
+
+    checkpoint: Any = False
+    offload: bool = False
+    compiled: bool = False
+
+    def config(self, **options: Any) -> dict[str, Any]:
+        form = {"patterns": list(self.checkpoint)} if isinstance(self.checkpoint, tuple) else self.checkpoint
+        form = {"every": form} if type(form) is int else form
+        keys = {"activation_checkpoint": form, "activation_offload": self.offload}
+        if self.compiled:
+            keys["compile"] = {"scope": "blocks", "backend": compiling.NAME}
+        return super().config(**options) | keys
+
+    @property
+    def forms(self) -> tuple[Any, bool]:
+        return self.checkpoint, self.offload
+
+
+def cells(mode: str, model: str, *forms: Any, **layout: Any) -> list[ActivationCell]:
+    """One for each form (a value of `activation_checkpoint`, or that and of `activation_offload`), and one without."""
+    pairs = [form if isinstance(form, list) else [form, False] for form in (False, *forms)]
+    return [ActivationCell(mode, model, checkpoint=form, offload=offload, **layout) for form, offload in pairs]
+
+
+PARTS = ("blocks.*.mlp", "blocks.0.attention", "blocks.1.norm?")
+LLAMA_PARTS = ("model.layers.*.mlp", "*.input_layernorm")
+SP = {"tensor": 2, "sequence_parallel": True}
+OFF = [False, True]  # offload alone
+GROUPS = {
+    "data": cells("none", "gpt", "full", "selective", 2, PARTS, ["full", True], OFF, data=2),
+    "data, accumulated": cells("torch_bf16", "vit", "full", "selective", OFF, data=2, gradient_accumulation=2),
+    "data, O1": cells("apex_o1", "gpt", "full", "selective", data=2),
+    "data, O2": cells("apex_o2", "vit", "full", data=2, clip_grad_norm=True),
+    "tensor": cells("none", "gpt", "full", "selective", 2, PARTS, ["full", True], OFF, tensor=2),
+    "tensor, vit": cells("torch_bf16", "vit", "full", "selective", OFF, tensor=2),
+    "tensor, llama": cells("naive_bf16", "llama", "full", "selective", LLAMA_PARTS, tensor=2),
+    "tensor, whole": cells("none", "mlp", ("up", "down", "again"), OFF, tensor=2),
+    "sequence": cells("none", "gpt", "full", "selective", PARTS, OFF, **SP),
+    "sequence, vit": cells("naive_fp16", "vit", "full", **SP, gradient_accumulation=2),
+    "sequence, llama": cells("torch_bf16", "llama", "full", "selective", **SP),
+    "1f1b": cells("none", "gpt", "full", "selective", PARTS, ["full", True], OFF, pipeline=Pipe(2, "1f1b", 4)),
+    "1f1b, autocast": cells("torch_bf16", "llama", "full", "selective", OFF, pipeline=Pipe(2, "1f1b", 2)),
+    "gpipe": cells("naive_bf16", "vit", "full", pipeline=Pipe(2, "gpipe", 4), gradient_accumulation=2),
+    "interleaved": cells("none", "gpt", "full", "selective", OFF, pipeline=Pipe(2, "interleaved", 4, 2)),
+    "all": cells("torch_bf16", "gpt", "full", OFF, tensor=2, pipeline=Pipe(2, "1f1b", 2), data=2),
+    "compiled, data": cells("none", "gpt", "full", 2, OFF, data=2, compiled=True),
+    "compiled, tensor": cells("naive_bf16", "gpt", "full", tensor=2, compiled=True),
+    "compiled, pipeline": cells("torch_bf16", "llama", "full", pipeline=Pipe(2, "1f1b", 2), compiled=True),
+}
+
+
+@contextmanager
+def counted() -> Iterator[list[torch.Tensor]]:
+    """What is moved to the host within, however small."""
+    moved: list[torch.Tensor] = []
+
+    class Counted(offload._OnHost):
+        def __init__(self, host: torch.Tensor, *more: Any) -> None:
+            super().__init__(host, *more)
+            moved.append(host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "_OnHost", Counted)
+        patch.setattr(offload, "SMALLEST", 1)
+        yield moved
+
+
+def run(rank: int, world_size: int, cell: ActivationCell) -> tuple[str, int, int, int]:
+    """A digest of the weights after some updates with dropout; how many modules were changed, tensors moved, and
+    compiled forwards run."""
+    with counted() as moved:
+        text, changed, ran = train(cell, rank)
+        return text, changed, len(moved), ran
+
+
+def train(cell: ActivationCell, rank: int) -> tuple[str, int, int]:
+    with compiling.watched() if cell.compiled else nullcontext() as compiled:
+        engine = make_engine(cell, rank)
+        for module in engine.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+            if hasattr(module, "dropout"):
+                module.dropout = 0.3
+        changed = [m.forward for m in engine.model.modules() if isinstance(m.forward, Checkpointed)]
+        clone = copy.deepcopy(engine.model)
+        assert not any(isinstance(module.forward, Checkpointed) for module in clone.modules())
+        for number, (x, y) in enumerate(engine.dataloader):
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+            if number == 3:
+                break
+        engine.close()
+        assert not any("forward" in vars(module) for module in engine.model.modules())
+        ran = 0 if compiled is None else compiled.forwards
+        return digest(engine.model.state_dict()), len(changed), ran
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[ActivationCell, list[Any] | RankFailure]:
+    found: dict[ActivationCell, list[Any] | RankFailure] = {}
+    every = [cell for group in GROUPS.values() for cell in group]
+    for size in sorted({cell.world_size for cell in every}):
+        chosen = [cell for cell in every if cell.world_size == size]
+        jobs = [partial(run, cell=cell) for cell in chosen]
+        found |= dict(zip(chosen, run_jobs(jobs, size, job_s=60), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_same_bits(group, results):
+    plain, *others = GROUPS[group]
+    expected = results[plain]
+    assert not isinstance(expected, RankFailure), expected
+    for cell in others:
+        result = results[cell]
+        assert not isinstance(result, RankFailure), (cell.forms, result)
+        assert [text for text, *_ in result] == [text for text, *_ in expected], cell.forms
+        assert all(bool(changed) == bool(cell.checkpoint) for _, changed, *_ in result), cell.forms
+        assert all(bool(moved) == cell.offload for _, _, moved, _ in result), cell.forms
+        if cell.compiled and cell.checkpoint:
+            pairs = zip(result, expected, strict=True)
+            assert all(ran > without for (*_, ran), (*_, without) in pairs), "forwards ran twice, compiled"
+
+
+def test_each_rank_changes_what_it_computes(results):
+    cells = {cell.forms: [result[1:3] for result in results[cell]] for cell in GROUPS["1f1b"]}
+    assert [changed for changed, _ in cells["full", False]] == [1, 1]
+    assert [changed for changed, _ in cells[PARTS, False]] == [2, 3]
+    moved = {form: [count for _, count in found] for form, found in cells.items()}
+    assert moved["full", True] == [4 * 4] * 2, "what each of four microbatches gives to one block, in four updates"
+    assert min(moved[False, True]) > 5 * 16
