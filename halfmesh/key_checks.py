@@ -96,6 +96,12 @@ def _check_data(config: Config) -> Iterator[Finding]:
         yield Finding("refused", "parallel.data.buffer_dtype", message)
     if config.compile.enabled:
         yield Finding("unbuilt", "compile", "with data='fsdp' is not built yet; leave compile out, or use 'zero1'")
+    if config.activation_offload and not config.activation_checkpoint.enabled:
+        message = (
+            "True with data='fsdp' would move the gathered weights, too, which are among what forward saves; set "
+            "activation_checkpoint, of which only the inputs are moved, or use 'zero1'"
+        )
+        yield Finding("refused", "activation_offload", message)
     if data.cpu_offload:
         yield Finding("unbuilt", "parallel.data.cpu_offload", "True is not built yet; leave it at False")
     if data.param_dtype not in (None, config.precision_dtype or "float32"):

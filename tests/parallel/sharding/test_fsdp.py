@@ -295,6 +295,12 @@ def test_what_is_refused():
 REFUSED = {
     "compile": ({"compile": True}, {}, NotImplementedError, "compile: with data='fsdp' is not built yet"),
     "offload": ({}, {"cpu_offload": True}, NotImplementedError, "cpu_offload: True is not built yet"),
+    "activation_offload": (
+        {"activation_offload": True},
+        {},
+        IncompatibleConfigError,
+        "would move the gathered weights",
+    ),
     "param_dtype": ({}, {"param_dtype": "bfloat16"}, IncompatibleConfigError, "is not what the mode computes in"),
     "buffer_dtype": (
         {"fp16": {"mode": "naive"}},
