@@ -94,8 +94,6 @@ def _check_data(config: Config) -> Iterator[Finding]:
     if data.buffer_dtype is not None and decides not in (None, getattr(torch, data.buffer_dtype)):
         message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({config.precision_dtype}); remove it"
         yield Finding("refused", "parallel.data.buffer_dtype", message)
-    if config.compile.enabled:
-        yield Finding("unbuilt", "compile", "with data='fsdp' is not built yet; leave compile out, or use 'zero1'")
     if config.activation_offload and not config.activation_checkpoint.enabled:
         message = (
             "True with data='fsdp' would move the gathered weights, too, which are among what forward saves; set "
@@ -134,6 +132,12 @@ def _check_compile(config: Config) -> Iterator[Finding]:
         message = (
             "divided layers wait for other ranks, and a graph ends at each of these places, so that none is full; "
             "leave fullgraph out, or use tensor=1"
+        )
+        yield Finding("refused", "compile.fullgraph", message)
+    if options.fullgraph and options.scope == "model" and parallel.data.strategy == "fsdp":
+        message = (
+            "blocks gather their weights between graphs under data='fsdp', so that none is of the whole model; use "
+            "scope='blocks', or leave fullgraph out"
         )
         yield Finding("refused", "compile.fullgraph", message)
     if recipe_of(config).cast_lists == "apex":

@@ -334,11 +334,15 @@ def test_every_other_key_is_built():
 
 
 def test_what_is_not_built_is_listed():
-    parallel = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}, "data": "fsdp"}
-    raw = {"fp16": {"mode": "naive"}, "parallel": parallel, "compile": True, "debug": "x"}
+    parallel = {
+        "tensor": 2,
+        "pipeline": {"size": 2, "microbatches": 2},
+        "data": {"strategy": "fsdp", "cpu_offload": True},
+    }
+    raw = {"fp16": {"mode": "naive"}, "parallel": parallel, "debug": "x"}
     findings = check(load_config(raw), 4, "cpu")
     expected = [
-        "compile: with data='fsdp' is not built yet; leave compile out, or use 'zero1'",
+        "parallel.data.cpu_offload: True is not built yet; leave it at False",
         "debug: 'x' is not built yet; leave it at None",
     ]
     assert [str(finding) for finding in findings] == expected

@@ -26,6 +26,8 @@ LAYOUTS = {
     "interleaved": {2: Layout(2, 1, 1), 4: Layout(2, 2, 1), 6: Layout(2, 3, 1), 8: Layout(2, 4, 1)},
     "pipeline_tensor": {4: Layout(2, 1, 2), 8: Layout(2, 2, 2)},
     "data_pipeline_tensor": {8: Layout(2, 2, 2)},
+    "zero1": {ranks: Layout(1, ranks, 1) for ranks in range(1, 9)},
+    "fsdp": {ranks: Layout(1, ranks, 1) for ranks in range(1, 9)},
 }
 EXPECTED = {
     "base": (None, None),
@@ -88,10 +90,11 @@ def test_layouts_of_a_precision(name, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_layout_says(layout):
     parallel = load(f"{layout}_fp32").parallel
-    assert parallel.tensor.sequence_parallel == (layout not in ("tensor", "pipeline", "interleaved"))
+    assert parallel.tensor.sequence_parallel == ("tensor" in layout and layout != "tensor")
+    assert parallel.data.strategy == (layout if layout in ("zero1", "fsdp") else "replicate")
     assert parallel.pipeline.keep_outputs == (parallel.pipeline.size > 1), "train_vit.py measures training accuracy"
     stages = parallel.pipeline.size * parallel.pipeline.chunks
-    assert stages == {"tensor": 1, "data_tensor": 1, "interleaved": 4}.get(layout, 2)
+    assert stages == {"interleaved": 4}.get(layout, 2 if "pipeline" in layout else 1)
     assert parallel.data.reduce_dtype == "float32"
 
 

@@ -63,6 +63,14 @@ def test_two_ranks_with_one_model_compute_the_same(config, reference, tmp_path):
     assert metrics["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-3)
 
 
+@pytest.mark.parametrize("config", ["zero1_fp32", "fsdp_fp32"])
+def test_two_ranks_with_parts_of_the_state_compute_the_same(config, reference, tmp_path):
+    expected, _ = reference
+    metrics, _ = train(config, tmp_path, batch=16, ranks=2)
+    assert losses(metrics) == pytest.approx(losses(expected), rel=1e-3)
+    assert metrics["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-3)
+
+
 def test_four_ranks_in_fp16_compute_nearly_the_same(reference, tmp_path):
     expected, _ = reference
     metrics, _ = train("data_tensor_naive_fp16", tmp_path, batch=16, ranks=4)

@@ -293,7 +293,12 @@ def test_what_is_refused():
 
 
 REFUSED = {
-    "compile": ({"compile": True}, {}, NotImplementedError, "compile: with data='fsdp' is not built yet"),
+    "fullgraph": (
+        {"compile": {"scope": "model", "fullgraph": True}},
+        {},
+        IncompatibleConfigError,
+        "gather their weights between graphs",
+    ),
     "offload": ({}, {"cpu_offload": True}, NotImplementedError, "cpu_offload: True is not built yet"),
     "activation_offload": (
         {"activation_offload": True},
