@@ -17,6 +17,7 @@ from .harness import Contender
 
 # What hands a device's value to Python: .item(), float(), bool() and `if tensor` all end in the first of these.
 _READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero"}
+_SCATTERING = ("_reduce_scatter_base",)
 _REDUCING = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
 _SENDING = ("send",)
 
@@ -52,7 +53,9 @@ class OpCounter(TorchDispatchMode):
                     self.reads += 1
         elif name.startswith(("c10d::", "_c10d_functional::")):
             operation = name.partition("::")[2]
-            if operation.startswith(_REDUCING):
+            if operation.startswith(_SCATTERING):
+                self.reduced += _bytes(args[1])  # the first is what comes back
+            elif operation.startswith(_REDUCING):
                 self.reduced += _bytes(args[0])
             elif operation.startswith(_SENDING):
                 self.sent += _bytes(args[0])

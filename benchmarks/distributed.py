@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from .contenders import Setup
 from .counts import count_calls, count_memory, count_ops
 from .harness import Contender, Result, Row, take_turns, time_block
-from .layouts import DATA, PIPELINE, TENSOR, LayoutFactory
+from .layouts import DATA, FSDP, PIPELINE, TENSOR, ZERO, LayoutFactory
 from .single import close, fair
 from .works import WORKS
 
@@ -51,6 +51,8 @@ LAYOUTS = {
     "dp2_accumulation4": Layout(
         "data parallel 2, transformer, 4 batches an update", DATA, {"accumulation": 4}, "own", memory=True
     ),
+    "zero1_2": Layout("zero1 over 2 data ranks, transformer", ZERO, {}, "own", memory=True),
+    "fsdp_2": Layout("fsdp over 2 data ranks, transformer", FSDP, {}, "own", memory=True),
     "tensor2": Layout("tensor parallel 2, transformer", TENSOR, {}),
     "pipeline2": Layout("pipeline of 2 stages, transformer, 4 microbatches, 1F1B", PIPELINE, {"microbatches": 4}),
 }

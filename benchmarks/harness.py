@@ -50,6 +50,7 @@ class Contender:
         optimizer: whose step counters are told apart from other reads on the host.
         before: what has to run before each step, outside the timed part.
         note: what the table has to say about it.
+        engine: halfmesh's, where there is one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Contender:
     before: Callable[[], torch.Tensor | None] | None = None
     close: Callable[[], None] | None = None
     note: str = ""
+    engine: Any = None
 
     def run(self, steps: int) -> torch.Tensor | None:
         """Take `steps` whole steps, and return the last loss."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender
 from .peers import ACCELERATE, imported
 
 LayoutFactory = Callable[..., Contender]
+REPLICATED = "halfmesh, replicated weights"
+SERIAL = "halfmesh, nothing overlapped"
 
 
 def make_ddp(setup: Setup, accumulation: int, name: str = LOOP, **flags: Any) -> Contender:
@@ -75,6 +78,47 @@ def make_accelerate(setup: Setup, accumulation: int) -> Contender:
         accelerate.state.GradientState._reset_state()
 
     return Contender(ACCELERATE, step, model, optimizer.optimizer, close=close)
+
+
+def make_zero(setup: Setup, name: str = LOOP, **flags: Any) -> Contender:
+    """DDP with ZeroRedundancyOptimizer, which is torch's ZeRO of stage 1."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(setup.model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, **flags)
+    x, y, criterion = setup.x, setup.y, setup.work.criterion
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Contender(name, step, model, optimizer)
+
+
+def make_fsdp(setup: Setup, name: str = LOOP, **flags: Any) -> Contender:
+    """`fully_shard` of each block, and of the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = setup.model()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.children():
+        if hasattr(block, "attention"):
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model, **flags)
+    x, y, criterion = setup.x, setup.y, setup.work.criterion
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Contender(name, step, model, optimizer)
 
 
 def make_tensor(setup: Setup, name: str = LOOP, fused: bool = False) -> Contender:
@@ -154,7 +198,7 @@ def make_halfmesh(setup: Setup, accumulation: int = 1, **parallel: Any) -> Conte
             engine.step()
         return loss
 
-    return Contender(HALFMESH, step, engine.model, engine.optimizer)
+    return Contender(HALFMESH, step, engine.model, engine.optimizer, engine=engine)
 
 
 def make_halfmesh_tensor(setup: Setup) -> Contender:
@@ -166,6 +210,17 @@ def make_halfmesh_tensor(setup: Setup) -> Contender:
 
 def make_halfmesh_pipeline(setup: Setup, microbatches: int) -> Contender:
     return make_halfmesh(setup, pipeline={"size": 2, "microbatches": microbatches})
+
+
+def make_halfmesh_sharded(setup: Setup, name: str, strategy: str, overlap: bool = True) -> Contender:
+    contender = make_halfmesh(setup, data={"strategy": strategy, "bucket_mb": 1.0})
+    if not overlap:
+        engine = contender.engine
+        reducer, slices = engine._cycle.reducer, engine._division.slices
+        begin = reducer.open
+        reducer.open = lambda last: begin(False)  # all is sent after backward
+        slices.stepped = lambda shards: slices._stepped.update(map(id, shards))  # and gathered after the update
+    return dataclasses.replace(contender, name=name)
 
 
 def _named(make: Callable[..., Contender], name: str, **flags: Any) -> LayoutFactory:
@@ -184,6 +239,21 @@ TENSOR: list[tuple[str, LayoutFactory]] = [
     (AGAIN, _named(make_tensor, AGAIN)),
     (FUSED, _named(make_tensor, FUSED, fused=True)),
     (HALFMESH, make_halfmesh_tensor),
+]
+ZERO: list[tuple[str, LayoutFactory]] = [
+    (LOOP, make_zero),
+    (AGAIN, _named(make_zero, AGAIN)),
+    (FUSED, _named(make_zero, FUSED, fused=True)),
+    (HALFMESH, _named(make_halfmesh_sharded, HALFMESH, strategy="zero1")),
+    (SERIAL, _named(make_halfmesh_sharded, SERIAL, strategy="zero1", overlap=False)),
+    (REPLICATED, _named(make_halfmesh_sharded, REPLICATED, strategy="replicate")),
+]
+FSDP: list[tuple[str, LayoutFactory]] = [
+    (LOOP, make_fsdp),
+    (AGAIN, _named(make_fsdp, AGAIN)),
+    (FUSED, _named(make_fsdp, FUSED, fused=True)),
+    (HALFMESH, _named(make_halfmesh_sharded, HALFMESH, strategy="fsdp")),
+    (REPLICATED, _named(make_halfmesh_sharded, REPLICATED, strategy="replicate")),
 ]
 PIPELINE: list[tuple[str, LayoutFactory]] = [
     (LOOP, make_pipeline),

@@ -61,7 +61,8 @@ _NOT_MEASURED = """## What was not measured
 - GPUs: `make bench-gpu` does, see [results/gpu.md](results/gpu.md). fp16 products are emulated on most CPUs, so that in
   fp16 the engine's part of a step all but vanishes in the larger models here.
 - Several machines, real networks, and more than 2 ranks: this machine has few cores.
-- Fabric and DeepSpeed with several ranks; ZeRO and FSDP, which halfmesh has not."""
+  So nothing can overlap here: while a rank sends, another needs the core. What is under way when is counted in tests.
+- Fabric and DeepSpeed with several ranks."""
 
 
 def write(raw: Path, out: Path, failed: Sequence[str] = ()) -> Path:

@@ -47,6 +47,7 @@ WORKS = {
     "vit": _steps("vit"),
     "tail": [Case("naive_tail", "fp16", 1.0)],
     "dp": [Case(f"dp2{more}", precision) for more in ("", "_accumulation4") for precision in ("fp32", "bf16")],
+    "sharded": [Case("zero1_2", "fp32"), Case("fsdp_2", "fp32")],
     "tensor": [Case("tensor2", "fp32")],
     "pipeline": [Case("pipeline2", "fp32")],
     "startup": [Case("import", slow=True), Case("construction", slow=True)],
