@@ -17,7 +17,8 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
 from .distribution import batch_seed, make_reduction, refuse_uneven_evaluation, shard
-from .division import Division, Plans, balance_by_time, make_plans
+from .division import Division
+from .division_plans import Plans, balance_by_time, make_plans
 from .effective_plan import describe
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
@@ -26,7 +27,7 @@ from .engine.engine import Engine
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .failures import told_to_torchrun
-from .key_checks import recipe_of
+from .key_checks import find_advice, recipe_of
 from .launching import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
@@ -173,6 +174,8 @@ def _convert(
     if division.offload is not None and context.device.type == "cpu":
         _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
     _log.info("%s", describe(engine, update, recipe, given.dataloader, division))
+    for advice in find_advice(config) if context.dp_size > 1 else ():
+        _log.info("advice: %s", advice)
     return engine
 
 

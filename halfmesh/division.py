@@ -5,24 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
 
-from . import activation, compilation, torch_private
-from .activation import Activations
+from . import torch_private
 from .amp.cast import Precision, cast_model
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
-from .compilation import Compilation
+from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
 from .engine.passes import DirectPasses, Passes
 from .engine.samplers import OwnRandomness
-from .errors import IncompatibleConfigError, InputError
-from .parallel import elementwise
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
 from .parallel.random import CommonRandom, model_seed
@@ -31,34 +27,14 @@ from .parallel.reducer import ReduceOptions
 from .parallel.same_calls import SameCalls
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_axis import TensorAxis
-from .parallel.tensor_checks import ResolvedPlan
-from .parallel.tensor_checks import resolve as resolve_tensor
 from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
     from .parallel.pipeline.cut import StageCut
-    from .parallel.pipeline.partition import Partition
     from .parallel.pipeline.skeleton import Skeleton
     from .parallel.sharding.fsdp import FullyShard
     from .parallel.sharding.zero1 import Slices
-
-
-@dataclass(frozen=True)
-class Plans:
-    """How a model will be divided, None for an axis of size 1; and what is compiled and computed again, if anything."""
-
-    tensor: ResolvedPlan | None = None
-    partition: Partition | None = None
-    compilation: Compilation | None = None
-    blocks: tuple[str, ...] = ()
-    """Names of the repeated blocks, which fsdp shards each by itself."""
-    activations: Activations | None = None
-
-
-def cuts_updates(config: Config, data_ranks: int) -> bool:
-    """Whether each data rank steps its part of the weights only."""
-    return config.parallel.data.strategy in ("zero1", "fsdp") and data_ranks > 1
 
 
 def reduce_options(config: Config) -> ReduceOptions:
@@ -70,83 +46,6 @@ def reduce_options(config: Config) -> ReduceOptions:
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
     )
-
-
-def make_plans(
-    model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int = 1
-) -> Plans:
-    """How `model` is divided and compiled by the config, on so many ranks.
-
-    Raises:
-        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so, or the model
-            cannot be compiled.
-    """
-    tensor: ResolvedPlan | None = None
-    problems: list[str] = []
-    parallel = config.parallel
-    cuts = cuts_updates(config, ranks // (parallel.tensor.size * parallel.pipeline.size))
-    if parallel.tensor.size > 1:
-        options = parallel.tensor
-        tensor, problems = resolve_tensor(model, options.size, options.plan, options.sequence_parallel)
-    if (parallel.tensor.size > 1 or cuts) and (problem := elementwise.find_problem(optimizer)) is not None:
-        problems.append(problem)
-    partition = None
-    if config.parallel.pipeline.size > 1:
-        from .stage_checks import find_optimizer_problem, make_partition
-
-        if (problem := find_optimizer_problem(optimizer)) is not None:
-            problems.append(problem)
-        partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
-        problems += more
-    compiled = None
-    if config.compile.enabled:
-        checkpoints = config.activation_checkpoint.enabled
-        compiled, more = compilation.resolve(model, config.compile, ranks, partition, checkpoints)
-        problems += more
-    activations = None
-    if config.activation_checkpoint.enabled:
-        activations, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
-        problems += more
-    if problems:
-        keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
-        keys += ["parallel.data"] if cuts else []
-        keys += ["compile"] if config.compile.enabled else []
-        keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
-        keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
-        raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
-    blocks = tuple(compilation.find_blocks(model)) if config.parallel.data.strategy == "fsdp" else ()
-    return Plans(tensor, partition, compiled, blocks, activations)
-
-
-def balance_by_time(
-    plans: Plans, model: nn.Module, loader: Any, recipe: Recipe, config: Config, context: ParallelContext
-) -> Plans:
-    """The same plans with stages that take alike, where the config wants that: measured by rank 0, for all.
-
-    Raises:
-        InputError: the model cannot be run on the loader's samples; on all ranks.
-    """
-    if plans.partition is None or config.parallel.pipeline.balance != "time":
-        return plans
-    from .parallel.pipeline.timing import measure, sample_call
-
-    found: dict[str, float] | str = {}
-    if context.rank == 0:
-        scope = Precision(recipe, context.device).autocast
-        rows = (loader.batch_size or 1) // (config.parallel.pipeline.microbatches or 1)
-        try:
-            with OwnRandomness(config.seed):
-                call = sample_call(model, loader, max(1, rows), context.device)
-                found = measure(model, plans.partition.pieces, call, context.device, scope)
-        except Exception as error:  # whatever the model does
-            found = f"{type(error).__name__}: {error}"
-    found = context.from_first(found)
-    if isinstance(found, str):
-        raise InputError(
-            "parallel.pipeline.balance='time': the model could not be run on the first samples of the dataloader, "
-            f"a tuple's first items or a dict's by their names ({found}); use balance='parameters'"
-        )
-    return replace(plans, partition=plans.partition.rebalanced(found))
 
 
 class Division:

@@ -14,7 +14,7 @@ from .config.config import Config
 from .config.schema import DataConfig
 from .parallel.registries import SCHEDULES
 
-Kind = Literal["refused", "unbuilt"]
+Kind = Literal["refused", "unbuilt", "advice"]
 
 UNBUILT_KEYS = ("debug", "resume")
 """Keys that must have their default for now."""
@@ -32,7 +32,8 @@ _FSDP_KEYS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One reason why a config cannot run. `where` is a key, or a cell of the composition table."""
+    """One reason why a config cannot run, or should run otherwise. `where` is a key, or a cell of the composition
+    table."""
 
     kind: Kind
     where: str
@@ -50,6 +51,25 @@ def find_key_problems(config: Config) -> Iterator[Finding]:
     yield from _check_compile(config)
     yield from _check_activations(config)
     yield from _check_keys(config)
+
+
+def find_advice(config: Config) -> Iterator[Finding]:
+    """What runs, and could run better."""
+    data, recipe = config.parallel.data, recipe_of(config)
+    if data.strategy != "fsdp":
+        return
+    if data.reduce_dtype != "float32":
+        message = (
+            f"gradients are summed over the ranks in {data.reduce_dtype}, where small ones are lost among large ones; "
+            "'float32', the default, is what FSDP2's documentation recommends, also for half-precision weights"
+        )
+        yield Finding("advice", "parallel.data.reduce_dtype", message)
+    if recipe.param_dtype is None and data.param_dtype in (None, "float32"):
+        message = (
+            "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, with the "
+            "parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
+        )
+        yield Finding("advice", "parallel.data.param_dtype", message)
 
 
 def recipe_of(config: Config) -> Recipe:

@@ -20,7 +20,7 @@ from halfmesh.compat import (
 from halfmesh.config import Config
 from halfmesh.config.load import load_config
 from halfmesh.errors import IncompatibleConfigError
-from halfmesh.key_checks import UNBUILT_KEYS, Finding
+from halfmesh.key_checks import UNBUILT_KEYS, Finding, find_advice
 from halfmesh.options import Options
 from halfmesh.parallel.registries import DATA_STRATEGIES
 
@@ -390,3 +390,32 @@ def test_check_has_no_side_effects(monkeypatch):
 def test_half_dtypes_agree_with_the_config():
     for key, dtype in HALF_DTYPES.items():
         assert load_config({key: {"mode": "torch"}}).precision_dtype == dtype
+
+
+ADVICE = {
+    "float32 weights": ({}, ["parallel.data.param_dtype: weights are gathered in float32"]),
+    "naive": ({"bf16": {"mode": "naive"}}, []),
+    "bf16 under torch": ({"bf16": {"mode": "torch"}, "data": {"param_dtype": "bfloat16"}}, []),
+    "fp16 sums": (
+        {"fp16": {"mode": "naive"}, "data": {"reduce_dtype": "float16"}},
+        ["parallel.data.reduce_dtype: gradients are summed over the ranks in float16"],
+    ),
+    "both": (
+        {"data": {"reduce_dtype": "bfloat16"}},
+        ["parallel.data.reduce_dtype: gradients", "parallel.data.param_dtype: weights"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_about_fsdp(name):
+    raw, expected = ADVICE[name]
+    raw = dict(raw)
+    for strategy in ("fsdp", "zero1"):
+        data = {"strategy": strategy, **{k: v for k, v in raw.get("data", {}).items() if k == "reduce_dtype"}}
+        data |= raw.get("data", {}) if strategy == "fsdp" else {}
+        config = load_config({k: v for k, v in raw.items() if k != "data"} | {"parallel": {"data": data}})
+        found = [str(advice) for advice in find_advice(config)]
+        wanted = expected if strategy == "fsdp" else []
+        assert len(found) == len(wanted)
+        assert all(line.startswith(words) for line, words in zip(found, wanted, strict=True))
