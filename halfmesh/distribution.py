@@ -86,6 +86,7 @@ def _over_data_ranks(
     if division.sharded is not None:
         from .parallel.sharding.reducers import ShardReducer
 
-        return ShardReducer(division.sharded, *arguments)
+        update.stepper.publisher = division.sharded
+        return ShardReducer(division.sharded, *arguments, device=context.device)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
     return reduction

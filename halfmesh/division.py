@@ -128,6 +128,7 @@ class Division:
 
         options = ShardOptions(
             param_dtype=recipe.param_dtype or dtype("param_dtype"),
+            cast_inputs=recipe.param_dtype is None,
             output_dtype=dtype("output_dtype"),
             buffer_dtype=dtype("buffer_dtype"),
             reshard_after_forward=data.reshard_after_forward,
@@ -220,6 +221,11 @@ class Division:
             self.checkpointed = self.plans.activations.apply(model, self.offload, is_here)
         if self.plans.compilation is not None:
             self.compiled = self.plans.compilation.apply(model, is_here)
+
+    def follow(self) -> None:
+        """Others may have given parameters other memory (`param.data = ...`)."""
+        if self.slices is not None:
+            self.slices.follow()
 
     def close(self, whole: bool = True) -> None:
         """Give the model back as it came. All ranks together.

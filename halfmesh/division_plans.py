@@ -76,6 +76,11 @@ def make_plans(
     if config.activation_checkpoint.enabled:
         activations, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
         problems += more
+    shards = cuts and parallel.data.strategy == "fsdp"
+    if shards:
+        from .parallel.sharding.units import find_problems
+
+        problems += find_problems(model)
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
         keys += ["parallel.data"] if cuts else []
@@ -83,7 +88,7 @@ def make_plans(
         keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
-    blocks = tuple(compilation.find_blocks(model)) if config.parallel.data.strategy == "fsdp" else ()
+    blocks = tuple(compilation.find_blocks(model)) if shards else ()
     return Plans(tensor, partition, compiled, blocks, activations)
 
 

@@ -66,8 +66,8 @@ def find_advice(config: Config) -> Iterator[Finding]:
         yield Finding("advice", "parallel.data.reduce_dtype", message)
     if recipe.param_dtype is None and data.param_dtype in (None, "float32"):
         message = (
-            "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, with the "
-            "parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
+            "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, with "
+            "the parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
         )
         yield Finding("advice", "parallel.data.param_dtype", message)
 

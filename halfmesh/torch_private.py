@@ -176,6 +176,11 @@ def has_triton() -> bool:
     return bool(has_triton())
 
 
+def has_grad_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to be called with the gradient of `tensor`."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def forget_composable_state(module: nn.Module) -> None:
     """Forget that `fully_shard` was applied to `module`; without it a second one would be refused."""
     from torch.distributed import _composable_state

@@ -265,6 +265,8 @@ class Engine(Readings):
         """Without `whole`, divided layers stay so: other ranks may be gone."""
         if self._closed:
             return
+        if whole:
+            self._division.follow()
         self._cycle.clear()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)

@@ -7,6 +7,7 @@ holds their part while backward runs. The update sees this rank's parts as plain
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ... import torch_private
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..buckets import give_grad
 from ..elementwise import refuse_other_state
 from ..reducer import ReduceOptions
+from .hooks import UsageWatch, take_part
 from .units import ShardOptions, Units
 from .unwrap import unwrap
 
@@ -40,8 +40,9 @@ class FullyShard:
 
     Attributes:
         shards: as given, with this rank's part in place of each parameter that is sharded.
-        whole: names of parameters that FSDP2 cannot shard (scalars, such with gaps in their memory, under a pipeline
-            those of modules that no stage calls): each rank has them whole.
+        parts: of these, those that are parts.
+        whole: names of parameters that FSDP2 cannot shard (scalars, empty ones, such that are not contiguous, those of
+            several units, under a pipeline those of modules that no stage calls): each rank has them whole.
 
     Raises:
         InputError: the parameters have several dtypes.
@@ -62,7 +63,7 @@ class FullyShard:
         self._ranks = mesh.size(-1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._group = mesh.get_group(mesh.ndim - 1)
-        kept = {s.param for s in shards if s.param.dim() == 0 or not s.param.is_contiguous()} | units.left_over(model)
+        kept = {shard.param for shard in shards if not _can_be_sharded(shard.param)} | units.left_over(model)
         self.whole = [shard.name for shard in shards if shard.param in kept]
         taken = [shard for shard in shards if shard.param not in kept]
         self._dtypes = {shard.param: shard.param.dtype for shard in taken}
@@ -79,12 +80,17 @@ class FullyShard:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
+        for unit in self.units:  # a rank may not use what another does
+            if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
+                unit.set_reduce_scatter_unused_params(True)
         _prefetch(self.units[: len(units.blocks)], options.prefetch)
+        self._reshards = not options.reshard_after_forward
         self.shards = self._take_parts(shards)
+        self._use = UsageWatch(self.units, {place: self._originals[param] for place, param in self._places.items()})
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
 
-    @staticmethod
     def _shard(
+        self,
         unit: nn.Module,
         mesh: DeviceMesh,
         options: ShardOptions,
@@ -94,8 +100,9 @@ class FullyShard:
     ) -> FSDPModule:
         policy = MixedPrecisionPolicy(
             param_dtype=options.param_dtype,
-            reduce_dtype=reduce.dtype,
+            reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else reduce.dtype,
             output_dtype=options.output_dtype if is_root else None,
+            cast_forward_inputs=options.cast_inputs,
         )
         return fully_shard(
             unit,
@@ -125,14 +132,13 @@ class FullyShard:
                 self._optimizer.state[part.param] = {name: self._cut(v, name, param) for name, v in state.items()}
         for param in parts:
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # its memory is not needed any more
-        self._parts = parts
-        self._loads = list(self._take_whole())
+        self._originals = parts
+        self.parts = list(parts.values())
+        self._loads = [
+            module.register_load_state_dict_pre_hook(partial(take_part, self.reshard))
+            for module in {module for module, _ in self._places}
+        ]
         return [parts.get(shard.param, shard) for shard in shards]
-
-    def _take_whole(self) -> Iterator[Any]:
-        """State dicts with whole tensors can be loaded, too: each rank takes its part."""
-        for module in {module for module, _ in self._places}:
-            yield module.register_load_state_dict_pre_hook(_take_part)
 
     def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
         if not _is_cut(name, value, param):
@@ -169,15 +175,54 @@ class FullyShard:
             if wanted is None or any(id(param) in wanted for param in held.parameters()):
                 unit.set_requires_gradient_sync(last)
 
-    def take_grads(self) -> None:
-        """The gradients that FSDP2 has summed become those of the parts."""
-        for part in self._parts.values():
+    @property
+    def used(self) -> list[bool]:
+        """For each part whether its parameter had a gradient on this rank since `take_grads`."""
+        return [id(part) in self._use.seen for part in self.parts]
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether FSDP2 holds gradients that are summed."""
+        return any(part.source.param.grad is not None for part in self.parts if part.source is not None)
+
+    def take_grads(self, counts: Sequence[float]) -> None:
+        """The gradients that FSDP2 has summed become those of the parts.
+
+        Args:
+            counts: on how many ranks each part's parameter had one; where that is 0 there is none.
+
+        Raises:
+            InputError: FSDP2 has not summed one.
+        """
+        lost = []
+        for part, count in zip(self.parts, counts, strict=True):
             assert part.source is not None
             grad = part.source.take_grad()
             part.source.clear_grad()
-            if grad is not None:
+            if grad is not None and count:
                 held, local = part.take_grad(), _local(grad)
                 give_grad(part, local) if held is None else held.add_(local)
+            elif count and part.source.param.requires_grad:
+                lost.append(part.name)
+        self._use.seen.clear()
+        if lost:
+            raise InputError(
+                f"FSDP2 has not summed the gradients of {shorten(lost)}: a module returns tensors within an object that "
+                "it cannot look into; return tensors, tuples or dicts"
+            )
+
+    def stepped(self, shards: Sequence[ParamShard]) -> None:
+        """Weights are new, here. (`halfmesh.shard.Publisher`.)"""
+
+    def finish(self) -> None:
+        """An update is over: gathered weights are old."""
+        if self._reshards:
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Give up gathered weights."""
+        for unit in self.units:
+            unit.reshard()
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -194,10 +239,9 @@ class FullyShard:
             return
         for hook in self._loads:
             hook.remove()
-        for unit in self.units:
-            unit.reshard()
+        self.reshard()
         values: dict[nn.Parameter, torch.Tensor] = {}
-        for param, part in self._parts.items():
+        for param, part in self._originals.items():
             assert part.source is not None
             shape = part.source.param.shape
             values[param] = self._join(part.param.detach(), shape)
@@ -213,7 +257,7 @@ class FullyShard:
             module._parameters[name] = param
         for param, value in values.items():
             param.data, param.grad = value.to(self._dtypes[param], copy=True), None
-        originals = {part.param: param for param, part in self._parts.items()}
+        originals = {part.param: param for param, part in self._originals.items()}
         for group in self._optimizer.param_groups:
             group["params"][:] = [originals.get(param, param) for param in group["params"]]
         for buffer, dtype in self._buffers:
@@ -233,24 +277,14 @@ class FullyShard:
         return whole[: shape[0]].clone()
 
 
+def _can_be_sharded(param: torch.Tensor) -> bool:
+    return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
+
+
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             yield (module, name), param
-
-
-def _take_part(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Makes whole tensors in a state dict this rank's part, before they are loaded into a sharded module."""
-    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        value = state.get(prefix + name)
-        if value is not None and torch_private.assigns(metadata):
-            raise InputError(
-                f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a part; "
-                "load without assign, or load before initialize"
-            )
-        if isinstance(param, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            placed = value.to(param.device)
-            state[prefix + name] = distribute_tensor(placed, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:

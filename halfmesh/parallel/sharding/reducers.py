@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ... import torch_private
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..reducer import ReduceOptions, Reducer
@@ -71,6 +72,8 @@ class SliceReducer(Reducer):
         return work
 
     def _receive(self) -> None:
+        if not self._buckets:  # a stage of which nothing is trained
+            return
         had = [0.0 if i in b.absent else 1.0 for b in self._buckets for i in range(len(b.shards))]
         flags = torch.tensor(had).to(self._shards[0].param.device, non_blocking=True)
         work = self._all_reduce(flags, divide=False)
@@ -99,12 +102,24 @@ class ShardReducer(Reducer):
         buffers: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         options: ReduceOptions,
+        device: torch.device,
     ) -> None:
         self._sharded = sharded
+        self._device = device
+        self._own_stale = False
         self._is_open = False
         self._is_sent = False
         self._is_broken = False
         super().__init__(shards, buffers, group, options)
+
+    @property
+    def stale(self) -> bool:
+        """Whether gradients arrived since `finish`, in what is whole or in what FSDP2 holds."""
+        return self._own_stale or (self._finished and self._sharded.has_grads)
+
+    @stale.setter
+    def stale(self, value: bool) -> None:
+        self._own_stale = value
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         super().cover(self._sharded.left_whole(shards))
@@ -118,6 +133,12 @@ class ShardReducer(Reducer):
                 "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
                 "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
                 "ranks do not agree any more; end the run"
+            )
+        hooked = [p.name for p in self._sharded.parts if torch_private.has_grad_hooks(p.source.param)]  # type: ignore[union-attr]
+        if hooked:
+            raise InputError(
+                f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
+                "use data='zero1'"
             )
         self._is_open, self._is_sent = True, last
         self._sharded.announce(last)
@@ -137,8 +158,17 @@ class ShardReducer(Reducer):
                 "are summed in that backward, which has to be told before. Let engine.dataloader feed the loop (it "
                 "knows its end), give it as many batches as gradient_accumulation divides, or use data='zero1'"
             )
+        if self._finished:
+            raise InputError(
+                "gradients were added by a backward outside this engine after those of the update had been summed "
+                "(data='fsdp'); call engine.backward(loss) for every loss"
+            )
+        used = self._sharded.used
+        counts = torch.tensor(used, dtype=torch.float32).to(self._device, non_blocking=True)
+        work = self._all_reduce(counts, divide=False)
         super().finish()
-        self._sharded.take_grads()
+        work.wait()
+        self._sharded.take_grads([1.0] * len(used) if all(used) else counts.tolist())
         self._is_open = False
 
     def forget(self) -> None:

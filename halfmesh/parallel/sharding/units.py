@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ... import torch_private
+from ...errors import shorten
 from ..context import ParallelContext
 
 
@@ -20,11 +22,13 @@ class ShardOptions:
 
     Attributes:
         param_dtype: weights are gathered, and the model computes, in it; None: as they are.
+        cast_inputs: what each unit is called with is cast to it, too. (Not where the engine casts what the model gets.)
         output_dtype: of what the model returns; None: as it comes.
         buffer_dtype: floating-point buffers are cast to it; None: they stay.
     """
 
     param_dtype: torch.dtype | None = None
+    cast_inputs: bool = False
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
@@ -56,12 +60,23 @@ class Units:
 
     def left_over(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that no unit can have: of modules that are not called, or in several units."""
-        if self.not_called is None:
-            return set()
         seen: Counter[nn.Parameter] = Counter()
+        taken: set[nn.Module] = set()
         for unit in self.find(model):
-            seen.update(set(unit.parameters()))
+            own = {inner for inner in unit.modules() if inner not in taken}
+            taken |= own
+            seen.update({param for inner in own for param in inner.parameters(recurse=False)})
         return {param for param in model.parameters() if seen[param] != 1}
+
+
+def find_problems(model: nn.Module) -> Iterator[str]:
+    """Why FSDP2 cannot shard `model` so that it trains as it does whole."""
+    hooked = [name for name, param in model.named_parameters() if torch_private.has_grad_hooks(param)]
+    if hooked:
+        yield (
+            f"parallel.data: {shorten(hooked)} has hooks on its gradient, which FSDP2 never calls (it computes with "
+            "other parameters); remove them, or use data='zero1'"
+        )
 
 
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:

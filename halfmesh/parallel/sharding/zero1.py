@@ -88,7 +88,7 @@ class Slices:
             size = param.numel() * self._dtype(param).itemsize
             key = id(param) if id(param) in apart else (param.dtype, param.device, param.requires_grad)
             group, room = open_groups.get(key, ([], 0))
-            if size > room:
+            if size > room or key not in open_groups:  # an empty one needs a place, too
                 group, room = [], self._options.bucket_bytes
                 groups.append(group)
             group.append(shard)

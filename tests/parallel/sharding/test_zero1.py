@@ -215,6 +215,9 @@ def edits(rank, world_size):
     engine.model.conv.weight.data = engine.model.conv.weight.data.clone(memory_format=torch.contiguous_format)
     with pytest.raises(InputError, match=r"memory of 'conv.weight' was laid out anew"):
         take_step(engine, rank, 4)
+    with pytest.raises(InputError, match=r"memory of 'conv.weight' was laid out anew"):
+        engine.close()
+    engine.model.conv.to(memory_format=torch.channels_last)
     engine.close()
 
     engine = make_engine("zero1", optimizer=without_unused)
