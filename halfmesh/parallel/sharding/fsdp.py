@@ -207,8 +207,9 @@ class FullyShard:
         self._use.seen.clear()
         if lost:
             raise InputError(
-                f"FSDP2 has not summed the gradients of {shorten(lost)}: a module returns tensors within an object that "
-                "it cannot look into; return tensors, tuples or dicts"
+                f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these in this batch, "
+                "for which it takes torch 2.13; or a module returns tensors within an object that FSDP2 cannot look "
+                "into: return tensors, tuples or dicts"
             )
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:

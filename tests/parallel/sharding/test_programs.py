@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from dist_harness import run_ranks
+from dist_harness import RankFailure, run_ranks
 from sharding import MODES, all_equal, differences, make_engine, whole
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from halfmesh.errors import IncompatibleConfigError, InputError
 
@@ -102,9 +103,15 @@ PROGRAMS = {
 }
 
 
+ON_SOME_RANKS = ("ranks use different layers", "a rank in turn", "different layers, naive")
+FROM_2_13 = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def run(rank, world_size, strategy):
     found = {}
     for name, program in PROGRAMS.items():
+        if strategy == "fsdp" and name in ON_SOME_RANKS and not FROM_2_13:
+            continue
         runs = []
         for data in (strategy, "replicate"):
             model = program.get("convert", lambda m: m)(Net(**program.get("model", {})))
@@ -140,6 +147,17 @@ def test_programs(strategy):
         for name, difference in found.items():
             tolerance = 1e-15 if name == "float64" else 5e-3 if "naive" in PROGRAMS[name].get("mode", "") else 2e-6
             assert difference <= tolerance, (name, difference)
+
+
+def on_some_ranks(rank, world_size):
+    engine = make_engine("fsdp", optimizer=sgd, model=Net())
+    loop(engine, rank, **PROGRAMS["ranks use different layers"]["loop"])
+
+
+@pytest.mark.skipif(FROM_2_13, reason="torch can do it since 2.13")
+def test_layers_that_only_some_ranks_use_are_refused_by_older_torch():
+    with pytest.raises(RankFailure, match="Either only some ranks used these in this batch"):
+        run_ranks(on_some_ranks, 2, timeout=60)
 
 
 class Wrapped:
