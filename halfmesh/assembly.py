@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, compilation, inputs, launching
+from . import compat, compilation, inputs, launching, torch_private
 from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
@@ -149,6 +149,11 @@ def _convert(
     backend, rules = _backend(config), _rules(config)
     update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, context.device)
     precision = backend.precision(update.recipe, context.device)
+    if division.divides and torch_private.has_step_hooks(given.optimizer, update.holdings.guard):
+        _log.warning(
+            "the optimizer has hooks around its step; they will see this rank's parts of the model, and norms of "
+            "gradients there are not the model's"
+        )
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
     if division.random is not None:

@@ -141,6 +141,11 @@ class Division:
         return self.sharded.shards
 
     @property
+    def divides(self) -> bool:
+        """Whether this rank has a part of the model only, or of its update."""
+        return self.tensor is not None or self.cut is not None or self.cuts_updates
+
+    @property
     def cuts_updates(self) -> bool:
         """Whether each data rank steps its part of the weights only."""
         return self.slices is not None or self.sharded is not None

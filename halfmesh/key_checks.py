@@ -110,6 +110,12 @@ def _check_data(config: Config) -> Iterator[Finding]:
     if config.parallel.pipeline.size > 1 and data.output_dtype is not None:
         message = f"{data.output_dtype!r} cannot be had under a pipeline, which calls no model as a whole; remove it"
         yield Finding("refused", "parallel.data.output_dtype", message)
+    if config.parallel.pipeline.size > 1 and not data.reshard_after_forward:
+        message = (
+            "False keeps the weights that were gathered for one microbatch while others are on their way, which FSDP2 "
+            "does not do right under a pipeline; leave it at True"
+        )
+        yield Finding("refused", "parallel.data.reshard_after_forward", message)
     decides = recipe_of(config).param_dtype
     if data.buffer_dtype is not None and decides not in (None, getattr(torch, data.buffer_dtype)):
         message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({config.precision_dtype}); remove it"

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,6 +23,7 @@ from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
 from .units import ShardOptions, Units
 from .unwrap import unwrap
+from .whole import Whole, is_cut
 
 
 class FullyShard:
@@ -62,7 +62,7 @@ class FullyShard:
         self._optimizer = optimizer
         self._ranks = mesh.size(-1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
-        self._group = mesh.get_group(mesh.ndim - 1)
+        self._whole = Whole(mesh.get_group(mesh.ndim - 1))
         kept = {shard.param for shard in shards if not _can_be_sharded(shard.param)} | units.left_over(model)
         self.whole = [shard.name for shard in shards if shard.param in kept]
         taken = [shard for shard in shards if shard.param not in kept]
@@ -87,7 +87,9 @@ class FullyShard:
         self._reshards = not options.reshard_after_forward
         self.shards = self._take_parts(shards)
         self._use = UsageWatch(self.units, {place: self._originals[param] for place, param in self._places.items()})
-        self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        self._hooks = [optimizer.register_load_state_dict_post_hook(refuse_other_state)]
+        if self._reshards:  # what is written into weights after an evaluation has to reach the parts
+            self._hooks.append(model.register_forward_hook(self._after_forward))
 
     def _shard(
         self,
@@ -133,6 +135,7 @@ class FullyShard:
         for param in parts:
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # its memory is not needed any more
         self._originals = parts
+        self._trained = {id(part): part.param.requires_grad for part in parts.values()}
         self.parts = list(parts.values())
         self._loads = [
             module.register_load_state_dict_pre_hook(partial(take_part, self.reshard))
@@ -141,7 +144,7 @@ class FullyShard:
         return [parts.get(shard.param, shard) for shard in shards]
 
     def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
-        if not _is_cut(name, value, param):
+        if not is_cut(name, value, param):
             return value
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
@@ -181,6 +184,13 @@ class FullyShard:
         return [id(part) in self._use.seen for part in self.parts]
 
     @property
+    def frozen_elsewhere(self) -> list[str]:
+        """Parameters that were frozen or unfrozen by way of the objects that the model came with."""
+        return [
+            p.name for p in self.parts if p.original is not None and p.original.requires_grad != self._trained[id(p)]
+        ]
+
+    @property
     def has_grads(self) -> bool:
         """Whether FSDP2 holds gradients that are summed."""
         return any(part.source.param.grad is not None for part in self.parts if part.source is not None)
@@ -207,9 +217,9 @@ class FullyShard:
         self._use.seen.clear()
         if lost:
             raise InputError(
-                f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these in this batch, "
-                "for which it takes torch 2.13; or a module returns tensors within an object that FSDP2 cannot look "
-                "into: return tensors, tuples or dicts"
+                f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these in this "
+                "batch, for which it takes torch 2.13; or a module returns tensors within an object that FSDP2 cannot "
+                "look into: return tensors, tuples or dicts"
             )
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
@@ -218,6 +228,10 @@ class FullyShard:
     def finish(self) -> None:
         """An update is over: gathered weights are old."""
         if self._reshards:
+            self.reshard()
+
+    def _after_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
             self.reshard()
 
     def reshard(self) -> None:
@@ -235,47 +249,32 @@ class FullyShard:
         Args:
             whole: False leaves the model sharded: other ranks may be gone.
         """
-        self._hook.remove()
         if not whole:
             return
-        for hook in self._loads:
+        for hook in (*self._hooks, *self._loads):
             hook.remove()
         self.reshard()
         values: dict[nn.Parameter, torch.Tensor] = {}
         for param, part in self._originals.items():
             assert part.source is not None
             shape = part.source.param.shape
-            values[param] = self._join(part.param.detach(), shape)
-            state = self._optimizer.state.pop(part.param, {})
-            joined = {
-                name: self._join(value, shape) if _is_cut(name, value, part.param) else value
-                for name, value in state.items()
-            }
-            if joined:
-                self._optimizer.state[param] = joined
+            values[param] = self._whole.join(part.param.detach(), shape)
+            if state := self._whole.state(self._optimizer, part, shape):
+                self._optimizer.state[param] = state
         unwrap(self._before)
         for (module, name), param in self._places.items():
             module._parameters[name] = param
         for param, value in values.items():
+            part = self._originals[param]
+            assert part.source is not None
             param.data, param.grad = value.to(self._dtypes[param], copy=True), None
+            param.requires_grad_(part.source.param.requires_grad)
+            part.param.data = part.param.data.new_empty(0)
         originals = {part.param: param for param, part in self._originals.items()}
         for group in self._optimizer.param_groups:
             group["params"][:] = [originals.get(param, param) for param in group["params"]]
         for buffer, dtype in self._buffers:
             buffer.data = buffer.data.to(dtype)
-
-    def _join(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What the ranks of one copy hold of a tensor, put together.
-
-        (`DTensor.full_tensor` may look for a group of an engine that was closed before: torch remembers meshes by their
-        ranks.)
-        """
-        rows = -(-shape[0] // self._ranks)
-        own = part.new_zeros(rows, *shape[1:])
-        own[: part.shape[0]].copy_(part)
-        whole = part.new_empty(rows * self._ranks, *shape[1:])
-        dist.all_gather_into_tensor(whole, own, group=self._group)
-        return whole[: shape[0]].clone()
 
 
 def _can_be_sharded(param: torch.Tensor) -> bool:
@@ -286,12 +285,6 @@ def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parame
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             yield (module, name), param
-
-
-def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
-    """Whether an entry of `param`'s state has an element for each of its own. (`step` is a counter, in torch's
-    optimizers, and a scalar.)"""
-    return isinstance(value, torch.Tensor) and value.shape == param.shape and name != "step"
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -140,6 +140,12 @@ class ShardReducer(Reducer):
                 f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
                 "use data='zero1'"
             )
+        frozen = self._sharded.frozen_elsewhere
+        if frozen:
+            raise InputError(
+                f"requires_grad of {shorten(frozen)} was changed on the parameters that the model came with, but under "
+                "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
+            )
         self._is_open, self._is_sent = True, last
         self._sharded.announce(last)
         super().open(last)

@@ -71,6 +71,9 @@ class Units:
 
 def find_problems(model: nn.Module) -> Iterator[str]:
     """Why FSDP2 cannot shard `model` so that it trains as it does whole."""
+    scripts = [name or "the model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripts:
+        yield f"parallel.data: {shorten(scripts)} is compiled by torch.jit, which FSDP2 cannot shard; use data='zero1'"
     hooked = [name for name, param in model.named_parameters() if torch_private.has_grad_hooks(param)]
     if hooked:
         yield (

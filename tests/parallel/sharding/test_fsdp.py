@@ -314,6 +314,12 @@ REFUSED = {
         "is not what the mode casts the model to",
     ),
     "hybrid": ({}, {"hybrid": 3}, IncompatibleConfigError, "parallel.data.hybrid: 3 does not divide the 4 data ranks"),
+    "reshard_after_forward": (
+        {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}},
+        {"reshard_after_forward": False},
+        IncompatibleConfigError,
+        "which FSDP2 does not do right under a pipeline",
+    ),
     "output_dtype": (
         {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}},
         {"output_dtype": "float32"},

@@ -247,3 +247,54 @@ def frozen_stage(rank, world_size, strategy):
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_stage_of_which_nothing_is_trained(strategy):
     assert all(math.isfinite(value) for value in run_ranks(frozen_stage, 4, strategy, timeout=60))
+
+
+class SkipsEmpty(torch.optim.SGD):
+    """Keeps state of its own, where there is something to step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.numel():
+                    state = self.state[param]
+                    state["mean"] = state.get("mean", torch.zeros_like(param)).mul(0.9).add(param.grad)
+                    param.data.sub_(state["mean"], alpha=group["lr"])
+
+
+def corners(rank, world_size, strategy):
+    found = {}
+    ours = make_engine(strategy, optimizer=partial(SkipsEmpty, lr=0.1), model=Net())
+    theirs = make_engine("replicate", optimizer=partial(SkipsEmpty, lr=0.1), model=Net())
+    for engine in (ours, theirs):
+        loop(engine, rank, steps=2)
+    found["own state"] = max(differences(whole(ours), whole(theirs)).values())
+
+    model = Net()
+    params = list(model.parameters())
+    engine = make_engine(strategy, optimizer=sgd, model=model)
+    loop(engine, rank, steps=1)
+    engine.model.end.requires_grad_(False)
+    loop(engine, rank, steps=1)
+    engine.close()
+    found["frozen after close"] = not model.end.weight.requires_grad and model.begin.weight.requires_grad
+    if strategy == "fsdp":
+        engine = make_engine(strategy, optimizer=sgd, model=Net())
+        params = [part.original for part in engine._division.sharded.parts]
+        params[0].requires_grad_(False)
+        with pytest.raises(InputError, match="change it on engine.model's"):
+            loop(engine, rank, steps=1)
+        kept = make_engine({"strategy": "fsdp", "reshard_after_forward": False}, optimizer=sgd, model=Net())
+        evaluate(kept, rank, 0)
+        with torch.no_grad():
+            for param in kept.model.parameters():
+                param.fill_(0.25)
+        kept.close()
+        found["written"] = all(bool((p == 0.25).all()) for p in kept.model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_corners(strategy):
+    for found in run_ranks(corners, 3, strategy, timeout=60):
+        assert found.pop("own state") <= 2e-6
+        assert all(found.values()), found
