@@ -281,7 +281,7 @@ def corners(rank, world_size, strategy):
         engine = make_engine(strategy, optimizer=sgd, model=Net())
         params = [part.original for part in engine._division.sharded.parts]
         params[0].requires_grad_(False)
-        with pytest.raises(InputError, match="change it on engine.model's"):
+        with pytest.raises(InputError, match=r"change it on engine.model's"):
             loop(engine, rank, steps=1)
         kept = make_engine({"strategy": "fsdp", "reshard_after_forward": False}, optimizer=sgd, model=Net())
         evaluate(kept, rank, 0)
