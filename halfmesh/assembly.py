@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, compilation, inputs, launching
+from . import compat, compilation, inputs, launching, torch_private
 from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
@@ -140,7 +140,7 @@ def _convert(
     context.start_equal(given.model, given.optimizer)
     # Before the model goes to the device, which may not have room for all of it.
     division = Division(given.model, given.optimizer, plans, config, context)
-    given.model.to(context.device)
+    torch_private.move_module(given.model, context.device)
     _move_state(given.optimizer, context.device)
     separate_dp_ranks(config.seed, context)
     shards = division.make_shards(given.model, given.optimizer)

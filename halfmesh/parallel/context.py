@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
+from .objects import broadcast_object, gather_objects
 
 AXES = ("pp", "dp", "tp")
 
@@ -118,6 +119,11 @@ class ParallelContext:
         return self._axis_groups[axis]
 
     @property
+    def groups(self) -> dict[str, str]:
+        """The axis of each group that was made so far, by the group's name."""
+        return {group.group_name: key.partition("(")[0] for key, group in self._axis_groups.items() if group is not None}
+
+    @property
     def _grid(self) -> torch.Tensor:
         """All ranks, by their places on the axes."""
         return torch.arange(self.size).view(self.shape)
@@ -191,16 +197,11 @@ class ParallelContext:
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 gave as `value`."""
-        objects = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(objects, src=0, device=self.device)
-        return objects[0]
+        return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
     def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
         """What the rank at `place` of `axis` gave as `value`."""
-        objects = [value]
-        dist.broadcast_object_list(objects, group_src=place, group=self.group(axis), device=self.device)
-        return objects[0]
+        return broadcast_object(value, place, self.device, self.group(axis))
 
     def _refuse_differences(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
@@ -212,8 +213,7 @@ class ParallelContext:
             "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
         }
         digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, digests)
+        everyone = gather_objects(digests)
         for what in mine:
             odd = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
             if odd:
@@ -226,9 +226,7 @@ class ParallelContext:
         """Whether all ranks call this with the same `value`."""
         if self.size == 1:
             return True
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value)
-        return all(other == value for other in everyone)
+        return all(other == value for other in gather_objects(value))
 
     def close(self) -> None:
         """Free the groups that this context made."""

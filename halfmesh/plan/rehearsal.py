@@ -1,0 +1,236 @@
+"""One rank of a run, without memory and without the other ranks: assembled as `initialize` does, and one update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import optim
+
+from .. import torch_private
+from ..assembly import initialize
+from ..errors import InputError
+from ..tree import map_tensors
+from . import subject
+from .tracker import OTHER, Tracker, Traffic
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..engine.engine import Engine
+    from .subject import Subject
+
+PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
+"""Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an update
+needs while it is made, some of it kept for the next."""
+
+
+@dataclass
+class Figures:
+    """What one rank holds and sends.
+
+    Attributes:
+        parts: bytes by part, each at its largest within an update; not all of them are at the same time.
+        kept: bytes between two updates.
+        peak: the most bytes at once; None without inputs.
+        numel: of the parameters.
+        traffic: in one update, by axis ("all": over all ranks).
+    """
+
+    parts: dict[str, int]
+    kept: int
+    peak: int | None
+    numel: int
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many."""
+
+    rank: int
+    size: int
+
+
+def rehearse(
+    config: Config, reference: str, batch: tuple[str, ...], place: Place, microbatches: int | None = None
+) -> Figures:
+    """The figures of one rank. This process has no process group.
+
+    Args:
+        reference: the model's function, see `subject.make`.
+        microbatches: as if the pipeline had so many, of the same size.
+
+    Raises:
+        InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
+    """
+    tracker = Tracker()
+    with _quiet(place.rank > 0), _world(place), torch_private.dry_run_mode(), tracker:
+        given = subject.make(reference, batch)
+        if given.inputs is not None:
+            _refuse_rows(given.rows, config)
+        wanted = config.parallel.pipeline.microbatches
+        if microbatches is not None and wanted is not None and microbatches != wanted:
+            given = given.with_rows(given.rows // wanted * microbatches)
+            config = with_microbatches(config, microbatches)
+        engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
+        return _Rehearsal(engine, given, tracker).run()
+
+
+def with_microbatches(config: Config, count: int) -> Config:
+    """`config` with so many microbatches."""
+    parallel = config.parallel
+    pipeline = parallel.pipeline.model_copy(update={"microbatches": count})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"pipeline": pipeline})})
+
+
+class _Rehearsal:
+    """Some steps of `engine`, seen by `tracker`."""
+
+    def __init__(self, engine: Engine, given: Subject, tracker: Tracker) -> None:
+        self._engine = engine
+        self._given = given
+        self._tracker = tracker
+        groups = engine.context.groups
+        self._axes = groups
+        tracker.label_sent({group: "communication" for group, axis in groups.items() if axis in ("dp", "pp")})
+        self._params = list(engine.model.parameters())
+
+    def run(self) -> Figures:
+        tracker, engine = self._tracker, self._engine
+        update = engine._update
+        self._make_state()
+        engine.zero_grad()
+        tracker.label(update.holdings.masters.values(), "masters")
+        tracker.label([*self._params, *engine.model.buffers()], "parameters")
+        state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
+        tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
+        tracker.begin()
+        tracker.traffic.clear()
+        numel = sum(param.numel() for param in self._params)
+        held = {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
+        batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
+        before_all = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
+        kept = tracker.total - batch
+        if self._given.inputs is None:
+            gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
+            return Figures({**held, "gradients": gradients}, kept, None, numel)
+        hooks = [
+            param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
+            for param in self._params
+            if param.requires_grad
+        ]
+        length = engine.config.gradient_accumulation
+        for index in range(min(length, 2)):
+            before = {group: Traffic(t.messages, t.bytes) for group, t in tracker.traffic.items()}
+            self._forward_and_backward()
+            activations, communication = tracker.largest[OTHER], tracker.largest["communication"]
+            last = index == min(length, 2) - 1
+            if not last:
+                engine.step()
+                repeated = {g: _minus(t, before.get(g, Traffic())) for g, t in tracker.traffic.items()}
+                for group, traffic in repeated.items():  # batches between the first and the last are like the first
+                    tracker.traffic[group].messages += traffic.messages * (length - 2)
+                    tracker.traffic[group].bytes += traffic.bytes * (length - 2)
+        for hook in hooks:
+            hook.remove()
+        grads = [g for s in update.holdings.trained for g in (s.main_grad, s.param.grad) if g is not None]
+        tracker.label(grads, "gradients")
+        peak = tracker.peak
+        tracker.begin()
+        began = tracker.alive[OTHER]
+        engine.step(last=True)
+        engine.zero_grad()
+        parts = {
+            **held,
+            "gradients": tracker.largest["gradients"],
+            "communication": max(communication, tracker.largest["communication"]),
+            "activations": activations - before_all,
+            "temporary": before_all + tracker.largest[OTHER] - began,
+        }
+        traffic: dict[str, Traffic] = {}
+        for group, sent in tracker.traffic.items():
+            total = traffic.setdefault(self._axes.get(group, "all"), Traffic())
+            total.messages += sent.messages
+            total.bytes += sent.bytes
+        return Figures(parts, kept, max(peak, tracker.peak), numel, traffic)
+
+    def _make_state(self) -> None:
+        """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
+        update = self._engine._update
+        for shard in update.holdings.trained:
+            if shard.param.requires_grad:
+                shard.param.grad = torch.zeros_like(shard.param)
+        update.step()
+        update.retire_gradients()
+
+    def _forward_and_backward(self) -> None:
+        engine, given = self._engine, self._given
+        args, kwargs = given.call
+        targets = () if given.criterion is None else (given.targets,)
+        try:
+            output = engine(*args, **kwargs)
+            engine.backward(engine.criterion(output, *targets))
+        except InputError:
+            raise
+        except Exception as error:
+            shapes = map_tensors(lambda t: f"{list(t.shape)} {t.dtype}", given.inputs)  # type: ignore[arg-type,return-value]
+            raise InputError(
+                f"--model: calling the model with {shapes} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def _stand_in(output: Any) -> torch.Tensor:
+    """The model's own loss where it returns one, else the sum of its first output: what follows it has its size."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, output)  # type: ignore[func-returns-value]
+    floats = [tensor for tensor in found if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise InputError("--model: the model returned no tensor with a graph, so there is no loss to go backward from")
+    return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
+
+
+def _refuse_rows(rows: int, config: Config) -> None:
+    pipeline = config.parallel.pipeline
+    wanted = pipeline.microbatches
+    if pipeline.size > 1 and wanted and rows % wanted:
+        below, above = rows // wanted * wanted, (rows // wanted + 1) * wanted
+        near = f"{below} or {above}" if below else str(above)
+        raise InputError(
+            f"--batch: parallel.pipeline.microbatches={wanted} does not divide the {rows} rows of a data rank's batch; "
+            f"give {near} rows, or change microbatches"
+        )
+
+
+def _bytes(tree: Any) -> int:
+    found: list[torch.Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
+    return sum(t.numel() * t.element_size() for t in found)
+
+
+def _minus(a: Traffic, b: Traffic) -> Traffic:
+    return Traffic(a.messages - b.messages, a.bytes - b.bytes)
+
+
+@contextmanager
+def _world(place: Place) -> Iterator[None]:
+    if place.size == 1:
+        yield
+        return
+    with torch_private.fake_world(place.rank, place.size):
+        yield
+
+
+@contextmanager
+def _quiet(warnings_too: bool) -> Iterator[None]:
+    """What `initialize` says of the layout is said by the plan; warnings are, too, but once."""
+    logger = logging.getLogger("halfmesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR if warnings_too else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
