@@ -139,14 +139,14 @@ class _Rehearsal:
             hook.remove()
         grads = [g for s in update.holdings.trained for g in (s.main_grad, s.param.grad) if g is not None]
         tracker.label(grads, "gradients")
-        peak = tracker.peak
+        peak, gradients = tracker.peak, tracker.largest["gradients"]
         tracker.begin()
         began = tracker.alive[OTHER]
         engine.step(last=True)
         engine.zero_grad()
         parts = {
             **held,
-            "gradients": tracker.largest["gradients"],
+            "gradients": max(gradients, tracker.largest["gradients"]),
             "communication": max(communication, tracker.largest["communication"]),
             "activations": activations - before_all,
             "temporary": before_all + tracker.largest[OTHER] - began,

@@ -1,0 +1,167 @@
+"""A run of any size, planned on one machine: what each kind of rank holds, and what it sends."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from ..compat import Layout, get_layout
+from ..errors import ConfigError, HalfmeshError
+from ..parallel.registries import SCHEDULES
+from .rehearsal import Figures, Place, rehearse
+from .tracker import Traffic
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+
+@dataclass
+class DryRun:
+    """What a run would be.
+
+    Attributes:
+        problems: why it cannot run; empty if it can.
+        ranks: what ranks of the first, middle and last stage hold and send, by rank.
+        bubble: the part of a step in which a rank of the pipeline waits.
+        extrapolated: None where all microbatches were run, else the two numbers of them that were.
+        notes: what was left out.
+    """
+
+    layout: Layout
+    problems: list[str] = field(default_factory=list)
+    ranks: dict[int, Figures] = field(default_factory=dict)
+    bubble: float = 0.0
+    extrapolated: tuple[int, int] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def largest(self) -> tuple[int, Figures]:
+        """The rank that needs most, and its figures."""
+        return max(self.ranks.items(), key=lambda item: needed(item[1]))
+
+    def stage_of(self, rank: int) -> int:
+        """The place of `rank` in the pipeline."""
+        return rank // (self.layout.data * self.layout.tensor)
+
+
+def needed(figures: Figures) -> int:
+    """The bytes that a rank needs, as far as they are known."""
+    return figures.peak if figures.peak is not None else figures.kept + figures.parts.get("gradients", 0)
+
+
+def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] = ()) -> DryRun:
+    """Plan a run of `config`, against which nothing is known, with the optimizer AdamW.
+
+    Args:
+        model: "package.module:build", see `subject.make`.
+        batch: shapes of the model's inputs, in place of those that `build` returns.
+    """
+    layout = get_layout(config, world_size)
+    run = DryRun(layout)
+    config = _without_extras(config, run.notes)
+    pipeline = config.parallel.pipeline
+    if pipeline.size > 1:
+        schedule = SCHEDULES.get(pipeline.schedule)
+        run.bubble = schedule.bubble(pipeline.size, pipeline.chunks, pipeline.microbatches or 1)
+        run.extrapolated = choose_counts(config)
+    stages = sorted({0, pipeline.size // 2, pipeline.size - 1})
+    ranks = [stage * layout.data * layout.tensor for stage in stages]
+    jobs = [(rank, count) for rank in ranks for count in run.extrapolated or (None,)]
+    found: dict[tuple[int, int | None], Figures] = {}
+    problems: dict[str, None] = {}
+    for job, figures in zip(jobs, _each(config, world_size, model, batch, jobs), strict=True):
+        if isinstance(figures, Figures):
+            found[job] = figures
+        else:
+            problems |= dict.fromkeys(figures)
+    run.problems = list(problems)
+    if run.problems:
+        return run
+    for rank in ranks:
+        if run.extrapolated is None:
+            run.ranks[rank] = found[rank, None]
+        else:
+            few, more = run.extrapolated
+            run.ranks[rank] = extrapolate(
+                found[rank, few], found[rank, more], few, more, config.parallel.pipeline.microbatches or 1
+            )
+    if any(figures.peak is None for figures in run.ranks.values()):
+        run.notes.append(
+            "what the model is called with is not known, so activations, communication and the peak are missing: "
+            "give --batch, or let build return (model, inputs)"
+        )
+    return run
+
+
+def choose_counts(config: Config) -> tuple[int, int] | None:
+    """Two numbers of microbatches from which all figures follow on a line; None if running all of them is as cheap.
+
+    As soon as there are as many as the schedule ever has under way on a rank, each more adds the same.
+    """
+    pipeline = config.parallel.pipeline
+    size, wanted = pipeline.size, pipeline.microbatches or 1
+    schedule = SCHEDULES.get(pipeline.schedule)
+    fitting = [n for n in range(2, wanted) if not any(schedule.find_problems(size, pipeline.chunks, n))]
+    # An interleaved rank has up to 2 (p - 1) + (v - 1) p stages' forwards under way, of v a microbatch.
+    enough = [n for n in fitting if n >= size * (2 if pipeline.chunks > 1 else 1) or pipeline.schedule == "gpipe"]
+    if len(enough) < 2 or enough[0] + enough[1] > 0.75 * wanted:
+        return None
+    return enough[0], enough[1]
+
+
+def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: int) -> Figures:
+    """The figures with `wanted` microbatches, from those with `count` and with `larger`."""
+
+    def at(a: int, b: int) -> int:
+        return a + (b - a) * (wanted - count) // (larger - count)
+
+    if few.peak is None or more.peak is None:
+        return few
+    parts = {part: at(few.parts[part], more.parts[part]) for part in few.parts}
+    traffic = {
+        axis: Traffic(at(few.traffic[axis].messages, sent.messages), at(few.traffic[axis].bytes, sent.bytes))
+        for axis, sent in more.traffic.items()
+    }
+    return Figures(parts, few.kept, at(few.peak, more.peak), few.numel, traffic)
+
+
+def _without_extras(config: Config, notes: list[str]) -> Config:
+    """Without what needs a compiler, or time that is measured."""
+    if config.compile.enabled:
+        notes.append("compile is left out: compiled code holds less than what is counted here")
+        config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": False})})
+    if config.parallel.pipeline.size > 1 and config.parallel.pipeline.balance == "time":
+        notes.append("balance='time' needs the machines: stages are balanced by parameters here")
+        pipeline = config.parallel.pipeline.model_copy(update={"balance": "parameters"})
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": pipeline})})
+    return config
+
+
+Job = tuple[int, int | None]
+
+
+def _each(
+    config: Config, world_size: int, model: str, batch: tuple[str, ...], jobs: list[Job]
+) -> list[Figures | list[str]]:
+    """Figures or problems of each job; several are done in processes of their own."""
+    calls = [(config, model, batch, Place(rank, world_size), count) for rank, count in jobs]
+    if len(calls) == 1:
+        return [_try(*calls[0])]
+    workers = min(len(calls), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        running: list[Future[Figures | list[str]]] = [pool.submit(_try, *call) for call in calls]
+        return [job.result() for job in running]
+
+
+def _try(
+    config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None
+) -> Figures | list[str]:
+    try:
+        return rehearse(config, model, batch, place, count)
+    except ConfigError as error:
+        return list(error.problems)
+    except (HalfmeshError, NotImplementedError) as error:
+        return str(error).splitlines()
