@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
 from .objects import broadcast_object, gather_objects
@@ -166,7 +167,7 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size == 1:
+        if self.size == 1 or torch_private.is_alone():
             return
         sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
         if sparse:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+import torch
+
+from .. import torch_private
 from ..compat import Layout, get_layout
+from ..division import make_plans
 from ..errors import ConfigError, HalfmeshError
 from ..parallel.registries import SCHEDULES
+from . import subject
 from .rehearsal import Figures, Place, rehearse
-from .tracker import Traffic
+from .tracker import Tracker, Traffic
 
 if TYPE_CHECKING:
     from ..config import Config
+
+
+MOST_KINDS = 3
+"""Of ranks that are looked at: on the first, a middle and the last stage. Those of a stage are alike."""
 
 
 @dataclass
@@ -28,6 +38,7 @@ class DryRun:
         bubble: the part of a step in which a rank of the pipeline waits.
         extrapolated: None where all microbatches were run, else the two numbers of them that were.
         notes: what was left out.
+        rows: of a data rank's batch; 0 if not known.
     """
 
     layout: Layout
@@ -36,6 +47,7 @@ class DryRun:
     bubble: float = 0.0
     extrapolated: tuple[int, int] | None = None
     notes: list[str] = field(default_factory=list)
+    rows: int = 0
 
     @property
     def largest(self) -> tuple[int, Figures]:
@@ -67,7 +79,7 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
         schedule = SCHEDULES.get(pipeline.schedule)
         run.bubble = schedule.bubble(pipeline.size, pipeline.chunks, pipeline.microbatches or 1)
         run.extrapolated = choose_counts(config)
-    stages = sorted({0, pipeline.size // 2, pipeline.size - 1})
+    stages = sorted({0, pipeline.size // 2, pipeline.size - 1})  # MOST_KINDS
     ranks = [stage * layout.data * layout.tensor for stage in stages]
     jobs = [(rank, count) for rank in ranks for count in run.extrapolated or (None,)]
     found: dict[tuple[int, int | None], Figures] = {}
@@ -77,8 +89,8 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
             found[job] = figures
         else:
             problems |= dict.fromkeys(figures)
-    run.problems = list(problems)
-    if run.problems:
+    if problems:
+        run.problems = list(problems | dict.fromkeys(find_model_problems(config, world_size, model)))
         return run
     for rank in ranks:
         if run.extrapolated is None:
@@ -88,12 +100,26 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
             run.ranks[rank] = extrapolate(
                 found[rank, few], found[rank, more], few, more, config.parallel.pipeline.microbatches or 1
             )
+    run.rows = next(iter(run.ranks.values())).rows
     if any(figures.peak is None for figures in run.ranks.values()):
         run.notes.append(
             "what the model is called with is not known, so activations, communication and the peak are missing: "
             "give --batch, or let build return (model, inputs)"
         )
     return run
+
+
+def find_model_problems(config: Config, world_size: int, model: str) -> list[str]:
+    """Why the model cannot be divided as `config` says, which need not be right otherwise."""
+    try:
+        with torch_private.dry_run_mode(), Tracker():
+            given = subject.make(model).model
+            make_plans(given, torch.optim.AdamW(given.parameters()), None, None, config, max(1, world_size))
+    except ConfigError as error:
+        return list(error.problems)
+    except (HalfmeshError, ValueError) as error:  # ValueError: a model without parameters
+        return str(error).splitlines()
+    return []
 
 
 def choose_counts(config: Config) -> tuple[int, int] | None:
@@ -125,7 +151,7 @@ def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: in
         axis: Traffic(at(few.traffic[axis].messages, sent.messages), at(few.traffic[axis].bytes, sent.bytes))
         for axis, sent in more.traffic.items()
     }
-    return Figures(parts, few.kept, at(few.peak, more.peak), few.numel, traffic)
+    return Figures(parts, few.kept, at(few.peak, more.peak), few.numel, traffic, few.rows // count * wanted)
 
 
 def _without_extras(config: Config, notes: list[str]) -> Config:
@@ -150,10 +176,23 @@ def _each(
     calls = [(config, model, batch, Place(rank, world_size), count) for rank, count in jobs]
     if len(calls) == 1:
         return [_try(*calls[0])]
-    workers = min(len(calls), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        running: list[Future[Figures | list[str]]] = [pool.submit(_try, *call) for call in calls]
+    # One for each kind of rank, also where there are fewer cores: they take unequally long.
+    workers = min(len(calls), max(MOST_KINDS, os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, get_context(_start_method())) as pool:
+        running: list[Future[Figures | list[str]]] = [pool.submit(_try_in_fork, *call) for call in calls]
         return [job.result() for job in running]
+
+
+def _start_method() -> str:
+    """fork, which need not import torch again, where it is safe."""
+    return "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
+
+
+def _try_in_fork(
+    config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None
+) -> Figures | list[str]:
+    torch.set_num_threads(1)  # of a fork the threads of the process before are gone
+    return _try(config, model, batch, place, count)
 
 
 def _try(

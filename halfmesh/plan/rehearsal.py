@@ -38,6 +38,7 @@ class Figures:
         peak: the most bytes at once; None without inputs.
         numel: of the parameters.
         traffic: in one update, by axis ("all": over all ranks).
+        rows: of the batch.
     """
 
     parts: dict[str, int]
@@ -45,6 +46,7 @@ class Figures:
     peak: int | None
     numel: int
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class _Rehearsal:
             total = traffic.setdefault(self._axes.get(group, "all"), Traffic())
             total.messages += sent.messages
             total.bytes += sent.bytes
-        return Figures(parts, kept, max(peak, tracker.peak), numel, traffic)
+        return Figures(parts, kept, max(peak, tracker.peak), numel, traffic, self._given.rows)
 
     def _make_state(self) -> None:
         """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
