@@ -9,13 +9,10 @@ from torch import nn
 from halfmesh import PARTITIONERS, TENSOR_PLANS, BlockPartition, LayerPlan
 
 
-LENGTH = 4096
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, length: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
         self.q = nn.Linear(width, heads * self.size, bias=False)
@@ -23,7 +20,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, kv_heads * self.size, bias=False)
         self.out = nn.Linear(heads * self.size, width, bias=False)
 
-        angles = torch.arange(LENGTH)[:, None] / 500000.0 ** (torch.arange(0, self.size, 2) / self.size).repeat(2)
+        angles = torch.arange(length)[:, None] / 500000.0 ** (torch.arange(0, self.size, 2) / self.size).repeat(2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -42,10 +39,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, inner: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, inner: int, length: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, heads, kv_heads)
+        self.attention = Attention(width, heads, kv_heads, length)
         self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
@@ -57,10 +54,12 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, width: int, depth: int, heads: int, kv_heads: int, inner: int, vocabulary: int) -> None:
+    def __init__(
+        self, width: int, depth: int, heads: int, kv_heads: int, inner: int, vocabulary: int, length: int = 4096
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, inner) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, inner, length) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -116,7 +115,7 @@ def _with_batch(model: nn.Module, rows: int, length: int) -> tuple[nn.Module, ob
 
 
 def small() -> object:
-    return _with_batch(Llama(64, 4, 8, 4, 128, 256), 8, 32)
+    return _with_batch(Llama(64, 4, 8, 4, 128, 256, length=32), 8, 32)
 
 
 def b8() -> object:

@@ -25,6 +25,7 @@ def _commands() -> None:
 
 @app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")
 def check(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
     world_size: Annotated[int, typer.Option(help="The number of ranks the run would have.")],
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
@@ -44,7 +45,7 @@ def check(
 
     Needs no GPU. The exit status is 0 if the config can run (with --gpu-memory: and fits), else 1.
 
-    With --model one update is done on tensors without memory, by one rank of each kind: what it holds and what it sends.
+    With --model one rank of each kind does an update on tensors without memory: what it holds, and what it sends.
     build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).
     """
     from ..compat import check as find
@@ -60,7 +61,9 @@ def check(
         planned = None
     else:
         with contextlib.redirect_stdout(sys.stderr):
-            planned = _Planned(loaded, right, world_size, device, model, tuple(batch or ()), gpu_memory)
+            planned = _Planned(
+                loaded, right, world_size, device, model, tuple(batch or ()), gpu_memory, bool(context.obj)
+            )
         right = right and not planned.problems
     plan = _plan(loaded, world_size) if loaded and right else None
     if as_json:
@@ -73,7 +76,7 @@ def check(
 
 def main() -> None:
     """The console script `halfmesh`."""
-    app()
+    app(obj="a fresh process")
 
 
 class _Planned:
@@ -88,6 +91,7 @@ class _Planned:
         model: str,
         batch: tuple[str, ...],
         memory: str | None,
+        is_fresh: bool,
     ) -> None:
         from ..errors import InputError
         from ..memory import parse_bytes
@@ -106,7 +110,7 @@ class _Planned:
         if not right:
             self.problems = dry_run.find_model_problems(config, world_size, model)
             return
-        run = dry_run.dry_run(config, world_size, model, batch)
+        run = dry_run.dry_run(config, world_size, model, batch, is_fresh)
         self.problems = run.problems
         if not run.problems:
             self._run = run
@@ -163,7 +167,10 @@ def _print(
     if plan:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
         fits = planned is None or planned.fits
-        say(f"{path}: can run on {world_size} rank(s)" + ("" if fits else ", but does not fit"), "green" if fits else "red")
+        say(
+            f"{path}: can run on {world_size} rank(s)" + ("" if fits else ", but does not fit"),
+            "green" if fits else "red",
+        )
         say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
         say(f"  mesh {mesh}, data strategy {plan['data_strategy']}")
         clip = plan["clip_grad_norm"] or "off"

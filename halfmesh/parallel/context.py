@@ -122,7 +122,9 @@ class ParallelContext:
     @property
     def groups(self) -> dict[str, str]:
         """The axis of each group that was made so far, by the group's name."""
-        return {group.group_name: key.partition("(")[0] for key, group in self._axis_groups.items() if group is not None}
+        return {
+            group.group_name: key.partition("(")[0] for key, group in self._axis_groups.items() if group is not None
+        }
 
     @property
     def _grid(self) -> torch.Tensor:

@@ -25,9 +25,7 @@ class Change:
     bytes: float
 
 
-def find_change(
-    config: Config, run: DryRun, world_size: int, device: str, limit: int, model: str
-) -> Change | None:
+def find_change(config: Config, run: DryRun, world_size: int, device: str, limit: int, model: str) -> Change | None:
     """The first of the changes that would fit into `limit`; they are ordered by how little they change."""
     alone = list(_changes(config, run, world_size))
     zero1 = [change for change in alone if change.what.startswith("zero1")]

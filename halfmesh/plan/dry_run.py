@@ -64,12 +64,13 @@ def needed(figures: Figures) -> int:
     return figures.peak if figures.peak is not None else figures.kept + figures.parts.get("gradients", 0)
 
 
-def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] = ()) -> DryRun:
+def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] = (), is_fresh: bool = False) -> DryRun:
     """Plan a run of `config`, against which nothing is known, with the optimizer AdamW.
 
     Args:
         model: "package.module:build", see `subject.make`.
         batch: shapes of the model's inputs, in place of those that `build` returns.
+        is_fresh: nothing of torch has run in this process, so that processes forked from it can work.
     """
     layout = get_layout(config, world_size)
     run = DryRun(layout)
@@ -84,7 +85,7 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
     jobs = [(rank, count) for rank in ranks for count in run.extrapolated or (None,)]
     found: dict[tuple[int, int | None], Figures] = {}
     problems: dict[str, None] = {}
-    for job, figures in zip(jobs, _each(config, world_size, model, batch, jobs), strict=True):
+    for job, figures in zip(jobs, _each(config, world_size, model, batch, jobs, is_fresh), strict=True):
         if isinstance(figures, Figures):
             found[job] = figures
         else:
@@ -131,8 +132,10 @@ def choose_counts(config: Config) -> tuple[int, int] | None:
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
     fitting = [n for n in range(2, wanted) if not any(schedule.find_problems(size, pipeline.chunks, n))]
-    # An interleaved rank has up to 2 (p - 1) + (v - 1) p stages' forwards under way, of v a microbatch.
-    enough = [n for n in fitting if n >= size * (2 if pipeline.chunks > 1 else 1) or pipeline.schedule == "gpipe"]
+    # One more than what is under way on the first rank: then forwards meet gradients. An interleaved one has up to
+    # 2 (p - 1) + (v - 1) p forwards of stages under way, of which a microbatch has v.
+    least = {"gpipe": 2}.get(pipeline.schedule, 3 * size if pipeline.chunks > 1 else size + 1)
+    enough = [n for n in fitting if n >= least]
     if len(enough) < 2 or enough[0] + enough[1] > 0.75 * wanted:
         return None
     return enough[0], enough[1]
@@ -170,22 +173,18 @@ Job = tuple[int, int | None]
 
 
 def _each(
-    config: Config, world_size: int, model: str, batch: tuple[str, ...], jobs: list[Job]
+    config: Config, world_size: int, model: str, batch: tuple[str, ...], jobs: list[Job], is_fresh: bool
 ) -> list[Figures | list[str]]:
     """Figures or problems of each job; several are done in processes of their own."""
     calls = [(config, model, batch, Place(rank, world_size), count) for rank, count in jobs]
     if len(calls) == 1:
         return [_try(*calls[0])]
     # One for each kind of rank, also where there are fewer cores: they take unequally long.
+    method = "fork" if is_fresh and sys.platform == "linux" else "spawn"  # fork need not import torch again
     workers = min(len(calls), max(MOST_KINDS, os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, get_context(_start_method())) as pool:
+    with ProcessPoolExecutor(workers, get_context(method)) as pool:
         running: list[Future[Figures | list[str]]] = [pool.submit(_try_in_fork, *call) for call in calls]
         return [job.result() for job in running]
-
-
-def _start_method() -> str:
-    """fork, which need not import torch again, where it is safe."""
-    return "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "spawn"
 
 
 def _try_in_fork(
@@ -195,9 +194,7 @@ def _try_in_fork(
     return _try(config, model, batch, place, count)
 
 
-def _try(
-    config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None
-) -> Figures | list[str]:
+def _try(config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None) -> Figures | list[str]:
     try:
         return rehearse(config, model, batch, place, count)
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import optim
 from .. import torch_private
 from ..assembly import initialize
 from ..errors import InputError
+from ..parallel.buckets import give_grad
 from ..tree import map_tensors
 from . import subject
 from .tracker import OTHER, Tracker, Traffic
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from .subject import Subject
 
 PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
-"""Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an update
-needs while it is made, some of it kept for the next."""
+"""Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an
+update needs while it is made, some of it kept for the next."""
 
 
 @dataclass
@@ -145,7 +147,10 @@ class _Rehearsal:
         tracker.begin()
         began = tracker.alive[OTHER]
         engine.step(last=True)
+        peak = max(peak, tracker.peak)
         engine.zero_grad()
+        gc.collect()
+        kept = tracker.total - batch
         parts = {
             **held,
             "gradients": max(gradients, tracker.largest["gradients"]),
@@ -158,14 +163,15 @@ class _Rehearsal:
             total = traffic.setdefault(self._axes.get(group, "all"), Traffic())
             total.messages += sent.messages
             total.bytes += sent.bytes
-        return Figures(parts, kept, max(peak, tracker.peak), numel, traffic, self._given.rows)
+        return Figures(parts, kept, peak, numel, traffic, self._given.rows)
 
     def _make_state(self) -> None:
         """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
-        update = self._engine._update
+        update, config = self._engine._update, self._engine.config
+        reduced = getattr(torch, config.parallel.data.reduce_dtype) if self._engine.context.dp_size > 1 else None
         for shard in update.holdings.trained:
             if shard.param.requires_grad:
-                shard.param.grad = torch.zeros_like(shard.param)
+                give_grad(shard, torch.zeros_like(shard.param, dtype=reduced))
         update.step()
         update.retire_gradients()
 

@@ -59,9 +59,7 @@ class Subject:
                 return tensor
             return tensor.new_zeros((rows, *tensor.shape[1:]))
 
-        return Subject(
-            self.model, map_tensors(resize, self.inputs), map_tensors(resize, self.targets), self.criterion
-        )
+        return Subject(self.model, map_tensors(resize, self.inputs), map_tensors(resize, self.targets), self.criterion)
 
 
 def make(reference: str, batch: Sequence[str] = ()) -> Subject:
@@ -80,7 +78,7 @@ def make(reference: str, batch: Sequence[str] = ()) -> Subject:
     except Exception as error:
         raise InputError(
             f"--model {reference}: it raised {type(error).__name__}: {error}. It is called without arguments, on the "
-            "meta device, where tensors have a shape and no values: let it build the model only, and load no weights there"
+            "meta device, where tensors have a shape and no values: let it build the model only, and load no weights"
         ) from error
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
@@ -95,7 +93,7 @@ def make(reference: str, batch: Sequence[str] = ()) -> Subject:
     elif len(parts) == 3:
         if not isinstance(parts[1], (tuple, list)) or len(parts[1]) != 2 or not callable(parts[2]):
             raise InputError(
-                f"--model {reference}: of three things the second has to be (inputs, targets), and the third a criterion"
+                f"--model {reference}: of three things the second has to be (inputs, targets), the third a criterion"
             )
         (inputs, targets), criterion = parts[1], parts[2]
     if batch:
@@ -143,10 +141,12 @@ def _find(reference: str) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise InputError(f"--model {reference}: {module_name} needs {error.name!r}, which is missing") from error
-        known = [path.stem for path in Path(here).glob("*.py")] + [p.parent.name for p in Path(here).glob("*/__init__.py")]
+        known = [path.stem for path in Path(here).glob("*.py")] + [
+            p.parent.name for p in Path(here).glob("*/__init__.py")
+        ]
         raise InputError(
-            f"--model {reference}: there is no module {error.name!r}{did_you_mean(error.name, known)}; it is looked for "
-            f"from {here} and in the installed packages"
+            f"--model {reference}: there is no module {error.name!r}{did_you_mean(error.name, known)}; it is looked "
+            f"for from {here} and in the installed packages"
         ) from error
     except Exception as error:
         raise InputError(

@@ -41,6 +41,5 @@ def test_bytes_are_those_of_a_run(name):
     for rank, (kept, peak, numel) in enumerate(real):
         plan = rehearse(load_config(config), "llama:small", (), Place(rank, size))
         assert plan.numel == numel
-        print(f"\n| {name} | {rank} | {kept / numel:.2f} | {plan.kept / numel:.2f} | {peak / numel:.2f} | {plan.peak / numel:.2f} |")
         assert plan.kept == pytest.approx(kept, rel=0.02)
         assert plan.peak == pytest.approx(peak, rel=0.10)
