@@ -224,7 +224,8 @@ def without_memory(model: nn.Module) -> None:
         return made[id(tensor)]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
+        places: list[Any] = [module._parameters, module._buffers, vars(module)]
+        for held in places:
             for name, tensor in list(held.items()):
                 if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                     held[name] = move(tensor)
@@ -239,7 +240,7 @@ def on_cpu_without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def move_module(module: nn.Module, to: torch.device | torch.dtype) -> None:
     """`module.to(to)`; that of torch exchanges parameters that have no memory instead of changing them."""
     if not any(map(has_no_memory, module.parameters())):
-        module.to(to)  # type: ignore[call-overload]
+        module.to(to)
         return
     for param in module.parameters():
         if param.is_floating_point() or isinstance(to, torch.device):
@@ -259,7 +260,7 @@ def value_without_memory(tensor: torch.Tensor) -> float | int:
     """
     constant = getattr(tensor, "constant", None)
     if constant is not None:
-        return constant.item()  # type: ignore[no-any-return]
+        return constant.item()
     if tensor.dtype == torch.int32:
         return 1
     return int(tensor.storage_offset()) if tensor.dtype == torch.int64 else 0

@@ -154,7 +154,9 @@ def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: in
         axis: Traffic(at(few.traffic[axis].messages, sent.messages), at(few.traffic[axis].bytes, sent.bytes))
         for axis, sent in more.traffic.items()
     }
-    return Figures(parts, few.kept, at(few.peak, more.peak), few.numel, traffic, few.rows // count * wanted)
+    return Figures(
+        parts, at(few.kept, more.kept), at(few.peak, more.peak), few.numel, traffic, few.rows // count * wanted
+    )
 
 
 def _without_extras(config: Config, notes: list[str]) -> Config:

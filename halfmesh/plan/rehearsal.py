@@ -98,82 +98,89 @@ class _Rehearsal:
         self._engine = engine
         self._given = given
         self._tracker = tracker
-        groups = engine.context.groups
-        self._axes = groups
-        tracker.label_sent({group: "communication" for group, axis in groups.items() if axis in ("dp", "pp")})
+        self._axes = engine.context.groups
+        tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in ("dp", "pp")})
         self._params = list(engine.model.parameters())
 
     def run(self) -> Figures:
-        tracker, engine = self._tracker, self._engine
-        update = engine._update
+        """The figures of an update that is not the first."""
+        tracker = self._tracker
         self._make_state()
-        engine.zero_grad()
-        tracker.label(update.holdings.masters.values(), "masters")
+        held = self._label_held()
+        batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
+        numel = sum(param.numel() for param in self._params)
+        tracker.begin()
+        tracker.traffic.clear()
+        left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
+        if self._given.inputs is None:
+            gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
+            return Figures({**held, "gradients": gradients}, tracker.total, None, numel)
+        self._compute()
+        computing, peak = tracker.largest, tracker.peak
+        tracker.begin()
+        began = tracker.alive[OTHER]
+        self._engine.step(last=True)
+        peak = max(peak, tracker.peak)
+        self._engine.zero_grad()
+        gc.collect()
+        parts = {
+            **held,
+            **{part: max(computing[part], tracker.largest[part]) for part in ("gradients", "communication")},
+            "activations": computing[OTHER] - left,
+            "temporary": left + tracker.largest[OTHER] - began,
+        }
+        return Figures(parts, tracker.total - batch, peak, numel, self._traffic(), self._given.rows)
+
+    def _label_held(self) -> dict[str, int]:
+        """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
+        tracker, engine = self._tracker, self._engine
+        tracker.label(engine._update.holdings.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
         state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
         tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
-        tracker.begin()
-        tracker.traffic.clear()
-        numel = sum(param.numel() for param in self._params)
-        held = {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
-        batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
-        before_all = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
-        kept = tracker.total - batch
-        if self._given.inputs is None:
-            gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
-            return Figures({**held, "gradients": gradients}, kept, None, numel)
+        return {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
+
+    def _compute(self) -> None:
+        """Forward and backward of all batches of an update; of more than two, those between are like the first."""
+        tracker, engine = self._tracker, self._engine
         hooks = [
             param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
             for param in self._params
             if param.requires_grad
         ]
         length = engine.config.gradient_accumulation
-        for index in range(min(length, 2)):
-            before = {group: Traffic(t.messages, t.bytes) for group, t in tracker.traffic.items()}
+        if length > 1:
             self._forward_and_backward()
-            activations, communication = tracker.largest[OTHER], tracker.largest["communication"]
-            last = index == min(length, 2) - 1
-            if not last:
-                engine.step()
-                repeated = {g: _minus(t, before.get(g, Traffic())) for g, t in tracker.traffic.items()}
-                for group, traffic in repeated.items():  # batches between the first and the last are like the first
-                    tracker.traffic[group].messages += traffic.messages * (length - 2)
-                    tracker.traffic[group].bytes += traffic.bytes * (length - 2)
+            engine.step()
+            for sent in tracker.traffic.values():
+                sent.messages *= length - 1
+                sent.bytes *= length - 1
+        self._forward_and_backward()
         for hook in hooks:
             hook.remove()
-        grads = [g for s in update.holdings.trained for g in (s.main_grad, s.param.grad) if g is not None]
-        tracker.label(grads, "gradients")
-        peak, gradients = tracker.peak, tracker.largest["gradients"]
-        tracker.begin()
-        began = tracker.alive[OTHER]
-        engine.step(last=True)
-        peak = max(peak, tracker.peak)
-        engine.zero_grad()
-        gc.collect()
-        kept = tracker.total - batch
-        parts = {
-            **held,
-            "gradients": max(gradients, tracker.largest["gradients"]),
-            "communication": max(communication, tracker.largest["communication"]),
-            "activations": activations - before_all,
-            "temporary": before_all + tracker.largest[OTHER] - began,
-        }
-        traffic: dict[str, Traffic] = {}
-        for group, sent in tracker.traffic.items():
-            total = traffic.setdefault(self._axes.get(group, "all"), Traffic())
+        trained = engine._update.holdings.trained
+        tracker.label([grad for s in trained for grad in (s.main_grad, s.param.grad)], "gradients")
+
+    def _traffic(self) -> dict[str, Traffic]:
+        """What was sent, by axis."""
+        found: dict[str, Traffic] = {}
+        for group, sent in self._tracker.traffic.items():
+            total = found.setdefault(self._axes.get(group, "all"), Traffic())
             total.messages += sent.messages
             total.bytes += sent.bytes
-        return Figures(parts, kept, peak, numel, traffic, self._given.rows)
+        return found
 
     def _make_state(self) -> None:
         """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
-        update, config = self._engine._update, self._engine.config
-        reduced = getattr(torch, config.parallel.data.reduce_dtype) if self._engine.context.dp_size > 1 else None
+        engine = self._engine
+        update, data = engine._update, engine.config.parallel.data
+        reduced = getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None
         for shard in update.holdings.trained:
             if shard.param.requires_grad:
                 give_grad(shard, torch.zeros_like(shard.param, dtype=reduced))
         update.step()
         update.retire_gradients()
+        engine.zero_grad()
 
     def _forward_and_backward(self) -> None:
         engine, given = self._engine, self._given
@@ -217,10 +224,6 @@ def _bytes(tree: Any) -> int:
     found: list[torch.Tensor] = []
     map_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
     return sum(t.numel() * t.element_size() for t in found)
-
-
-def _minus(a: Traffic, b: Traffic) -> Traffic:
-    return Traffic(a.messages - b.messages, a.bytes - b.bytes)
 
 
 @contextmanager

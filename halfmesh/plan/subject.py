@@ -157,4 +157,4 @@ def _find(reference: str) -> Callable[[], Any]:
         functions = [key for key, value in vars(module).items() if callable(value)]
         what = "is no function" if hasattr(module, name) else f"does not exist{did_you_mean(name, functions)}"
         raise InputError(f"--model {reference}: {module_name}.{name} {what}; name a function that builds the model")
-    return found  # type: ignore[no-any-return]
+    return found

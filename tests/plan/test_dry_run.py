@@ -20,17 +20,17 @@ def pipeline(microbatches, schedule="1f1b", size=2, **parallel):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_is_extrapolated_is_what_is_run(schedule, stage):
-    wanted = 32
+    wanted = 20
     config = pipeline(wanted, schedule)
     few, more = choose_counts(config)
     assert few + more < wanted
     whole, one, other = (
-        rehearse(config, "llama:small", ("32,32:int64",), Place(stage, 2), count) for count in (None, few, more)
+        rehearse(config, "llama:small", ("20,32:int64",), Place(stage, 2), count) for count in (None, few, more)
     )
     said = extrapolate(one, other, few, more, wanted)
     assert said.peak == pytest.approx(whole.peak, rel=1e-3)
     assert said.traffic == whole.traffic
-    assert said.rows == whole.rows == 32
+    assert said.rows == whole.rows == 20
     assert said.kept == pytest.approx(whole.kept, rel=1e-3)
     for part, size in whole.parts.items():
         assert said.parts[part] == pytest.approx(size, rel=1e-2, abs=4096), part
@@ -50,7 +50,9 @@ def test_messages():
     figures = rehearse(config, "llama:small", (), Place(0, 8))
     block, embedding, compared = 4, 1, 1
     activation = 2 * 32 * 64 * 4
-    assert figures.traffic["pp"] == Traffic(4 + 1, 4 * activation + 16)  # and the loss, from the last stage
+    sent = Traffic(4 + 1, 4 * activation + 16)  # and the loss, from the last stage
+    vote = Traffic(sent.messages + 1, sent.bytes + 4)  # which torch up to 2.13 takes before the first batch
+    assert figures.traffic["pp"] in (sent, vote)
     assert figures.traffic["tp"].messages == 4 * (2 * block + embedding) + compared
     assert figures.traffic["dp"].messages == 1
     assert figures.traffic["dp"].bytes == pytest.approx(figures.numel * 4, rel=1e-2)
@@ -102,9 +104,9 @@ def test_problems_of_a_model_with_a_config_that_is_wrong_otherwise():
 
 
 def test_a_call_that_fails():
-    run = dry_run(load_config({}), 1, "llama:small", ("8,32:float32",))
+    run = dry_run(load_config({}), 1, "llama:small", ("8,64:int64",))
     assert "calling the model with" in run.problems[0]
-    assert "[8, 32] torch.float32" in run.problems[0]
+    assert "[8, 64] torch.int64" in run.problems[0]
 
 
 def test_what_is_left_out():
