@@ -120,6 +120,8 @@ def find_model_problems(config: Config, world_size: int, model: str) -> list[str
         return list(error.problems)
     except (HalfmeshError, ValueError) as error:  # ValueError: a model without parameters
         return str(error).splitlines()
+    except Exception as error:
+        return [_failed(error)]
     return []
 
 
@@ -203,3 +205,10 @@ def _try(config: Config, model: str, batch: tuple[str, ...], place: Place, count
         return list(error.problems)
     except (HalfmeshError, NotImplementedError) as error:
         return str(error).splitlines()
+    except Exception as error:  # of the model, or of torch, which may not go through a pipe
+        return [_failed(error)]
+
+
+def _failed(error: Exception) -> str:
+    reason = " ".join(str(error).splitlines()[:1])
+    return f"the dry run failed with {type(error).__name__}: {reason}; a real run need not"

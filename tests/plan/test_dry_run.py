@@ -136,3 +136,11 @@ def test_changes_fit_the_model():
     run = dry_run(config, 8, "llama:small", ("7,32:int64",))
     change = find_change(config, run, 8, "cpu", needed(run.largest[1]) * 3 // 4, "llama:small")
     assert change is None or "parallel.tensor" not in change.what
+
+
+def test_a_dry_run_that_fails(tmp_path, monkeypatch):
+    text = "import llama\nclass Odd(llama.Llama):\n    def named_parameters(self, *a, **k): raise OSError('disk')\n"
+    (tmp_path / "odd.py").write_text(text + "def build(): return Odd(8, 1, 2, 2, 8, 16, 8)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem, *_) = dry_run(load_config({}), 1, "odd:build").problems
+    assert problem == "the dry run failed with OSError: disk; a real run need not"
