@@ -105,7 +105,7 @@ class Division:
         cuts = cuts_updates(self._config, context.dp_size)
         if cuts and self._config.parallel.data.strategy == "fsdp":
             shards = self._shard_fully(model, shards, optimizer, recipe)
-        model.to(context.device)
+        torch_private.move_module(model, context.device)
         if not cuts or self.sharded is not None:
             return shards
         from .parallel.sharding.zero1 import Slices

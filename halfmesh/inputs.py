@@ -60,7 +60,9 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             f"model: {shorten(strange)} are complex, for which no precision mode is defined; keep real and imaginary "
             "part as one real parameter (torch.view_as_real)"
         )
-    split = [name for name, p in params.items() if type(p.data) is not torch.Tensor]
+    split = [
+        name for name, p in params.items() if type(p.data) is not torch.Tensor and not torch_private.has_no_memory(p)
+    ]
     if split:
         yield (
             f"model: {shorten(split)} are {type(params[split[0]].data).__name__}s: the model was sharded already; "

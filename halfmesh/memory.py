@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn, optim
 
 from .amp.master_weights import STREAM_BYTES
 from .amp.optimizer import MixedPrecisionOptimizer
+from .errors import InputError
 
 # fp32 tensors of a parameter's size that each optimizer keeps.
 _STATE_TENSORS = {
@@ -75,6 +78,33 @@ def _state_tensors(optimizer: optim.Optimizer) -> int | None:
             tensors += any(group["momentum"] > 0 for group in optimizer.param_groups)
             tensors += any(group["centered"] for group in optimizer.param_groups)
     return tensors
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}": base**power
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGT", start=1)
+}
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that `text` says: "80GB" (of 1000**3), "80 GiB" (of 1024**3), "80e9".
+
+    Raises:
+        InputError: it is no number with a unit.
+    """
+    number, unit = re.fullmatch(r"\s*([-+.\d]+(?:[eE][-+]?\d+)?)?\s*(.*?)\s*", text).groups()  # type: ignore[union-attr]
+    by_lower = {name.lower(): size for name, size in _UNITS.items()}
+    if unit.lower() not in by_lower:
+        allowed = ", ".join(filter(None, _UNITS))
+        raise InputError(f"{text!r}: {unit!r} is no unit of memory; allowed: {allowed}, or none for bytes")
+    try:
+        size = float(number) * by_lower[unit.lower()]
+    except (TypeError, ValueError):
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise InputError(f"{text!r} is no amount of memory; write 80GB, 80GiB or 80e9")
+    return round(size)
 
 
 def readable(count: float) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.optim import optimizer as _all_optimizers
@@ -198,16 +200,122 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
+class _ShapesOnly(fake_tensor.FakeTensorMode):
+    """Told from the mode of a dry run, in which all is done as in a run."""
+
+
 @contextmanager
 def fake_mode() -> Iterator[None]:
     """Tensors made within have a shape, a dtype and a device, and no memory; autocast and autograd work."""
-    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+    with _ShapesOnly(allow_non_fake_inputs=True):
         yield
 
 
 def in_fake_mode() -> bool:
-    """Whether tensors have no memory here."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    """Whether this is within `fake_mode`, where only shapes count: nothing is sent, and nothing drawn."""
+    return isinstance(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), _ShapesOnly)
+
+
+@contextmanager
+def dry_run_mode() -> Iterator[None]:
+    """Tensors made within have no memory, and what is sent between them goes to a group of `fake_world`."""
+    with warnings.catch_warnings():
+        # Whether memory is the same is asked in many places. Here all is at address 0, which is said with a warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+
+
+@contextmanager
+def outside_of_dry_run() -> Iterator[None]:
+    """Tensors made within have memory in a dry run, too: something is tried out on their values."""
+    with fake_tensor.unset_fake_temporarily():
+        yield
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was made in a fake mode, or in a dry run."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def without_memory(model: nn.Module) -> None:
+    """Give the parameters and buffers of `model`, which is on the meta device, to the CPU of the dry run, in place."""
+    made: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = on_cpu_without_memory(tensor)
+        return made[id(tensor)]
+
+    for module in model.modules():
+        places: list[Any] = [module._parameters, module._buffers, vars(module)]
+        for held in places:
+            for name, tensor in list(held.items()):
+                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                    held[name] = move(tensor)
+
+
+def on_cpu_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like `tensor`, a parameter if it is one, on the CPU of the dry run."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def move_module(module: nn.Module, to: torch.device | torch.dtype) -> None:
+    """`module.to(to)`; that of torch exchanges parameters that have no memory instead of changing them."""
+    if not any(map(has_no_memory, module.parameters())):
+        module.to(to)
+        return
+    for param in module.parameters():
+        if param.is_floating_point() or isinstance(to, torch.device):
+            param.data = param.data.to(to)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and (buffer.is_floating_point() or isinstance(to, torch.device)):
+                part._buffers[name] = buffer.to(to)
+
+
+def value_without_memory(tensor: torch.Tensor) -> float | int:
+    """What the host reads from `tensor` of one element in a dry run: its value where it is a constant, else a guess.
+
+    The guess is 0 (no gradient is inf or nan; nothing is wrong), but for two kinds of integers that torch's pipelines
+    read: an int32 is torch 2.13's vote on whether all stages know their shapes, which is 1; an int64 is the number of a
+    microbatch, cut out of arange(n), which is where it lies in memory.
+    """
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()
+    if tensor.dtype == torch.int32:
+        return 1
+    return int(tensor.storage_offset()) if tensor.dtype == torch.int64 else 0
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """A process group of `size` ranks, of which this process is one and the others do not exist: it sends to nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_alone(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `group` (None: of all ranks) is one of `fake_world`, where nobody else has anything to tell."""
+    return dist.get_backend(group) == "fake"
+
+
+def group_of_operator(args: Sequence[Any]) -> str | None:
+    """The name of the process group among the arguments of an operator of torch.distributed; None if there is none."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return str(dist.ProcessGroup.unbox(arg).group_name)
+            except RuntimeError:  # a ReduceOp
+                continue
+    return None
 
 
 def count_call_hooks(module: nn.Module) -> int:

@@ -7,7 +7,8 @@ import torch
 from models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 from torch import optim
 
-from halfmesh.memory import readable, state_bytes
+from halfmesh.errors import InputError
+from halfmesh.memory import parse_bytes, readable, state_bytes
 
 OPTIMIZERS = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
@@ -66,3 +67,25 @@ def test_readable():
         "5.0 GiB",
         "2.0 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("80e9", 80 * 10**9), ("1.5tib", 1.5 * 2**40), ("512B", 512)],
+)
+def test_amounts_of_memory(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("80GBB", "'GBB' is no unit of memory; allowed: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"),
+        ("GB", "no amount of memory; write 80GB, 80GiB or 80e9"),
+        ("-3GB", "no amount of memory"),
+        ("1.2.3GB", "no amount of memory"),
+    ],
+)
+def test_what_is_no_amount_of_memory(text, words):
+    with pytest.raises(InputError, match=words):
+        parse_bytes(text)

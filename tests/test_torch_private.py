@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from pathlib import Path
 
 import compiling
 import pytest
 import torch
+import torch.distributed as dist
 from models import MatmulDtypes
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfmesh
 from halfmesh import torch_private
@@ -308,3 +311,70 @@ def test_norms_that_keep_statistics():
     assert torch_private.keeps_statistics(nn.InstanceNorm1d(2))
     assert not torch_private.keeps_statistics(nn.LayerNorm(2))
     assert not torch_private.keeps_statistics(nn.GroupNorm(1, 2))
+
+
+def test_dry_run_mode_has_tensors_without_memory():
+    with torch_private.dry_run_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        param = nn.Parameter(torch.ones(4, 4))
+        assert torch_private.has_no_memory(param)
+        assert not torch_private.in_fake_mode(), "it is a run, in which everything is sent"
+        torch_private.edit_stamps([param])  # all memory is at address 0, which torch says with a warning
+        with torch_private.fake_mode():
+            assert torch_private.in_fake_mode()
+        with torch_private.outside_of_dry_run():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+    assert not torch_private.has_no_memory(torch.ones(1))
+
+
+def test_what_the_host_reads_in_a_dry_run():
+    numbers = torch.arange(3)
+    with torch_private.dry_run_mode():
+        assert torch_private.value_without_memory(torch.tensor(2.5)) == 2.5
+        assert torch_private.value_without_memory(torch.zeros(1) + 7) == 0
+        assert torch_private.value_without_memory(torch.zeros(1, dtype=torch.int32) + 7) == 1
+        parts = torch.tensor_split(torch.arange(3), 3)
+        assert [torch_private.value_without_memory(part) for part in parts] == numbers.tolist()
+
+
+def test_a_fake_world_has_one_rank_only():
+    seen = []
+
+    class Groups(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                seen.append((func._schema.name, torch_private.group_of_operator(args)))
+            return func(*args, **(kwargs or {}))
+
+    with torch_private.fake_world(5, 4096):
+        assert torch_private.is_alone()
+        group = dist.new_group([4, 5, 6, 7])
+        assert torch_private.is_alone(group)
+        with torch_private.dry_run_mode(), Groups():
+            dist.all_reduce(torch.ones(3), group=group)
+            dist.all_gather_into_tensor(torch.ones(12), torch.ones(3), group=group)
+            dist.send(torch.ones(3), 6, group=group)
+        assert [name for _, name in seen] == [group.group_name] * 3
+        assert seen[0][0] == "c10d::allreduce_"
+        assert seen[2][0] == "c10d::send"
+    assert not dist.is_initialized()
+
+
+def test_a_model_without_memory_is_moved_in_place():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model.append(nn.Linear(3, 3, bias=False))
+        model[2].weight = model[0].weight
+    with torch_private.dry_run_mode():
+        torch_private.without_memory(model)
+        params = list(model.parameters())
+        assert model[2].weight is model[0].weight
+        assert all(map(torch_private.has_no_memory, params))
+        assert {str(tensor.device) for tensor in model.state_dict().values()} == {"cpu"}
+        torch_private.move_module(model, torch.float16)
+        assert [id(param) for param in model.parameters()] == [id(param) for param in params]
+        assert {param.dtype for param in params} == {torch.float16} == {model[1].running_mean.dtype}
+        assert model[1].num_batches_tracked.dtype == torch.int64
+    plain = nn.Linear(2, 2)
+    torch_private.move_module(plain, torch.float64)
+    assert plain.weight.dtype == torch.float64

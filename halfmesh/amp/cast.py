@@ -142,7 +142,7 @@ def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) ->
     ]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Casting complex values to real")  # put back below
-        model.to(recipe.param_dtype)
+        torch_private.move_module(model, recipe.param_dtype)
     for tensor, data in kept:
         tensor.data = data
     # `to` makes new buffers: one for each place, of complex ones too, whose imaginary part is lost.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from .. import torch_private
 from ..errors import InputError
 from ..strides import is_dense
 from .recipe import HALF
@@ -100,7 +101,8 @@ def _kernel_works(optimizer: optim.Optimizer) -> bool:
     kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"]}
     settings: list[dict[str, Any]] = [{}, {"momentum": 0.9}] if type(optimizer) is optim.SGD else [{}]
     try:
-        return all(_equals_plain(type(optimizer), *kind, **setting) for kind in kinds for setting in settings)
+        with torch_private.outside_of_dry_run():
+            return all(_equals_plain(type(optimizer), *kind, **setting) for kind in kinds for setting in settings)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError):
         return False
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import torch_private
 from ..errors import InputError
 from ..parallel.context import ParallelContext
 
@@ -75,6 +76,7 @@ def _words(layout: Mapping[str, int]) -> str:
     )
 
 
+@torch_private.outside_of_dry_run()
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of every random generator that training may use on this rank."""
     legacy: Any = np.random.get_state(legacy=True)
@@ -87,6 +89,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
+@torch_private.outside_of_dry_run()
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo the draws made since `random_state`."""
     version, internal, gauss = state["python"]

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
+from .objects import broadcast_object, gather_objects
 
 AXES = ("pp", "dp", "tp")
 
@@ -118,6 +120,13 @@ class ParallelContext:
         return self._axis_groups[axis]
 
     @property
+    def groups(self) -> dict[str, str]:
+        """The axis of each group that was made so far, by the group's name."""
+        return {
+            group.group_name: key.partition("(")[0] for key, group in self._axis_groups.items() if group is not None
+        }
+
+    @property
     def _grid(self) -> torch.Tensor:
         """All ranks, by their places on the axes."""
         return torch.arange(self.size).view(self.shape)
@@ -160,7 +169,7 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size == 1:
+        if self.size == 1 or torch_private.is_alone():
             return
         sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
         if sparse:
@@ -191,16 +200,11 @@ class ParallelContext:
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 gave as `value`."""
-        objects = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(objects, src=0, device=self.device)
-        return objects[0]
+        return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
     def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
         """What the rank at `place` of `axis` gave as `value`."""
-        objects = [value]
-        dist.broadcast_object_list(objects, group_src=place, group=self.group(axis), device=self.device)
-        return objects[0]
+        return broadcast_object(value, place, self.device, self.group(axis))
 
     def _refuse_differences(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
@@ -227,10 +231,7 @@ class ParallelContext:
 
     def everyone(self, value: Any) -> list[Any]:
         """What each rank gave as `value`."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value) if self.size > 1 else [value]
 
     def close(self) -> None:
         """Free the groups that this context made."""

@@ -57,7 +57,7 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
 
 
 def _differs_anywhere(optimizer: optim.Optimizer, with_state: bool) -> bool:
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch_private.outside_of_dry_run(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         cells = itertools.product(optimizer.param_groups, _SIDES, (0, 1))
         return any(_differs(optimizer, group, side, dim, with_state) for group, side, dim in cells)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import optim
 
 from ...shard import ParamShard
+from ..objects import gather_objects
 
 
 class Whole:
@@ -22,8 +23,7 @@ class Whole:
         """The whole state of a parameter. (A rank whose part is empty may have none.)"""
         state = optimizer.state.pop(part.param, {})
         mine = {n: v.dtype if is_cut(n, v, part.param) else None for n, v in state.items()}
-        everyone: list[Any] = [None] * self._ranks
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = gather_objects(mine, self._group)
         joined = {n: v for n, v in state.items() if mine[n] is None}
         for name, dtype in sorted({(n, d) for theirs in everyone for n, d in theirs.items() if d}, key=str):
             joined[name] = self.join(state.get(name, torch.zeros_like(part.param, dtype=dtype)).detach(), shape)

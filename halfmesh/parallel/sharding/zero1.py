@@ -20,6 +20,7 @@ from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...strides import is_dense
 from ..elementwise import refuse_other_state
+from ..objects import gather_objects
 from ..reducer import ReduceOptions
 from .slice_bucket import SliceBucket
 
@@ -188,8 +189,7 @@ class Slices:
             {n: v.dtype for n, v in state.items() if _is_cut(v, part)}
             for state, part in zip(own, bucket.parts, strict=True)
         ]
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, (rest, cut), group=self._group)
+        everyone = gather_objects((rest, cut), self._group)
         joined: list[dict[str, Any]] = [{} for _ in bucket.parts]
         kinds = sorted({(n, str(d)): (n, d) for _, cuts in everyone for c in cuts for n, d in c.items()}.items())
         for _, (name, dtype) in kinds:

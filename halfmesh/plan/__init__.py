@@ -1,0 +1,1 @@
+"""What a config would do, before it does it."""

@@ -1,0 +1,247 @@
+"""One rank of a run, without memory and without the other ranks: assembled as `initialize` does, and one update."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import optim
+
+from .. import torch_private
+from ..assembly import initialize
+from ..errors import InputError
+from ..parallel.buckets import give_grad
+from ..tree import map_tensors
+from . import subject
+from .tracker import OTHER, Tracker, Traffic
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..engine.engine import Engine
+    from .subject import Subject
+
+PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
+"""Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an
+update needs while it is made, some of it kept for the next."""
+
+
+@dataclass
+class Figures:
+    """What one rank holds and sends.
+
+    Attributes:
+        parts: bytes by part, each at its largest within an update; not all of them are at the same time.
+        kept: bytes between two updates.
+        peak: the most bytes at once; None without inputs.
+        numel: of the parameters.
+        traffic: in one update, by axis ("all": over all ranks).
+        rows: of the batch.
+    """
+
+    parts: dict[str, int]
+    kept: int
+    peak: int | None
+    numel: int
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many."""
+
+    rank: int
+    size: int
+
+
+def rehearse(
+    config: Config, reference: str, batch: tuple[str, ...], place: Place, microbatches: int | None = None
+) -> Figures:
+    """The figures of one rank. This process has no process group.
+
+    Args:
+        reference: the model's function, see `subject.make`.
+        microbatches: as if the pipeline had so many, of the same size.
+
+    Raises:
+        InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
+    """
+    tracker = Tracker()
+    with _quiet(place.rank > 0), _world(place), torch_private.dry_run_mode(), tracker:
+        given = subject.make(reference, batch)
+        if given.inputs is not None:
+            _refuse_rows(given.rows, config)
+        wanted = config.parallel.pipeline.microbatches
+        if microbatches is not None and wanted is not None and microbatches != wanted:
+            given = given.with_rows(given.rows // wanted * microbatches)
+            config = with_microbatches(config, microbatches)
+        engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
+        return _Rehearsal(engine, given, tracker).run()
+
+
+def with_microbatches(config: Config, count: int) -> Config:
+    """`config` with so many microbatches."""
+    parallel = config.parallel
+    pipeline = parallel.pipeline.model_copy(update={"microbatches": count})
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"pipeline": pipeline})})
+
+
+class _Rehearsal:
+    """Some steps of `engine`, seen by `tracker`."""
+
+    def __init__(self, engine: Engine, given: Subject, tracker: Tracker) -> None:
+        self._engine = engine
+        self._given = given
+        self._tracker = tracker
+        self._axes = engine.context.groups
+        tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in ("dp", "pp")})
+        self._params = list(engine.model.parameters())
+
+    def run(self) -> Figures:
+        """The figures of an update that is not the first."""
+        tracker = self._tracker
+        self._make_state()
+        held = self._label_held()
+        batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
+        numel = sum(param.numel() for param in self._params)
+        tracker.begin()
+        tracker.traffic.clear()
+        left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
+        if self._given.inputs is None:
+            gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
+            return Figures({**held, "gradients": gradients}, tracker.total, None, numel)
+        self._compute()
+        computing, peak = tracker.largest, tracker.peak
+        tracker.begin()
+        began = tracker.alive[OTHER]
+        self._engine.step(last=True)
+        peak = max(peak, tracker.peak)
+        self._engine.zero_grad()
+        gc.collect()
+        parts = {
+            **held,
+            **{part: max(computing[part], tracker.largest[part]) for part in ("gradients", "communication")},
+            "activations": computing[OTHER] - left,
+            "temporary": left + tracker.largest[OTHER] - began,
+        }
+        return Figures(parts, tracker.total - batch, peak, numel, self._traffic(), self._given.rows)
+
+    def _label_held(self) -> dict[str, int]:
+        """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
+        tracker, engine = self._tracker, self._engine
+        tracker.label(engine._update.holdings.masters.values(), "masters")
+        tracker.label([*self._params, *engine.model.buffers()], "parameters")
+        state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
+        tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
+        return {part: tracker.alive[part] for part in ("parameters", "masters", "optimizer")}
+
+    def _compute(self) -> None:
+        """Forward and backward of all batches of an update; of more than two, those between are like the first."""
+        tracker, engine = self._tracker, self._engine
+        hooks = [
+            param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
+            for param in self._params
+            if param.requires_grad
+        ]
+        length = engine.config.gradient_accumulation
+        if length > 1:
+            self._forward_and_backward()
+            engine.step()
+            for sent in tracker.traffic.values():
+                sent.messages *= length - 1
+                sent.bytes *= length - 1
+        self._forward_and_backward()
+        for hook in hooks:
+            hook.remove()
+        trained = engine._update.holdings.trained
+        tracker.label([grad for s in trained for grad in (s.main_grad, s.param.grad)], "gradients")
+
+    def _traffic(self) -> dict[str, Traffic]:
+        """What was sent, by axis."""
+        found: dict[str, Traffic] = {}
+        for group, sent in self._tracker.traffic.items():
+            total = found.setdefault(self._axes.get(group, "all"), Traffic())
+            total.messages += sent.messages
+            total.bytes += sent.bytes
+        return found
+
+    def _make_state(self) -> None:
+        """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
+        engine = self._engine
+        update, data = engine._update, engine.config.parallel.data
+        reduced = getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None
+        for shard in update.holdings.trained:
+            if shard.param.requires_grad:
+                give_grad(shard, torch.zeros_like(shard.param, dtype=reduced))
+        update.step()
+        update.retire_gradients()
+        engine.zero_grad()
+
+    def _forward_and_backward(self) -> None:
+        engine, given = self._engine, self._given
+        args, kwargs = given.call
+        targets = () if given.criterion is None else (given.targets,)
+        try:
+            output = engine(*args, **kwargs)
+            engine.backward(engine.criterion(output, *targets))
+        except InputError:
+            raise
+        except Exception as error:
+            shapes = map_tensors(lambda t: f"{list(t.shape)} {t.dtype}", given.inputs)  # type: ignore[arg-type,return-value]
+            raise InputError(
+                f"--model: calling the model with {shapes} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def _stand_in(output: Any) -> torch.Tensor:
+    """The model's own loss where it returns one, else the sum of its first output: what follows it has its size."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, output)  # type: ignore[func-returns-value]
+    floats = [tensor for tensor in found if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise InputError("--model: the model returned no tensor with a graph, so there is no loss to go backward from")
+    return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
+
+
+def _refuse_rows(rows: int, config: Config) -> None:
+    pipeline = config.parallel.pipeline
+    wanted = pipeline.microbatches
+    if pipeline.size > 1 and wanted and rows % wanted:
+        below, above = rows // wanted * wanted, (rows // wanted + 1) * wanted
+        near = f"{below} or {above}" if below else str(above)
+        raise InputError(
+            f"--batch: parallel.pipeline.microbatches={wanted} does not divide the {rows} rows of a data rank's batch; "
+            f"give {near} rows, or change microbatches"
+        )
+
+
+def _bytes(tree: Any) -> int:
+    found: list[torch.Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
+    return sum(t.numel() * t.element_size() for t in found)
+
+
+@contextmanager
+def _world(place: Place) -> Iterator[None]:
+    if place.size == 1:
+        yield
+        return
+    with torch_private.fake_world(place.rank, place.size):
+        yield
+
+
+@contextmanager
+def _quiet(warnings_too: bool) -> Iterator[None]:
+    """What `initialize` says of the layout is said by the plan; warnings are, too, but once."""
+    logger = logging.getLogger("halfmesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR if warnings_too else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

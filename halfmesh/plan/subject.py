@@ -1,0 +1,160 @@
+"""What is planned: the user's model, and what it is called with."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import torch_private
+from ..errors import InputError, did_you_mean
+from ..tree import map_tensors
+
+_FORM = "write --batch 8,2048:int64 (rows of one data rank first, then the dtype; float32 if left out)"
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and a batch as the loader of one data rank gives it.
+
+    Attributes:
+        inputs: a tensor, a tuple of positional arguments, or a dict of named ones; None: not known.
+        targets: what the criterion is given beside the output.
+        criterion: None: the loss is the model's own, or stands in for one.
+    """
+
+    model: nn.Module
+    inputs: Any = None
+    targets: Any = None
+    criterion: Callable[..., Any] | None = None
+
+    @property
+    def call(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Positional and named arguments of the model."""
+        if isinstance(self.inputs, Mapping):
+            return (), self.inputs
+        return (self.inputs if isinstance(self.inputs, (tuple, list)) else (self.inputs,)), {}
+
+    @property
+    def rows(self) -> int:
+        """Of the batch: those of its first tensor."""
+        found: list[int] = []
+        map_tensors(lambda t: found.extend(t.shape[:1]) or t, self.inputs)  # type: ignore[func-returns-value]
+        return found[0] if found else 0
+
+    def with_rows(self, rows: int) -> Subject:
+        """The same with a batch of so many rows."""
+        whole = self.rows
+
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != whole or rows == whole:
+                return tensor
+            return tensor.new_zeros((rows, *tensor.shape[1:]))
+
+        return Subject(self.model, map_tensors(resize, self.inputs), map_tensors(resize, self.targets), self.criterion)
+
+
+def make(reference: str, batch: Sequence[str] = ()) -> Subject:
+    """Call what `reference` ("package.module:build") names, on the meta device; within a dry run.
+
+    `build()` returns the model; or (model, inputs); or (model, (inputs, targets), criterion), as in
+    `criterion(model(inputs), targets)`. `batch` has shapes of inputs in place of those.
+
+    Raises:
+        InputError: there is no such function, it fails, or returns something else.
+    """
+    build = _find(reference)
+    try:
+        with torch_private.outside_of_dry_run(), torch.device("meta"):
+            made = build()
+    except Exception as error:
+        raise InputError(
+            f"--model {reference}: it raised {type(error).__name__}: {error}. It is called without arguments, on the "
+            "meta device, where tensors have a shape and no values: let it build the model only, and load no weights"
+        ) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise InputError(
+            f"--model {reference}: it returned {f'({kinds})' if isinstance(made, tuple) else kinds}; let it return the "
+            "model (a torch.nn.Module), or (model, inputs), or (model, (inputs, targets), criterion)"
+        )
+    model, inputs, targets, criterion = parts[0], None, None, None
+    if len(parts) == 2:
+        inputs = parts[1]
+    elif len(parts) == 3:
+        if not isinstance(parts[1], (tuple, list)) or len(parts[1]) != 2 or not callable(parts[2]):
+            raise InputError(
+                f"--model {reference}: of three things the second has to be (inputs, targets), the third a criterion"
+            )
+        (inputs, targets), criterion = parts[1], parts[2]
+    if batch:
+        inputs = tuple(map(read_tensor, batch))
+    if criterion is not None and batch:
+        criterion = targets = None  # whose shapes are of other inputs
+    torch_private.without_memory(model)
+    if isinstance(criterion, nn.Module):
+        torch_private.without_memory(criterion)
+    return Subject(model, _faked(inputs), _faked(targets), criterion)
+
+
+def _faked(tree: Any) -> Any:
+    return map_tensors(lambda t: torch_private.on_cpu_without_memory(t) if t.is_meta else t, tree)
+
+
+def read_tensor(text: str) -> torch.Tensor:
+    """Zeros of the shape and dtype that `text` ("8,2048:int64") gives.
+
+    Raises:
+        InputError: it is no shape, or no dtype.
+    """
+    shape, _, dtype = text.partition(":")
+    if dtype and dtype not in _DTYPES:
+        near = did_you_mean(dtype, _DTYPES)
+        raise InputError(f"--batch {text}: {dtype!r} is no dtype{near}; allowed: {', '.join(_DTYPES)}")
+    try:
+        sizes = [int(size) for size in shape.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"--batch {text}: {shape!r} is not a shape; {_FORM}")
+    return torch.zeros(sizes, dtype=getattr(torch, dtype or "float32"))
+
+
+def _find(reference: str) -> Callable[[], Any]:
+    module_name, _, name = reference.partition(":")
+    if not module_name or not name:
+        raise InputError(f"--model {reference}: name a function as package.module:build")
+    here = os.getcwd()
+    if here not in sys.path:  # as with python -m
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise InputError(f"--model {reference}: {module_name} needs {error.name!r}, which is missing") from error
+        known = [path.stem for path in Path(here).glob("*.py")] + [
+            p.parent.name for p in Path(here).glob("*/__init__.py")
+        ]
+        raise InputError(
+            f"--model {reference}: there is no module {error.name!r}{did_you_mean(error.name, known)}; it is looked "
+            f"for from {here} and in the installed packages"
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"--model {reference}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found) or isinstance(found, nn.Module):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        what = "is no function" if hasattr(module, name) else f"does not exist{did_you_mean(name, functions)}"
+        raise InputError(f"--model {reference}: {module_name}.{name} {what}; name a function that builds the model")
+    return found

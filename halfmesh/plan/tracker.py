@@ -1,0 +1,128 @@
+"""What a step allocates and sends, seen at the operators."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import torch_private
+
+OTHER = "other"
+"""Activations while the model computes; what an update needs for a moment while it is made."""
+
+_UNSENT = ("recv", "barrier")  # the sender counts
+
+_COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+"""Of values, which are not there: what is compared is taken to be as it should be."""
+
+
+@dataclass
+class Traffic:
+    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks)."""
+
+    messages: int = 0
+    bytes: int = 0
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of all storages that operators made and that are alive, each with a label; and messages by process group.
+
+    A storage counts from the operator that returns it until nobody holds it. What a kernel allocates and frees within
+    itself is not seen. It also answers what the host asks of tensors without memory. To be entered after
+    `torch_private.dry_run_mode`; works on tensors with memory, too.
+
+    Attributes:
+        alive: bytes by label, now.
+        largest: the most bytes of each label since `begin`.
+        peak: the most bytes at once since `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: Counter[str] = Counter()
+        self.largest: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.traffic: dict[str, Traffic] = {}
+        self._buffers: Mapping[str, str] = {}
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._labels: dict[int, str] = {}
+
+    def begin(self) -> None:
+        """Peaks are those from now on."""
+        self.largest, self.peak = Counter(self.alive), self.total
+
+    def label_sent(self, labels: Mapping[str, str]) -> None:
+        """What is sent to or received from a group has this label from then on, by the group's name."""
+        self._buffers = labels
+
+    def label(self, tensors: Iterable[torch.Tensor | None], label: str, only: str | None = None) -> None:
+        """The storages of `tensors` have this label from now on; with `only`, those that have that one."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, self._note(storage)
+            old = self._labels[key]
+            if old != label and (only is None or old == only):
+                self._labels[key] = label
+                self.alive[old] -= size
+                self._add(label, size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_private.in_fake_mode():
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and torch_private.has_no_memory(args[0]):
+            return torch_private.value_without_memory(args[0])
+        if func in _COMPARISONS and any(map(torch_private.has_no_memory, args[:2])):
+            return True
+        made = func(*args, **(kwargs or {}))
+        for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
+                self._note(leaf.untyped_storage())
+        if func.namespace == "c10d":
+            self._count(func, args)
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None:
+            return known[1]
+        size = storage.nbytes()
+
+        def forget(_: Any) -> None:
+            del self._known[key]
+            self.alive[self._labels.pop(key)] -= size
+            self.total -= size
+
+        self._known[key] = weakref.ref(storage, forget), size
+        self._labels[key] = OTHER
+        self.total += size
+        self.peak = max(self.peak, self.total)
+        self._add(OTHER, size)
+        return size
+
+    def _add(self, label: str, size: int) -> None:
+        self.alive[label] += size
+        if self.alive[label] > self.largest[label]:
+            self.largest[label] = self.alive[label]
+
+    def _count(self, func: Any, args: Any) -> None:
+        group = torch_private.group_of_operator(args)
+        if group is None:
+            return
+        given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
+        if group in self._buffers:
+            for tensors in given:
+                self.label(tensors, self._buffers[group], only=OTHER)
+        if not func._schema.name.partition("::")[2].startswith(_UNSENT):
+            traffic = self.traffic.setdefault(group, Traffic())
+            traffic.messages += 1
+            traffic.bytes += max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)

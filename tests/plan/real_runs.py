@@ -1,0 +1,49 @@
+"""What ranks of a real run hold, to compare plans with."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import llama
+import torch
+from torch import optim
+
+import halfmesh
+from benchmarks.counts import StorageTracker
+from halfmesh import torch_private
+
+
+class _Tracker(StorageTracker):
+    """Without what a pipeline does in a fake mode and on the meta device, to know the shapes between its stages."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_private.in_fake_mode():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            super()._note(storage)
+
+
+def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes between two updates and at most within one, and elements of the parameters, of a run of `llama.small`."""
+    torch.manual_seed(0)
+    model, (inputs, targets), criterion = llama.small()
+    tracker = _Tracker([inputs])
+    with tracker:
+        gc.collect()
+        model, _, criterion = llama.small()
+        engine = halfmesh.initialize(model, optim.AdamW, criterion, config=config, device="cpu")
+        for step in range(3):
+            engine.zero_grad()
+            gc.collect()
+            kept, tracker.peak = tracker.alive, tracker.alive
+            for _ in range(engine.config.gradient_accumulation):
+                loss = engine.criterion(engine(inputs), targets)
+                engine.backward(loss)
+                del loss
+                engine.step()
+            assert engine.global_step == step + 1
+    return kept, tracker.peak, sum(param.numel() for param in engine.model.parameters())

@@ -1,0 +1,45 @@
+"""A plan says what a real run holds."""
+
+from __future__ import annotations
+
+import pytest
+from dist_harness import run_ranks
+from real_runs import measure
+
+from halfmesh.config.load import load_config
+from halfmesh.plan.rehearsal import Place, rehearse
+
+PIPELINE = {"size": 2, "microbatches": 4}
+LAYOUTS = {
+    "fp32": (1, {}),
+    "torch bf16": (1, {"bf16": {"mode": "torch"}}),
+    "torch fp16, accumulated, clipped": (
+        1,
+        {"fp16": {"mode": "torch"}, "gradient_accumulation": 3, "clip_grad_norm": 1.0},
+    ),
+    "naive fp16": (1, {"fp16": {"mode": "naive"}}),
+    "naive bf16, dp 2": (2, {"bf16": {"mode": "naive"}}),
+    "fp32, dp 2 zero1": (2, {"parallel": {"data": "zero1"}}),
+    "naive fp16, dp 2 zero1": (2, {"fp16": {"mode": "naive"}, "parallel": {"data": "zero1"}}),
+    "fp32, tp 2": (2, {"parallel": {"tensor": 2}}),
+    "torch bf16, tp 2": (2, {"bf16": {"mode": "torch"}, "parallel": {"tensor": 2}}),
+    "fp32, pp 2 gpipe": (2, {"parallel": {"pipeline": PIPELINE | {"schedule": "gpipe"}}}),
+    "naive bf16, pp 2": (2, {"bf16": {"mode": "naive"}, "parallel": {"pipeline": PIPELINE}}),
+    "fp32, pp 2 interleaved": (2, {"parallel": {"pipeline": PIPELINE | {"schedule": "interleaved", "chunks": 2}}}),
+    "torch bf16, pp 2 x tp 2": (4, {"bf16": {"mode": "torch"}, "parallel": {"pipeline": PIPELINE, "tensor": 2}}),
+    "naive fp16, pp 2 x dp 2 zero1": (
+        4,
+        {"fp16": {"mode": "naive"}, "parallel": {"pipeline": PIPELINE, "data": "zero1"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_are_those_of_a_run(name):
+    size, config = LAYOUTS[name]
+    real = run_ranks(measure, size, config, init=size > 1)
+    for rank, (kept, peak, numel) in enumerate(real):
+        plan = rehearse(load_config(config), "llama:small", (), Place(rank, size))
+        assert plan.numel == numel
+        assert plan.kept == pytest.approx(kept, rel=0.02)
+        assert plan.peak == pytest.approx(peak, rel=0.10)
