@@ -83,6 +83,7 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self.alive = self.peak = 0
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in ignored}
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _wrapped(types):
@@ -91,19 +92,31 @@ class StorageTracker(TorchDispatchMode):
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf.untyped_storage())
+        if func.namespace == "c10d":
+            self.look_again()
         return made
 
+    def look_again(self) -> None:
+        """FSDP2 gives memory up, and takes it again, by changing the size of a storage."""
+        for key, ref in list(self._known.items()):
+            if ref is not None and (storage := ref()) is not None:
+                self._resize(key, storage.nbytes())
+
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
+        key = storage._cdata
+        if key not in self._known:
 
-        def forget(_: Any) -> None:
-            del self._known[key]
-            self.alive -= size
+            def forget(_: Any) -> None:
+                del self._known[key]
+                self.alive -= self._sizes.pop(key)
 
-        self._known[key] = weakref.ref(storage, forget)
-        self.alive += size
+            self._known[key] = weakref.ref(storage, forget)
+        if self._known[key] is not None:
+            self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, size: int) -> None:
+        self.alive += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
         self.peak = max(self.peak, self.alive)
 
 

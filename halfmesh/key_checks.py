@@ -116,6 +116,9 @@ def _check_data(config: Config) -> Iterator[Finding]:
             "does not do right under a pipeline; leave it at True"
         )
         yield Finding("refused", "parallel.data.reshard_after_forward", message)
+    if config.parallel.pipeline.size > 1 and data.prefetch > 1:
+        message = f"{data.prefetch}: FSDP2 cannot gather ahead under a pipeline, where units are apart; leave it at 1"
+        yield Finding("refused", "parallel.data.prefetch", message)
     decides = recipe_of(config).param_dtype
     if data.buffer_dtype is not None and decides not in (None, getattr(torch, data.buffer_dtype)):
         message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({config.precision_dtype}); remove it"

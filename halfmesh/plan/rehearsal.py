@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from .. import torch_private
 from ..assembly import initialize
@@ -100,7 +100,8 @@ class _Rehearsal:
         self._tracker = tracker
         self._axes = engine.context.groups
         tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in ("dp", "pp")})
-        self._params = list(engine.model.parameters())
+        self._numel = sum(param.numel() for param in engine.model.parameters())
+        self._params = [_here(param) for param in engine.model.parameters()]
 
     def run(self) -> Figures:
         """The figures of an update that is not the first."""
@@ -108,7 +109,7 @@ class _Rehearsal:
         self._make_state()
         held = self._label_held()
         batch = _bytes(self._given.inputs) + _bytes(self._given.targets)
-        numel = sum(param.numel() for param in self._params)
+        numel = self._numel
         tracker.begin()
         tracker.traffic.clear()
         left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
@@ -123,6 +124,7 @@ class _Rehearsal:
         peak = max(peak, tracker.peak)
         self._engine.zero_grad()
         gc.collect()
+        tracker.look_again()
         parts = {
             **held,
             **{part: max(computing[part], tracker.largest[part]) for part in ("gradients", "communication")},
@@ -145,8 +147,8 @@ class _Rehearsal:
         tracker, engine = self._tracker, self._engine
         hooks = [
             param.register_post_accumulate_grad_hook(lambda p: tracker.label([p.grad], "gradients", only=OTHER))
-            for param in self._params
-            if param.requires_grad
+            for param in self._engine.model.parameters()
+            if param.requires_grad and _here(param) is param
         ]
         length = engine.config.gradient_accumulation
         if length > 1:
@@ -196,6 +198,12 @@ class _Rehearsal:
             raise InputError(
                 f"--model: calling the model with {shapes} raised {type(error).__name__}: {error}"
             ) from error
+
+
+def _here(param: nn.Parameter) -> torch.Tensor:
+    """What this rank has of it: under fsdp a part."""
+    to_local = getattr(param.detach(), "to_local", None)
+    return param if to_local is None else to_local().requires_grad_(param.requires_grad)
 
 
 def _stand_in(output: Any) -> torch.Tensor:

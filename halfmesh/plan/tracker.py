@@ -56,6 +56,7 @@ class Tracker(TorchDispatchMode):
 
     def begin(self) -> None:
         """Peaks are those from now on."""
+        self.look_again()
         self.largest, self.peak = Counter(self.alive), self.total
 
     def label_sent(self, labels: Mapping[str, str]) -> None:
@@ -87,18 +88,21 @@ class Tracker(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout == torch.strided:
                 self._note(leaf.untyped_storage())
         if func.namespace == "c10d":
+            self.look_again()
             self._count(func, args)
         return made
 
     def _note(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
         known = self._known.get(key)
-        if known is not None:
-            return known[1]
         size = storage.nbytes()
+        if known is not None:
+            if size != known[1]:
+                self._resize(key, size)
+            return size
 
         def forget(_: Any) -> None:
-            del self._known[key]
+            _, size = self._known.pop(key)
             self.alive[self._labels.pop(key)] -= size
             self.total -= size
 
@@ -108,6 +112,20 @@ class Tracker(TorchDispatchMode):
         self.peak = max(self.peak, self.total)
         self._add(OTHER, size)
         return size
+
+    def look_again(self) -> None:
+        """FSDP2 gives memory up, and takes it again, by changing the size of a storage."""
+        for key, (ref, size) in list(self._known.items()):
+            storage = ref()
+            if storage is not None and storage.nbytes() != size:
+                self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, size: int) -> None:
+        ref, before = self._known[key]
+        self._known[key] = ref, size
+        self.total += size - before
+        self.peak = max(self.peak, self.total)
+        self._add(self._labels[key], size - before)
 
     def _add(self, label: str, size: int) -> None:
         self.alive[label] += size

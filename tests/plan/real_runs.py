@@ -8,6 +8,7 @@ from typing import Any
 import llama
 import torch
 from torch import optim
+from torch._subclasses.fake_tensor import FakeTensor
 
 import halfmesh
 from benchmarks.counts import StorageTracker
@@ -18,7 +19,7 @@ class _Tracker(StorageTracker):
     """Without what a pipeline does in a fake mode and on the meta device, to know the shapes between its stages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch_private.in_fake_mode():
+        if torch_private.in_fake_mode() or any(kind is FakeTensor for kind in types):  # so does DTensor
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -39,6 +40,7 @@ def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, in
         for step in range(3):
             engine.zero_grad()
             gc.collect()
+            tracker.look_again()
             kept, tracker.peak = tracker.alive, tracker.alive
             for _ in range(engine.config.gradient_accumulation):
                 loss = engine.criterion(engine(inputs), targets)

@@ -21,6 +21,8 @@ LAYOUTS = {
     "naive bf16, dp 2": (2, {"bf16": {"mode": "naive"}}),
     "fp32, dp 2 zero1": (2, {"parallel": {"data": "zero1"}}),
     "naive fp16, dp 2 zero1": (2, {"fp16": {"mode": "naive"}, "parallel": {"data": "zero1"}}),
+    "naive bf16, checkpointed": (1, {"bf16": {"mode": "naive"}, "activation_checkpoint": "full"}),
+    "fp32, dp 2 zero1, checkpointed": (2, {"parallel": {"data": "zero1"}, "activation_checkpoint": "full"}),
     "fp32, tp 2": (2, {"parallel": {"tensor": 2}}),
     "torch bf16, tp 2": (2, {"bf16": {"mode": "torch"}, "parallel": {"tensor": 2}}),
     "fp32, pp 2 gpipe": (2, {"parallel": {"pipeline": PIPELINE | {"schedule": "gpipe"}}}),

@@ -86,6 +86,8 @@ class FullyShard:
         _prefetch(self.units[: len(units.blocks)], options.prefetch)
         self._reshards = not options.reshard_after_forward
         self.shards = self._take_parts(shards)
+        # Now, while all of them are parts: a unit that has gathered its weights has other parameters.
+        self._held = [set(map(id, unit.parameters())) for unit in chosen]
         self._use = UsageWatch(self.units, {place: self._originals[param] for place, param in self._places.items()})
         self._hooks = [optimizer.register_load_state_dict_post_hook(refuse_other_state)]
         if self._reshards:  # what is written into weights after an evaluation has to reach the parts
@@ -173,9 +175,8 @@ class FullyShard:
             params: of what has them only; None: of all.
         """
         wanted = None if params is None else set(map(id, params))
-        for unit in self.units:
-            held: Any = unit
-            if wanted is None or any(id(param) in wanted for param in held.parameters()):
+        for unit, held in zip(self.units, self._held, strict=True):
+            if wanted is None or not held.isdisjoint(wanted):
                 unit.set_requires_gradient_sync(last)
 
     @property

@@ -84,6 +84,11 @@ def find_problems(model: nn.Module) -> Iterator[str]:
 
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
+    with torch_private.outside_of_dry_run():  # a mesh looks itself up in a table of ranks
+        return _make_mesh(context, hybrid)
+
+
+def _make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     kind = context.device.type
     if hybrid is None or hybrid == context.dp_size:
         return DeviceMesh.from_group(context.dp_group, kind, mesh_dim_names=("shard",))

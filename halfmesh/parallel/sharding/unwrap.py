@@ -10,13 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ... import torch_private
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -29,8 +22,7 @@ def unwrap(before: Mapping[nn.Module, tuple[type[nn.Module], set[str]]]) -> None
         if isinstance(module, FSDPModule):
             module.__class__ = kind  # type: ignore[assignment]
             torch_private.forget_composable_state(module)
-        for table in _HOOKS:
-            hooks = getattr(module, table)
+        for hooks in [table for name, table in vars(module).items() if name.endswith("_hooks")]:
             for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
                 del hooks[key]
                 for flags in _FLAGS:

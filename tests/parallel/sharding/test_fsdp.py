@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from functools import partial
 
 import pytest
@@ -119,6 +120,8 @@ def gives_back(rank, world_size):
         "whole inside": inside,
         "runs": torch.isfinite(model(batch(rank, 0)[0])).all().item(),
         "copy": copy.deepcopy(model) is not None,
+        "pickle": len(pickle.dumps(model)) > 0,
+        "loads": not any(model.load_state_dict(model.state_dict())),
     }
     again = make_engine("fsdp", model=model)
     found["again"] = take_step(again, rank, 1) is not None
@@ -319,6 +322,12 @@ REFUSED = {
         {"reshard_after_forward": False},
         IncompatibleConfigError,
         "which FSDP2 does not do right under a pipeline",
+    ),
+    "prefetch": (
+        {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}},
+        {"prefetch": 2},
+        IncompatibleConfigError,
+        "cannot gather ahead under a pipeline",
     ),
     "output_dtype": (
         {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}},
