@@ -71,7 +71,7 @@ def _layout(engine: Engine, division: Division) -> str:
         held = _divided(engine, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers")
     averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
     if division.sharded is not None:
-        averaged += f", weights in {context.dp_size} parts (fsdp)"
+        held = f"{held}, in parts over {data.hybrid or context.dp_size} data ranks (fsdp)"
     if division.slices is not None:
         averaged += f", each data rank steps 1/{context.dp_size} of it (zero1)"
     return f"{mesh}; {held}{averaged}"

@@ -44,9 +44,10 @@ def state_bytes(
     model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
 ) -> StateBytes:
     """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
-    params = [*model.parameters(), *model.buffers()]
+    parts = {shard.source.param: shard.param for shard in update.holdings.trained if shard.original and shard.source}
+    params = [parts.get(param, param) for param in (*model.parameters(), *model.buffers())]  # under fsdp a part each
     trained = sum(s.param.numel() for s in update.holdings.trained if s.param.requires_grad)
-    receivers = [s.param for s in update.holdings.receivers if s.param.requires_grad]
+    receivers = [parts.get(s.param, s.param) for s in update.holdings.receivers if s.param.requires_grad]
     grads = sum(param.numel() * param.element_size() for param in receivers)
     temporary = 0
     if (

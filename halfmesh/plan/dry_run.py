@@ -61,8 +61,8 @@ class DryRun:
 
 # On tensors without memory FSDP2 does not give up the weights that it has sharded: 4 bytes a parameter too much.
 _NO_FSDP = (
-    "--model: a dry run of data='fsdp' is not built yet: its bytes would be wrong; leave --model out to check the config, "
-    "or look at data='zero1', whose activations are the same"
+    "--model: a dry run of data='fsdp' is not built yet: its bytes would be wrong; leave --model out to check the "
+    "config, or look at data='zero1', whose activations are the same"
 )
 
 

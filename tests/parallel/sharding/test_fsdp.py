@@ -378,3 +378,18 @@ def test_one_process_has_nothing_to_shard():
     assert engine._division.sharded is None
     assert math.isfinite(take_step(engine, 0, 0).lr)
     engine.close()
+
+
+def planned(rank, world_size):
+    from halfmesh.memory import state_bytes
+
+    engine = make_engine("fsdp", optimizer=lambda groups: torch.optim.AdamW(groups), model=Blocks(64))
+    numel = sum(p.numel() for p in engine.model.parameters())
+    counted = state_bytes(engine.model, engine._update, torch.float32)
+    engine.close()
+    return counted.parameters / numel, counted.optimizer / numel, counted.gradients / numel
+
+
+def test_the_plan_counts_parts():
+    for figures in run_ranks(planned, 2, timeout=60):
+        assert figures == pytest.approx((4 / 2, 8 / 2, 4 / 2), rel=0.01)
