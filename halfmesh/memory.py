@@ -44,15 +44,18 @@ def state_bytes(
     model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
 ) -> StateBytes:
     """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
-    parts = {shard.source.param: shard.param for shard in update.holdings.trained if shard.original and shard.source}
-    params = [parts.get(param, param) for param in (*model.parameters(), *model.buffers())]  # under fsdp a part each
+    parts: dict[torch.Tensor, torch.Tensor] = {  # of parameters that are held in parts
+        shard.source.param: shard.param
+        for shard in update.holdings.trained
+        if shard.source is not None and shard.original is not None
+    }
+    params = [parts.get(tensor, tensor) for tensor in (*model.parameters(), *model.buffers())]
     trained = sum(s.param.numel() for s in update.holdings.trained if s.param.requires_grad)
     receivers = [parts.get(s.param, s.param) for s in update.holdings.receivers if s.param.requires_grad]
     grads = sum(param.numel() * param.element_size() for param in receivers)
     temporary = 0
-    if (
-        reduce_dtype is not None and update.stepper.publisher is not None
-    ):  # of all, and those reduced of this rank's part
+    cuts = update.stepper.publisher is not None and not parts
+    if reduce_dtype is not None and cuts:  # of all, and what is reduced of this rank's part
         temporary = trained * reduce_dtype.itemsize
     elif reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
         grads = max(grads, trained * reduce_dtype.itemsize)
