@@ -21,7 +21,6 @@ from sharding import (
     largest,
     make_engine,
     take_step,
-    train,
     whole,
 )
 from torch import nn
@@ -137,31 +136,6 @@ def test_close_gives_the_model_back_as_it_came():
         assert all(found.values()), found
 
 
-def resumes(rank, world_size):
-    found = {}
-    for mode in ("fp32", "naive_fp16"):
-        straight = make_engine("fsdp", **MODES[mode])
-        train(straight, rank, 3)
-        saved = copy.deepcopy(straight.state_dict())
-        train(straight, rank, 3, first=3)
-        resumed = make_engine("fsdp", **MODES[mode])
-        train(resumed, rank, 1, first=9)
-        resumed.load_state_dict(saved)
-        train(resumed, rank, 3, first=3)
-        found[mode] = max(differences(whole(resumed), whole(straight)).values())
-        saved["layout"]["dp_rank"] = 1 - rank
-        other = make_engine("fsdp", **MODES[mode])
-        with pytest.raises(InputError, match=r"part . of 2 of it \(zero1 or fsdp\), and this rank part"):
-            other.load_state_dict(saved)
-        other.close()
-    return found
-
-
-def test_resumes_exactly_at_the_same_place_only():
-    for found in run_ranks(resumes, 2, timeout=60):
-        assert found == {"fp32": 0, "naive_fp16": 0}
-
-
 def loads(rank, world_size):
     """Whole tensors go into a sharded model; of a model in half precision, too."""
     engine = make_engine("fsdp", **MODES["naive_fp16"])
@@ -183,20 +157,6 @@ def test_whole_weights_can_be_loaded():
     for exact, inside, after in run_ranks(loads, 2, timeout=60):
         assert exact
         assert (inside, after) == ({"torch.float32"}, {"torch.float16"})
-
-
-def skips_together(rank, world_size):
-    engine = make_engine("fsdp", **MODES["naive_fp16"])
-    results = [take_step(engine, rank, step, poison=rank == 1 and step == 1) for step in range(3)]
-    told = [(r.skipped, r.loss_scale, r.grad_norm) for r in results]
-    engine.close()
-    return told
-
-
-def test_inf_on_one_rank_skips_on_all():
-    first, second = run_ranks(skips_together, 2, timeout=60)
-    assert [skipped for skipped, _, _ in first] == [False, True, False]
-    assert repr(first) == repr(second)
 
 
 def sends(rank, world_size, options):

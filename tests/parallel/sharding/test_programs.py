@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 
 import pytest
 import torch
 from dist_harness import RankFailure, run_ranks
-from sharding import MODES, all_equal, differences, make_engine, whole
+from sharding import MODES, all_equal, differences, make_engine, take_step, train, whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -298,3 +299,48 @@ def test_corners(strategy):
     for found in run_ranks(corners, 3, strategy, timeout=60):
         assert found.pop("own state") <= 2e-6
         assert all(found.values()), found
+
+
+def resumes(rank, world_size, strategy):
+    found = {}
+    for mode in ("fp32", "naive_fp16"):
+        straight = make_engine(strategy, **MODES[mode])
+        train(straight, rank, 3)
+        saved = copy.deepcopy(straight.state_dict())
+        train(straight, rank, 3, first=3)
+        resumed = make_engine(strategy, **MODES[mode])
+        train(resumed, rank, 1, first=9)
+        resumed.load_state_dict(saved)
+        train(resumed, rank, 3, first=3)
+        found[mode] = max(differences(whole(resumed), whole(straight)).values())
+        found["layout"] = dict(saved["layout"])
+        saved["layout"]["dp_rank"] = 1 - rank
+        other = make_engine(strategy, **MODES[mode])
+        with pytest.raises(InputError, match=r"part . of 2 of it \(zero1 or fsdp\), and this rank part"):
+            other.load_state_dict(saved)
+        other.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_resumes_exactly_at_the_same_place_only(strategy):
+    for rank, found in enumerate(run_ranks(resumes, 2, strategy, timeout=60)):
+        assert found["fp32"] == found["naive_fp16"] == 0
+        assert {key: found["layout"][key] for key in ("dp_rank", "dp_size")} == {"dp_rank": rank, "dp_size": 2}
+
+
+def skips_together(rank, world_size, strategy):
+    engine = make_engine(strategy, **MODES["naive_fp16"])
+    results = [take_step(engine, rank, step, poison=rank == 1 and step == 1) for step in range(3)]
+    told = [(r.skipped, r.loss_scale, r.grad_norm) for r in results]
+    model = engine.model
+    engine.close()
+    return told, all_equal(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_inf_on_one_rank_skips_on_all(strategy):
+    (first, equal), (second, _) = run_ranks(skips_together, 2, strategy, timeout=60)
+    assert [skipped for skipped, _, _ in first] == [False, True, False]
+    assert repr(first) == repr(second)
+    assert equal

@@ -19,7 +19,6 @@ from sharding import (
     largest,
     make_engine,
     take_step,
-    train,
     whole,
 )
 from torch import nn
@@ -36,56 +35,6 @@ def test_trains_as_replicated_weights_do(ranks):
     for found in run_ranks(compare, ranks, "zero1", CASES, timeout=150):
         assert len(found) == len(CASES)
         assert largest(found) <= 1, found
-
-
-def resumes(rank, world_size):
-    found = {}
-    for mode in ("fp32", "naive_fp16"):
-        straight = make_engine("zero1", **MODES[mode])
-        train(straight, rank, 3)
-        saved = copy.deepcopy(straight.state_dict())
-        train(straight, rank, 3, first=3)
-        resumed = make_engine("zero1", model=Odd(), **MODES[mode])
-        train(resumed, rank, 1, first=9)
-        resumed.load_state_dict(saved)
-        train(resumed, rank, 3, first=3)
-        found[mode] = max(differences(whole(resumed), whole(straight)).values())
-        found["layout"] = dict(saved["layout"])
-        saved["layout"]["dp_rank"] = 1 - rank
-        other = make_engine("zero1", **MODES[mode])
-        with pytest.raises(InputError, match=r"part . of 2 of it \(zero1 or fsdp\), and this rank part"):
-            other.load_state_dict(saved)
-        other.close()
-    return found
-
-
-def test_resumes_exactly_at_the_same_place_only():
-    for rank, found in enumerate(run_ranks(resumes, 2, timeout=60)):
-        assert found["fp32"] == found["naive_fp16"] == 0
-        assert found["layout"] == {
-            "pp_size": 1,
-            "pp_rank": 0,
-            "dp_size": 2,
-            "dp_rank": rank,
-            "tp_size": 1,
-            "tp_rank": 0,
-        }
-
-
-def skips_together(rank, world_size):
-    engine = make_engine("zero1", **MODES["naive_fp16"])
-    results = [take_step(engine, rank, step, poison=rank == 1 and step == 1) for step in range(3)]
-    told = [(r.skipped, r.loss_scale, r.grad_norm) for r in results]
-    equal = all_equal(engine.model)
-    engine.close()
-    return told, equal
-
-
-def test_inf_on_one_rank_skips_on_all():
-    (first, equal), (second, _) = run_ranks(skips_together, 2, timeout=60)
-    assert [skipped for skipped, _, _ in first] == [False, True, False]
-    assert repr(first) == repr(second)
-    assert equal
 
 
 def held(rank, world_size):
