@@ -14,6 +14,7 @@ from .amp.recipe import Recipe
 from .compilation import Compilation
 from .engine.samplers import OwnRandomness
 from .errors import IncompatibleConfigError, InputError
+from .key_checks import recipe_of
 from .parallel import elementwise
 from .parallel.context import ParallelContext
 from .parallel.tensor_checks import ResolvedPlan
@@ -80,7 +81,7 @@ def make_plans(
     if shards:
         from .parallel.sharding.units import find_problems
 
-        problems += find_problems(model)
+        problems += find_problems(model, casts=recipe_of(config).param_dtype is not None)
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
         keys += ["parallel.data"] if cuts else []

@@ -59,13 +59,6 @@ class DryRun:
         return rank // (self.layout.data * self.layout.tensor)
 
 
-# On tensors without memory FSDP2 does not give up the weights that it has sharded: 4 bytes a parameter too much.
-_NO_FSDP = (
-    "--model: a dry run of data='fsdp' is not built yet: its bytes would be wrong; leave --model out to check the "
-    "config, or look at data='zero1', whose activations are the same"
-)
-
-
 def needed(figures: Figures) -> int:
     """The bytes that a rank needs, as far as they are known."""
     return figures.peak if figures.peak is not None else figures.kept + figures.parts.get("gradients", 0)
@@ -81,9 +74,6 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
     """
     layout = get_layout(config, world_size)
     run = DryRun(layout)
-    if config.parallel.data.strategy == "fsdp" and layout.data > 1:
-        run.problems = [_NO_FSDP]
-        return run
     config = _without_extras(config, run.notes)
     pipeline = config.parallel.pipeline
     if pipeline.size > 1:

@@ -77,6 +77,8 @@ class Tracker(TorchDispatchMode):
                 self._add(label, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor has no memory itself; what it holds comes here again
         if torch_private.in_fake_mode():
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and torch_private.has_no_memory(args[0]):

@@ -144,9 +144,3 @@ def test_a_dry_run_that_fails(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (problem, *_) = dry_run(load_config({}), 1, "odd:build").problems
     assert problem == "the dry run failed with OSError: disk; a real run need not"
-
-
-def test_fsdp_is_not_planned_with_wrong_figures():
-    plan = dry_run(load_config({"parallel": {"data": "fsdp"}}), 4, "llama:small")
-    assert plan.problems[0].startswith("--model: a dry run of data='fsdp' is not built yet")
-    assert not dry_run(load_config({"parallel": {"data": "fsdp"}}), 1, "llama:small").problems

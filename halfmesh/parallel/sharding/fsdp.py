@@ -21,7 +21,7 @@ from ..buckets import give_grad
 from ..elementwise import refuse_other_state
 from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
-from .units import ShardOptions, Units
+from .units import ShardOptions, Units, can_be_sharded
 from .unwrap import unwrap
 from .whole import Whole, is_cut
 
@@ -43,9 +43,6 @@ class FullyShard:
         parts: of these, those that are parts.
         whole: names of parameters that FSDP2 cannot shard (scalars, empty ones, such that are not contiguous, those of
             several units, under a pipeline those of modules that no stage calls): each rank has them whole.
-
-    Raises:
-        InputError: the parameters have several dtypes.
     """
 
     def __init__(
@@ -63,14 +60,13 @@ class FullyShard:
         self._ranks = mesh.size(-1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._whole = Whole(mesh.get_group(mesh.ndim - 1))
-        kept = {shard.param for shard in shards if not _can_be_sharded(shard.param)} | units.left_over(model)
+        kept = {shard.param for shard in shards if not can_be_sharded(shard.param)} | units.left_over(model)
         self.whole = [shard.name for shard in shards if shard.param in kept]
         taken = [shard for shard in shards if shard.param not in kept]
         self._dtypes = {shard.param: shard.param.dtype for shard in taken}
         if options.param_dtype is not None:
             for shard in taken:  # what is kept of them are the masters, whatever the model came in
                 shard.param.data = shard.param.data.float()
-        _refuse_mixed_dtypes(taken)
         self._places = {place: param for place, param in _places(model) if param not in kept}
         self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         self._buffers = list(_cast_buffers(model, options.buffer_dtype))
@@ -278,10 +274,6 @@ class FullyShard:
             buffer.data = buffer.data.to(dtype)
 
 
-def _can_be_sharded(param: torch.Tensor) -> bool:
-    return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
-
-
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -291,17 +283,6 @@ def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parame
 def _local(tensor: Any) -> torch.Tensor:
     local: torch.Tensor = tensor.detach().to_local()
     return local
-
-
-def _refuse_mixed_dtypes(shards: Sequence[ParamShard]) -> None:
-    kinds = {shard.param.dtype for shard in shards}
-    if len(kinds) > 1:
-        first = shards[0].param.dtype
-        others = [shard.name for shard in shards if shard.param.dtype != first]
-        raise InputError(
-            f"data='fsdp' gathers weights of one dtype together, but {shorten(others)} differ from {shards[0].name} "
-            f"({first}); give all parameters one dtype, or use data='zero1'"
-        )
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[torch.Tensor, torch.dtype]]:

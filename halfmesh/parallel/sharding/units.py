@@ -69,8 +69,25 @@ class Units:
         return {param for param in model.parameters() if seen[param] != 1}
 
 
-def find_problems(model: nn.Module) -> Iterator[str]:
-    """Why FSDP2 cannot shard `model` so that it trains as it does whole."""
+def can_be_sharded(param: torch.Tensor) -> bool:
+    """Whether FSDP2 takes it."""
+    return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
+
+
+def find_problems(model: nn.Module, casts: bool) -> Iterator[str]:
+    """Why FSDP2 cannot shard `model` so that it trains as it does whole.
+
+    Args:
+        casts: whether the mode gives all parameters one dtype.
+    """
+    dtypes = {name: param.dtype for name, param in model.named_parameters() if can_be_sharded(param)}
+    first = next(iter(dtypes.items()), None)
+    if first is not None and not casts and len(set(dtypes.values())) > 1:
+        others = [name for name, dtype in dtypes.items() if dtype != first[1]]
+        yield (
+            f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
+            f"{first[0]} ({first[1]}); give all parameters one dtype, or use data='zero1'"
+        )
     scripts = [name or "the model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripts:
         yield f"parallel.data: {shorten(scripts)} is compiled by torch.jit, which FSDP2 cannot shard; use data='zero1'"

@@ -243,8 +243,9 @@ def guards(rank, world_size):
         take_step(engine, rank, 0)
     mixed = Blocks()
     mixed.end.double()
-    with pytest.raises(InputError, match="gathers weights of one dtype together"):
+    with pytest.raises(IncompatibleConfigError, match=r"gathers weights of one dtype together, but end\.weight"):
         make_engine("fsdp", model=mixed)
+    assert type(mixed) is Blocks
     with pytest.raises(IncompatibleConfigError) as caught:
         make_engine("fsdp", optimizer=lambda groups: torch.optim.Adafactor(groups))
     return str(caught.value)
