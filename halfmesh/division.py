@@ -106,6 +106,8 @@ class Division:
         if cuts and self._config.parallel.data.strategy == "fsdp":
             shards = self._shard_fully(model, shards, optimizer, recipe)
         torch_private.move_module(model, context.device)
+        if self.sharded is not None:
+            self.sharded.tell_dtypes()
         if not cuts or self.sharded is not None:
             return shards
         from .parallel.sharding.zero1 import Slices

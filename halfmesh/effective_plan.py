@@ -68,7 +68,9 @@ def _layout(engine: Engine, division: Division) -> str:
         return f"{mesh}; one process holds all of the model"
     held = "every rank holds all of the model" if division.cut is None else "every rank holds its stages"
     if division.tensor is not None:
-        held = _divided(engine, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers")
+        held = _divided(
+            engine, division, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers"
+        )
     averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
     if division.sharded is not None:
         held = f"{held}, in parts over {data.hybrid or context.dp_size} data ranks (fsdp)"
@@ -77,12 +79,15 @@ def _layout(engine: Engine, division: Division) -> str:
     return f"{mesh}; {held}{averaged}"
 
 
-def _divided(engine: Engine, tensor: TensorParallel, numbers: str) -> str:
+def _divided(engine: Engine, division: Division, tensor: TensorParallel, numbers: str) -> str:
     """Which layers are divided over the tensor group, and what part of the numbers that is."""
-    named = dict(engine.model.named_parameters())
-    own = sum(param.numel() for param in tensor.splits)
-    whole = sum(param.numel() for param in named.values() if param not in tensor.splits)
-    names = {name.rpartition(".")[0] for name, param in named.items() if param in tensor.splits}
+    parts = [] if division.sharded is None else division.sharded.parts
+    came = {part.source.param: part.model_param for part in parts if part.source is not None}
+    params = list(engine.model.named_parameters())
+    cut = {name for name, param in params if came.get(param, param) in tensor.splits}
+    own = sum(param.numel() for name, param in params if name in cut)
+    whole = sum(param.numel() for name, param in params if name not in cut)
+    names = {name.rpartition(".")[0] for name in cut}
     kinds = Counter(generalise(name) for name in sorted(names))
     layers = ", ".join(f"{kind} x {count}" if count > 1 else kind for kind, count in kinds.items())
     share = own * tensor.axis.size / (own * tensor.axis.size + whole)

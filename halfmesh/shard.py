@@ -73,6 +73,17 @@ class ParamShard:
         self.main_grad = None
 
 
+def compute_dtype(param: torch.Tensor) -> torch.dtype:
+    """The dtype in which the model computes with `param`: under fsdp and NAIVE it is not the one that is kept."""
+    dtype: torch.dtype = getattr(param, "_halfmesh_computes_in", param.dtype)
+    return dtype
+
+
+def tell_compute_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """What `compute_dtype` says of `param` from now on."""
+    param._halfmesh_computes_in = dtype  # type: ignore[attr-defined]
+
+
 class Publisher(Protocol):
     """Takes what a rank has stepped to the ranks that use it."""
 

@@ -143,9 +143,9 @@ def reduced_too_early(patch: pytest.MonkeyPatch) -> None:
     """Gradients are sent over the data ranks in the backward of the first microbatch."""
     inner = Pipeline.train
 
-    def train(self: Pipeline, calls: Any, finish: Any, on_last: Any) -> None:
-        on_last([param for params in self._params.values() for param in params])
-        inner(self, calls, finish, lambda params: None)
+    def train(self: Pipeline, calls: Any, known: Any, finish: Any, on_last: Any) -> None:
+        on_last([param for params in self._params.values() for param in params], True)
+        inner(self, calls, known, finish, lambda params, rest: None)
 
     patch.setattr(Pipeline, "train", train)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ... import torch_private
 from ...errors import InputError
+from ...shard import compute_dtype
 from ..kinds import comes_from
 from .block_partition import BlockPartition, children_of
 from .pieces import Call, Piece
@@ -108,7 +109,7 @@ def _decoder_inputs(
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     param = next(p for p in model.parameters() if p.is_floating_point())
     # The mask is made for these: their shape, dtype and device count.
-    features = torch.empty((*input_ids.shape, 1), dtype=param.dtype, device=input_ids.device)
+    features = torch.empty((*input_ids.shape, 1), dtype=compute_dtype(param), device=input_ids.device)
     make = masking_utils.create_causal_mask
     given = {
         "config": model.config,
@@ -144,7 +145,8 @@ def _llama_share(
     position_ids, mask = _decoder_inputs(model, input_ids, attention_mask, position_ids)
     # Of the first argument it takes dtype and device.
     like = next(p for p in model.model.layers.parameters() if p.is_floating_point())
-    angles = model.model.rotary_emb(like.new_empty(0), position_ids=position_ids)
+    like = like.new_empty(0, dtype=compute_dtype(like))
+    angles = model.model.rotary_emb(like, position_ids=position_ids)
     return {"attention_mask": mask, "position_ids": position_ids, "position_embeddings": angles}
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ...errors import InputError, shorten
-from ...shard import ParamShard
+from ...shard import ParamShard, tell_compute_dtype
 from ..buckets import give_grad
 from ..elementwise import refuse_other_state
 from ..reducer import ReduceOptions
@@ -56,6 +56,7 @@ class FullyShard:
         reduce: ReduceOptions,
     ) -> None:
         self.model = model
+        self._param_dtype = options.param_dtype
         self._optimizer = optimizer
         self._ranks = mesh.size(-1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
@@ -147,6 +148,12 @@ class FullyShard:
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
         return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
+
+    def tell_dtypes(self) -> None:
+        """Let `halfmesh.shard.compute_dtype` know. After the model was moved: that exchanges what a DTensor is."""
+        for part in self.parts:
+            if self._param_dtype is not None and part.source is not None:
+                tell_compute_dtype(part.source.param, self._param_dtype)
 
     # -- while training ----------------------------------------------------------------------------------------
 
