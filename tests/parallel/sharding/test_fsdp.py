@@ -257,11 +257,11 @@ def test_what_is_refused():
 
 
 REFUSED = {
-    "fullgraph": (
-        {"compile": {"scope": "model", "fullgraph": True}},
+    "scope": (
+        {"compile": {"scope": "model"}},
         {},
         IncompatibleConfigError,
-        "gather their weights between graphs",
+        "blocks gather their weights between graphs",
     ),
     "offload": ({}, {"cpu_offload": True}, NotImplementedError, "cpu_offload: True is not built yet"),
     "activation_offload": (
