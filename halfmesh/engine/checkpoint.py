@@ -53,7 +53,7 @@ def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) 
 
 
 def layout(context: ParallelContext, cuts_updates: bool = False) -> dict[str, int]:
-    """Which part of the model this rank holds; with `cuts_updates` (zero1) also which part of it this rank steps."""
+    """Which part of the model this rank holds; with `cuts_updates` (zero1, fsdp) also which this rank steps."""
     axes = ("pp", "dp", "tp") if cuts_updates else ("pp", "tp")
     return {f"{axis}_{what}": getattr(context, f"{axis}_{what}") for axis in axes for what in ("size", "rank")}
 

@@ -75,8 +75,6 @@ class Slices:
         self._next = 0
         self._stepped: set[int] = set()
         self._inflight: deque[tuple[dist.Work, SliceBucket, torch.Tensor]] = deque()
-        self.gathers = 0
-        """All-gathers started so far."""
 
     def _make_buckets(self, shards: Sequence[ParamShard], alone: Collection[nn.Parameter]) -> list[SliceBucket]:
         """In reverse order of the model, which is about the order in which gradients arrive. One dtype in each, also
@@ -148,7 +146,6 @@ class Slices:
             self._land()
         work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
         self._inflight.append((work, bucket, flat))
-        self.gathers += 1
 
     def _land(self) -> None:
         work, bucket, flat = self._inflight.popleft()
