@@ -78,6 +78,11 @@ def evaluate(engine, rank, step):
     engine.train()
 
 
+def look_ahead(engine, rank, step):
+    """A forward in training, without a backward."""
+    engine(batch(rank, 100 + step))
+
+
 def freeze(engine, rank, step):
     engine.model.begin.requires_grad_(step % 2 == 1)
     engine.model.blocks[1].requires_grad_(step != 1)
@@ -95,6 +100,7 @@ PROGRAMS = {
     "a rank in turn": {"loop": {"which": lambda rank, step: (step + rank) % 2 == 0}},
     "evaluation before the step": {"loop": {"between": evaluate}},
     "gathered weights are kept": {"loop": {"between": evaluate}, "data": {"reshard_after_forward": False}},
+    "kept, and a forward before the step": {"loop": {"between": look_ahead}, "data": {"reshard_after_forward": False}},
     "frozen and unfrozen": {"loop": {"between": freeze}},
     "tied blocks": {"model": {"tie": "blocks"}},
     "tied to the rest": {"model": {"tie": "root"}},
