@@ -103,7 +103,11 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     plans = _refuse_problems(given, recipe, settings, place, world_size)
     parallel = settings.parallel
     group = launching.ensure_process_group(
-        place, settings.timeout, pipeline=parallel.pipeline.size, tensor=parallel.tensor.size
+        place,
+        settings.timeout,
+        launching.choose_backend(settings, place),
+        pipeline=parallel.pipeline.size,
+        tensor=parallel.tensor.size,
     )
     return _assemble(given, recipe, settings, place, group, plans)
 
@@ -144,10 +148,10 @@ def _convert(
     # Before the model goes to the device, which may not have room for all of it.
     division = Division(given.model, given.optimizer, plans, config, context)
     shards = division.make_shards(given.model, given.optimizer, recipe)
-    _move_state(given.optimizer, context.device)
+    _move_state(given.optimizer)
     separate_dp_ranks(config.seed, context)
     backend, rules = _backend(config), _rules(config)
-    update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, context.device)
+    update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, division.update_device)
     precision = backend.precision(update.recipe, context.device)
     if division.divides and torch_private.has_step_hooks(given.optimizer, update.holdings.guard):
         _log.warning(
@@ -178,6 +182,9 @@ def _convert(
     )
     if division.offload is not None and context.device.type == "cpu":
         _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
+    if config.parallel.data.cpu_offload and (context.device.type == "cpu" or division.sharded is None):
+        why = "one data rank holds all weights" if division.sharded is None else "weights are in host memory already"
+        _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
     _log.info("%s", describe(engine, update, recipe, given.dataloader, division))
     for advice in find_advice(config) if context.dp_size > 1 else ():
         _log.info("advice: %s", advice)
@@ -215,6 +222,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
+    device_problem = device_problem or launching.find_group_problem(config, device)
     if not device_problem and config.compile.enabled:
         device_problem = compilation.find_device_problem(config.compile, device)
     if device_problem:
@@ -249,12 +257,12 @@ def _rules(config: Config) -> UpdateRules:
     )
 
 
-def _move_state(optimizer: optim.Optimizer, device: torch.device) -> None:
+def _move_state(optimizer: optim.Optimizer) -> None:
     """Optimizer state follows its parameters; counters of unfused optimizers stay on the CPU, as torch has them."""
-    for state in optimizer.state.values():
+    for param, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device)
+                state[name] = value.to(param.device)
 
 
 @contextmanager

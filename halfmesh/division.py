@@ -105,9 +105,11 @@ class Division:
         cuts = cuts_updates(self._config, context.dp_size)
         if cuts and self._config.parallel.data.strategy == "fsdp":
             shards = self._shard_fully(model, shards, optimizer, recipe)
-        torch_private.move_module(model, context.device)
         if self.sharded is not None:
+            self.sharded.move(context.device)
             self.sharded.tell_dtypes()
+        else:
+            torch_private.move_module(model, context.device)
         if not cuts or self.sharded is not None:
             return shards
         from .parallel.sharding.zero1 import Slices
@@ -135,6 +137,7 @@ class Division:
             buffer_dtype=dtype("buffer_dtype"),
             reshard_after_forward=data.reshard_after_forward,
             prefetch=data.prefetch,
+            cpu_offload=data.cpu_offload,
         )
         mesh = make_mesh(self._context, data.hybrid)
         partition = self.plans.partition
@@ -151,6 +154,12 @@ class Division:
     def cuts_updates(self) -> bool:
         """Whether each data rank steps its part of the weights only."""
         return self.slices is not None or self.sharded is not None
+
+    @property
+    def update_device(self) -> torch.device:
+        """Where updates are decided and taken: the host if it has this rank's parts."""
+        offloads = self.sharded is not None and self._config.parallel.data.cpu_offload
+        return torch.device("cpu") if offloads else self._context.device
 
     def _weight(self, param: nn.Parameter, context: ParallelContext) -> float:
         copies = context.dp_size

@@ -73,7 +73,8 @@ def _layout(engine: Engine, division: Division) -> str:
         )
     averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
     if division.sharded is not None:
-        held = f"{held}, in parts over {data.hybrid or context.dp_size} data ranks (fsdp)"
+        where = " in host memory" if data.cpu_offload else ""
+        held = f"{held}, in parts{where} over {data.hybrid or context.dp_size} data ranks (fsdp)"
     if division.slices is not None:
         averaged += f", each data rank steps 1/{context.dp_size} of it (zero1)"
     return f"{mesh}; {held}{averaged}"

@@ -129,8 +129,6 @@ def _check_data(config: Config) -> Iterator[Finding]:
             "activation_checkpoint, of which only the inputs are moved, or use 'zero1'"
         )
         yield Finding("refused", "activation_offload", message)
-    if data.cpu_offload:
-        yield Finding("unbuilt", "parallel.data.cpu_offload", "True is not built yet; leave it at False")
     if data.param_dtype not in (None, config.precision_dtype or "float32"):
         message = f"{data.param_dtype!r} is not what the mode computes in ({config.precision_dtype or 'float32'})"
         yield Finding("refused", "parallel.data.param_dtype", f"{message}; remove it: the mode decides")

@@ -126,6 +126,25 @@ def ensure_process_group(
     return make_group(place, None, device, timeout_s, backend, Layout(place.world_size, pipeline, tensor))
 
 
+def choose_backend(config: Config, device: torch.device) -> str | None:
+    """The backend that the config needs, or None for the usual one of `device`."""
+    # Parts that are in host memory are joined there, and their norms.
+    return "cpu:gloo,cuda:nccl" if config.parallel.data.cpu_offload and device.type == "cuda" else None
+
+
+def find_group_problem(config: Config, device: torch.device) -> str | None:
+    """Why the process group that there is already cannot do what the config needs, or None."""
+    if choose_backend(config, device) is None or not dist.is_initialized():
+        return None
+    backends = dist.get_backend_config()
+    if "cpu:" in backends:
+        return None
+    return (
+        f"parallel.data.cpu_offload: the process group has no backend for tensors in host memory ({backends}); make it "
+        "with init_process_group('cpu:gloo,cuda:nccl'), or leave backend out of launch"
+    )
+
+
 def expected_world_size() -> int:
     """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
 
@@ -195,6 +214,7 @@ def _launch(
         chosen = choose_device(device, place.local_rank)
         parallel = loaded.parallel
         layout = Layout(place.world_size, parallel.pipeline.size, parallel.tensor.size)
+        backend = backend or choose_backend(loaded, chosen)
         group = make_group(place, address, chosen, loaded.timeout, backend, layout)
     _set_seeds(loaded.seed)
     if verbose:

@@ -87,6 +87,10 @@ def tell_compute_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
 class Publisher(Protocol):
     """Takes what a rank has stepped to the ranks that use it."""
 
+    def begin(self) -> None:
+        """An update is about to write weights."""
+        ...
+
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """The weights of `shards` are new. Need not wait until the others have them."""
         ...

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from dist_harness import free_port, run_ranks
 
 from halfmesh import launchers, launching, process_group
+from halfmesh.config.load import load_config
 from halfmesh.errors import LaunchError
 from halfmesh.launching import (
+    choose_backend,
     choose_device,
     ensure_process_group,
+    find_group_problem,
     get_default_parser,
     launch,
     launch_from_openmpi,
@@ -273,6 +276,39 @@ def test_a_negative_local_rank() -> None:
 def test_backends_that_cannot_be(backend: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launch({}, 0, 2, "localhost", 1, backend=backend, device="cpu")
+
+
+OFFLOADED = load_config({"parallel": {"data": {"strategy": "fsdp", "cpu_offload": True}}})
+CUDA = torch.device("cuda", 0)
+
+
+def test_what_is_offloaded_needs_a_backend_of_the_host_too() -> None:
+    assert choose_backend(OFFLOADED, CUDA) == "cpu:gloo,cuda:nccl"
+    assert choose_backend(OFFLOADED, CPU) is None
+    assert choose_backend(load_config({}), CUDA) is None
+
+
+def test_launches_ask_for_that_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, 1)
+    asked = []
+    monkeypatch.setattr(launching, "make_group", lambda *args: asked.append(args[4]))
+    for backend in (None, "nccl"):
+        launch(OFFLOADED, 0, 1, "localhost", 1, backend=backend)
+    assert asked == ["cpu:gloo,cuda:nccl", "nccl"]
+
+
+@pytest.mark.parametrize(
+    ("backends", "refused"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_a_group_that_cannot_reach_the_host(monkeypatch: pytest.MonkeyPatch, backends: str, refused: bool) -> None:
+    assert find_group_problem(OFFLOADED, CUDA) is None, "there is no group"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    problem = find_group_problem(OFFLOADED, CUDA)
+    assert (problem is not None) == refused
+    if problem is not None:
+        assert "no backend for tensors in host memory (cuda:nccl); make it with init_process_group(" in problem
+    assert find_group_problem(load_config({}), CUDA) is None
 
 
 def test_a_port_in_use() -> None:

@@ -29,7 +29,8 @@ def convert(
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
 
     Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
-    `close` of what is returned undoes the conversion. `device` is this rank's, which may have no parameters.
+    `close` of what is returned undoes the conversion. `device` is where updates are decided, see
+    `MixedPrecisionOptimizer`.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
     # What is sharded is cast where it is gathered: the parts are the masters.

@@ -64,7 +64,7 @@ class LossScales:
         scaler = self.scalers[loss_id] if self.several else self.first
         if scaler is None:
             return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
-        seed = (scaler.scale / divisor).to(loss.dtype)  # never the scale itself, which moves in place
+        seed = (scaler.scale / divisor).to(loss)  # never the scale itself, which moves in place
         return seed if loss.dim() == 0 else seed.expand_as(loss)
 
     def set_aside(self, shards: Sequence[ParamShard]) -> None:

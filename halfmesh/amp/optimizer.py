@@ -40,7 +40,8 @@ class MixedPrecisionOptimizer:
         ranks: the ranks that take this update together.
         rules: clipping and what to do about inf and nan.
         masters: fp32 masters made before the cast; others are made from the parameters as they are.
-        device: this rank's, which may have no parameters; by default theirs.
+        device: where updates are decided: by default that of the parameters, of which there may be none, or some
+            elsewhere.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -286,7 +287,8 @@ class MixedPrecisionOptimizer:
         scale = None if losses.first is None else losses.first.scale.double()  # a copy: the scale moves in place
         kept = None if losses.scale is None else scale
         if isinstance(divisor, torch.Tensor):
-            return scale, divisor.double() if kept is None else kept * divisor
+            divisor = divisor.to(self.device, torch.float64)
+            return scale, divisor if kept is None else kept * divisor
         if divisor == 1:
             return scale, kept
         if kept is not None:

@@ -45,6 +45,8 @@ class Stepper:
             if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
                 return
             found_inf = None
+        if self.publisher is not None:
+            self.publisher.begin()
         parts = [grads] if fits and self.publisher is None else self._parts(grads)
         if fits and len(parts) == 1:
             shards = [shard for shard, _ in parts[0]]
@@ -77,8 +79,7 @@ class Stepper:
             named = {"grad_scale": total, "found_inf": found_inf}
             attributes = {name: value for name, value in named.items() if value is not None}
         elif total is not None and shards:
-            grads = [self.holdings.target(shard).grad for shard in shards]
-            torch_private.foreach_mul_([grad for grad in grads if grad is not None], 1 / total)
+            _multiply([self.holdings.target(shard).grad for shard in shards], 1 / total)
         self._stepping = True
         try:
             self._optimizer.__dict__.update(attributes)
@@ -151,3 +152,13 @@ class Stepper:
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
                 "checked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
             )
+
+
+def _multiply(grads: Sequence[torch.Tensor | None], factor: torch.Tensor) -> None:
+    """Multiply in place by the 0-dim `factor`, which need not be where they are."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            by_device.setdefault(grad.device, []).append(grad)
+    for device, held in by_device.items():
+        torch_private.foreach_mul_(held, factor.to(device))

@@ -48,6 +48,7 @@ def measure(
     per rank.
 
     Args:
+        device: where the verdict is wanted; gradients may be elsewhere, too.
         by_loss: for each loss what its own gradients, which are in `grads`, held of inf or nan on this rank, and
             whether it was used (shape [2, losses]).
     """
@@ -97,20 +98,20 @@ def _local_norm(
     Raises:
         InputError: a gradient is sparse.
     """
-    by_weight: dict[tuple[float, bool], list[torch.Tensor]] = {}
+    alike: dict[tuple[float, bool, torch.device], list[torch.Tensor]] = {}
     for shard, grad in grads:
         if grad.layout != torch.strided:
             raise InputError(
                 f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
                 "gradient norm do not support; build its layer with sparse=False"
             )
-        key = shard.weight, grad.dtype is torch.float64
-        if key not in by_weight:
-            by_weight[key] = []
-        by_weight[key] += (grad,)
+        key = shard.weight, grad.dtype is torch.float64, grad.device
+        if key not in alike:
+            alike[key] = []
+        alike[key] += (grad,)
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
     norms = []
-    for (weight, is_double), tensors in by_weight.items():
+    for (weight, is_double, _), tensors in alike.items():
         sizes = list(map(torch.Tensor.numel, tensors))
         whole = min(sizes) > 0 and max(sizes) <= CHUNK and all(map(torch.Tensor.is_contiguous, tensors))
         pieces = tensors if whole else [piece for tensor in tensors for piece in _chunks(tensor)]
@@ -119,7 +120,8 @@ def _local_norm(
         accumulate = torch.float32 if common and not is_double else torch.float64
         each = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
-        norms.append(norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type))
+        norm = norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type)
+        norms.append(norm.to(device))
     if len(norms) == 1:
         return norms[0]
     if not norms:
@@ -138,5 +140,5 @@ def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
 def _zeros(grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for shard, grad in grads:
-        total = total + shard.weight * (grad == 0).sum()
+        total = total + (shard.weight * (grad == 0).sum()).to(device)
     return total

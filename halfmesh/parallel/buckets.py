@@ -105,7 +105,8 @@ def make_buckets(shards: Sequence[ParamShard], reduce_dtype: torch.dtype, size_l
     for shard in reversed(shards):
         dtype = torch.float64 if shard.param.dtype == torch.float64 else reduce_dtype
         size = shard.param.numel() * dtype.itemsize
-        if size > room or not buckets or buckets[-1].dtype != dtype:
+        last = buckets[-1] if buckets else None
+        if size > room or last is None or last.dtype != dtype or last.shards[0].param.device != shard.param.device:
             buckets.append(Bucket([], dtype))
             room = size_limit
         buckets[-1].shards.append(shard)

@@ -94,7 +94,7 @@ class TensorGradients:
         shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
-        samples = torch.stack([_sample(shard.take_grad(), shard.param) for shard in shards])
+        samples = torch.stack([_sample(shard.take_grad(), self._tensor.axis.device) for shard in shards])
         everyone = torch.stack(self._tensor.axis.gathered(samples))
         if not bool(everyone.isfinite().all()):
             return  # an overflow is not comparable; the next update is
@@ -111,9 +111,9 @@ class TensorGradients:
             )
 
 
-def _sample(grad: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
+def _sample(grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """`_SAMPLE` of the gradient's elements, from all over it. (Sums would not do: those of large tensors are alike.)"""
-    sample = torch.zeros(_SAMPLE, dtype=torch.float64, device=param.device)
+    sample = torch.zeros(_SAMPLE, dtype=torch.float64, device=device)
     if grad is not None:
         values = (grad.coalesce().values() if grad.is_sparse else grad).reshape(-1)
         some = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]

@@ -20,12 +20,14 @@ class TensorAxis:
 
     Attributes:
         group: the ranks, `size` of them, of which this is number `rank`.
+        device: this rank's.
         common: the random numbers of the model's forward.
         fork: differing ones, open where activations are divided.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, common: CommonRandom | None = None) -> None:
         self.group = group
+        self.device = device
         self.rank = group.rank()
         self.size = group.size()
         self.common = common or CommonRandom(0, device)

@@ -114,6 +114,11 @@ def test_what_is_left_out():
     run = dry_run(config, 1, "llama:small")
     assert run.problems == []
     assert "compile is left out" in run.notes[0]
+    offloaded = dry_run(
+        load_config({"parallel": {"data": {"strategy": "fsdp", "cpu_offload": True}}}), 2, "llama:small"
+    )
+    assert offloaded.problems == []
+    assert "keeps in host memory is counted here as if it were on the device" in offloaded.notes[0]
 
 
 def test_the_smallest_change():

@@ -6,15 +6,23 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
+from ... import torch_private
 from ...errors import InputError, shorten
 from ...shard import ParamShard, tell_compute_dtype
 from ..buckets import give_grad
@@ -65,6 +73,9 @@ class FullyShard:
         self.whole = [shard.name for shard in shards if shard.param in kept]
         taken = [shard for shard in shards if shard.param not in kept]
         self._dtypes = {shard.param: shard.param.dtype for shard in taken}
+        self._offload = options.cpu_offload
+        self._is_pinned = options.cpu_offload and mesh.device_type == "cuda"
+        self._came_on = {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())}
         if options.param_dtype is not None:
             for shard in taken:  # what is kept of them are the masters, whatever the model came in
                 shard.param.data = shard.param.data.float()
@@ -110,6 +121,7 @@ class FullyShard:
             mesh=mesh,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=self._is_pinned) if self._offload else OffloadPolicy(),
             ignored_params=kept,
         )
 
@@ -148,6 +160,15 @@ class FullyShard:
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
         return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
+
+    def move(self, device: torch.device) -> None:
+        """Move the model to `device`; of one that is offloaded only what is not in parts."""
+        if not self._offload:
+            torch_private.move_module(self.model, device)
+            return
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
 
     def tell_dtypes(self) -> None:
         """Let `halfmesh.shard.compute_dtype` know. After the model was moved: that exchanges what a DTensor is."""
@@ -226,8 +247,13 @@ class FullyShard:
                 "look into: return tensors, tuples or dicts"
             )
 
+    def begin(self) -> None:
+        """Weights are about to be written. (`halfmesh.shard.Publisher`.)"""
+        if self._is_pinned:  # copies to the device that are under way, of a forward since backward, read them
+            torch.cuda.synchronize()
+
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """Weights are new, here. (`halfmesh.shard.Publisher`.)"""
+        """Weights are new, here."""
 
     def finish(self) -> None:
         """An update is over: gathered weights are old."""
@@ -279,6 +305,8 @@ class FullyShard:
             group["params"][:] = [originals.get(param, param) for param in group["params"]]
         for buffer, dtype in self._buffers:
             buffer.data = buffer.data.to(dtype)
+        if self._offload:
+            _put_back(self._came_on, self._optimizer)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -308,3 +336,15 @@ def _prefetch(units: Sequence[FSDPModule], count: int) -> None:
     for place, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + count]))
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
+
+
+def _put_back(places: Mapping[torch.Tensor, torch.device], optimizer: optim.Optimizer) -> None:
+    """Move tensors, and the state that belongs to them, to where they came from: a device may have no room for them."""
+    for tensor, device in places.items():
+        if device.type == "meta":  # which is nowhere
+            continue
+        tensor.data = tensor.data.to(device)
+        state = optimizer.state.get(tensor, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(device)

@@ -25,6 +25,7 @@ class ShardOptions:
         cast_inputs: what each unit is called with is cast to it, too. (Not where the engine casts what the model gets.)
         output_dtype: of what the model returns; None: as it comes.
         buffer_dtype: floating-point buffers are cast to it; None: they stay.
+        cpu_offload: parts, their gradients and the optimizer's state are in host memory, and are stepped there.
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,6 +34,7 @@ class ShardOptions:
     buffer_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     prefetch: int = 1
+    cpu_offload: bool = False
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,9 @@ class Slices:
                 part.follow()
         self._places = places
 
+    def begin(self) -> None:
+        """Nothing reads the parts but an update. (`halfmesh.shard.Publisher`.)"""
+
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """The parts `shards` are new: gather each bucket that is complete."""
         self._stepped.update(map(id, shards))

@@ -263,7 +263,6 @@ REFUSED = {
         IncompatibleConfigError,
         "blocks gather their weights between graphs",
     ),
-    "offload": ({}, {"cpu_offload": True}, NotImplementedError, "cpu_offload: True is not built yet"),
     "activation_offload": (
         {"activation_offload": True},
         {},
