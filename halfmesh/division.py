@@ -19,6 +19,7 @@ from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
 from .engine.passes import DirectPasses, Passes
 from .engine.samplers import OwnRandomness
+from .failures import is_timeout
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
 from .parallel.random import CommonRandom, model_seed
@@ -237,6 +238,19 @@ class Division:
             self.checkpointed = self.plans.activations.apply(model, self.offload, is_here)
         if self.plans.compilation is not None:
             self.compiled = self.plans.compilation.apply(model, is_here)
+
+    def explain(self, error: RuntimeError) -> None:
+        """Say what an error of torch in forward or backward means here, where that is known.
+
+        Raises:
+            InputError: it is something that a model cannot do in this layout.
+        """
+        if self.sharded is not None:
+            from .parallel.sharding.explain import note_unit, refuse_given_up
+
+            refuse_given_up(error)
+            if is_timeout(error):
+                note_unit(error, self.sharded.model)
 
     def follow(self) -> None:
         """Others may have given parameters other memory (`param.data = ...`)."""

@@ -183,6 +183,27 @@ def has_grad_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def met_freed_storage(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that the memory of a tensor was given up."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if "are out of bounds for storage of size 0" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+class Memory:
+    """The memory of a tensor, which may be a DTensor; kept alive, so that no other has the same address."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has it; not after `tensor.data = ...`."""
+        return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
+
+
 def forget_composable_state(module: nn.Module) -> None:
     """Forget that `fully_shard` was applied to `module`; without it a second one would be refused."""
     from torch.distributed import _composable_state

@@ -56,6 +56,31 @@ def test_edit_stamp_sees_every_kind_of_edit():
     assert torch_private.edit_stamp(param) == stamps[-1]
 
 
+def test_memory_is_told_apart_while_it_is_known():
+    param = torch.nn.Parameter(torch.ones(3))
+    memory = torch_private.Memory(param)
+    with torch.no_grad():
+        param.fill_(2.0)
+    assert memory.is_of(param)
+    for _ in range(20):  # memory that was free would soon be used again
+        param.data = torch.zeros(3)
+        assert not memory.is_of(param)
+
+
+def test_backward_through_memory_that_was_given_up():
+    """As FSDP2 gives up gathered weights."""
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    out = (torch.ones(1, 3, requires_grad=True) @ weight.t()).sum()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError) as caught:
+        out.backward()
+    assert torch_private.met_freed_storage(caught.value)
+    wrapped = RuntimeError("a stage failed")
+    wrapped.__cause__ = caught.value
+    assert torch_private.met_freed_storage(wrapped)
+    assert not torch_private.met_freed_storage(RuntimeError("something else"))
+
+
 def test_step_hooks():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     assert not torch_private.has_step_hooks(optimizer)

@@ -89,7 +89,11 @@ class Engine(Readings):
         """
         if self._closed:
             self._refuse_if_closed()
-        return self._passes.forward(*args, **kwargs)
+        try:
+            return self._passes.forward(*args, **kwargs)
+        except RuntimeError as error:
+            self._division.explain(error)
+            raise
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
@@ -115,7 +119,11 @@ class Engine(Readings):
         """
         if self._closed:
             self._refuse_if_closed()
-        self._cycle.add(loss, self._at_end, retain_graph, loss_id)
+        try:
+            self._cycle.add(loss, self._at_end, retain_graph, loss_id)
+        except RuntimeError as error:
+            self._division.explain(error)
+            raise
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.

@@ -175,6 +175,7 @@ class FullyShard:
         for part in self.parts:
             if self._param_dtype is not None and part.source is not None:
                 tell_compute_dtype(part.source.param, self._param_dtype)
+        self._memory = [torch_private.Memory(part.source.param) for part in self.parts if part.source is not None]
 
     # -- while training ----------------------------------------------------------------------------------------
 
@@ -214,6 +215,20 @@ class FullyShard:
         return [
             p.name for p in self.parts if p.original is not None and p.original.requires_grad != self._trained[id(p)]
         ]
+
+    def refuse_other_memory(self) -> None:
+        """Raise InputError if others gave a parameter other memory: FSDP2 goes on with its own.
+
+        (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
+        """
+        pairs = zip(self.parts, self._memory, strict=True)
+        lost = [part.name for part, memory in pairs if part.source and not memory.is_of(part.source.param)]
+        if lost:
+            raise InputError(
+                f"the memory of {shorten(lost)} was exchanged (param.data = ..., or model.to(dtype)), of which FSDP2, "
+                "which holds weights in parts, does not hear; write in place, as in param.copy_(...) under "
+                "torch.no_grad(), or before initialize"
+            )
 
     @property
     def has_grads(self) -> bool:
@@ -281,6 +296,7 @@ class FullyShard:
         """
         if not whole:
             return
+        self.refuse_other_memory()
         for hook in (*self._hooks, *self._loads):
             hook.remove()
         self.reshard()

@@ -140,6 +140,7 @@ class ShardReducer(Reducer):
                 f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
                 "use data='zero1'"
             )
+        self._sharded.refuse_other_memory()
         frozen = self._sharded.frozen_elsewhere
         if frozen:
             raise InputError(

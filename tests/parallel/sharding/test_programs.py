@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
-from dist_harness import RankFailure, run_ranks
+from dist_harness import RankFailure, free_port, run_ranks
 from sharding import MODES, all_equal, differences, make_engine, take_step, train, whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -175,12 +177,13 @@ class Wrapped:
 
 
 class Opaque(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, wrap=Wrapped) -> None:
         super().__init__()
         self.net = Net()
+        self.wrap = wrap
 
     def forward(self, x):
-        return Wrapped(self.net(x))
+        return self.wrap(self.net(x))
 
 
 def refused(rank, world_size):
@@ -233,6 +236,90 @@ def test_outputs_that_fsdp_cannot_look_into_are_trained_or_refused():
     """By torch since 2.13; before it would leave these gradients where they are."""
     for found in run_ranks(opaque, 2, timeout=60):
         assert "returns tensors within an object" in found if isinstance(found, str) else found <= 1e-6
+
+
+def given_up(rank, world_size):
+    """Backwards that need weights which FSDP2 has given up, and did not see that they are needed."""
+    found = {}
+    for name in ("object", "penalty", "dict"):
+        engine = make_engine("fsdp", optimizer=sgd, model=Opaque({"object": Wrapped}.get(name, lambda x: {"out": x})))
+        x = batch(rank, 0).requires_grad_()
+        output = engine(x)
+        output = output.logits if name == "object" else output["out"]
+        loss = output.square().mean()
+        if name == "penalty":
+            (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            loss = loss + grad.square().mean()
+        try:
+            engine.backward(loss)
+        except InputError as error:
+            found[name] = str(error), "storage of size 0" in str(error.__cause__)
+    return found
+
+
+def test_weights_that_were_given_up_are_explained():
+    for found in run_ranks(given_up, 2, timeout=60):
+        assert found.keys() == {"object", "penalty"}
+        for message, has_cause in found.values():
+            assert "returns tensors within an object that it cannot look into: return tensors" in message
+            assert "gradients of gradients were asked for" in message
+            assert has_cause
+
+
+class Meets(Net):
+    """Calls a block on one rank only, where the other is late."""
+
+    late = False
+
+    def forward(self, x):
+        x = self.blocks[0](self.begin(x))
+        if self.late:
+            time.sleep(4)
+            return x
+        return self.end(self.blocks[1](x))
+
+
+def waits(rank, world_size, port):
+    limit = timedelta(seconds=1.5)
+    address = f"tcp://localhost:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
+    model = Meets()
+    engine = make_engine("fsdp", optimizer=sgd, model=model)
+    model.late = rank == 1
+    try:
+        engine(batch(rank, 0))
+    except RuntimeError as error:
+        return error.__notes__
+
+
+def test_a_rank_that_waits_for_a_block_says_for_which():
+    notes, _ = run_ranks(waits, 2, free_port(), init=False, timeout=60)
+    assert len(notes) == 1
+    assert notes[0].startswith("this rank called 'blocks.1', for which all data ranks gather weights together")
+
+
+def exchanged(rank, world_size):
+    """Memory that FSDP2 does not hear of: plain tensors, and DTensors."""
+    found = []
+    for make in (torch.zeros_like, lambda data: torch.zeros(data.to_local().shape)):
+        engine = make_engine("fsdp", optimizer=sgd, model=Net())
+        loop(engine, rank, steps=1)
+        engine.model.to("cpu")  # which changes nothing
+        loop(engine, rank, steps=1)
+        weight = engine.model.blocks[1].one.weight
+        weight.data = make(weight.data)
+        for use in (partial(loop, engine, rank, steps=1), engine.close):
+            with pytest.raises(InputError) as caught:
+                use()
+            found.append(str(caught.value))
+    return found
+
+
+def test_memory_that_was_exchanged_is_refused():
+    for found in run_ranks(exchanged, 2, timeout=60):
+        assert len(found) == 4
+        for message in found:
+            assert message.startswith("the memory of blocks.1.one.weight was exchanged (param.data = ...")
 
 
 def frozen_stage(rank, world_size, strategy):
