@@ -172,10 +172,12 @@ class MixedPrecisionOptimizer:
         )
         if verdict is not None and max_norm > 0:
             total = _clipped(total, verdict.norm, max_norm)
-        self._apply(grads, fits, None if total is None else total.float(), found_inf)
-        if verdict is not None:
-            self.losses.update(verdict)
-        self._begun = False
+        try:
+            self._apply(grads, fits, None if total is None else total.float(), found_inf)
+        finally:  # all ranks move the scale alike, also one on which a hook fails
+            if verdict is not None:
+                self.losses.update(verdict)
+            self._begun = False
         return result
 
     def zero_grad(self) -> None:

@@ -48,10 +48,10 @@ class Stepper:
         if self.publisher is not None:
             self.publisher.begin()
         parts = [grads] if fits and self.publisher is None else self._parts(grads)
+        everything = [shard for part in parts for shard, _ in part]
         if fits and len(parts) == 1:
-            shards = [shard for shard, _ in parts[0]]
-            self.step_part(shards, total, found_inf)
-            self._publish(shards)
+            self._try_part(everything, everything, total, found_inf)
+            self._publish(everything)
             self._end()
             return
         for part in parts if len(parts) > 1 else ():  # each steps all that have a gradient
@@ -61,7 +61,7 @@ class Stepper:
         for number, part in enumerate(parts):
             shards = [shard for shard, _ in part]
             self._attach(part, self._staging if self.holdings.streams else None, number)
-            self.step_part(shards, total, found_inf)
+            self._try_part(shards, everything, total, found_inf)
             self._publish(shards)
             for shard in shards:
                 holdings.target(shard).grad = None
@@ -98,6 +98,25 @@ class Stepper:
         self.holdings.publish(shards)
         if self.publisher is not None:
             self.publisher.stepped(shards)
+
+    def _try_part(
+        self,
+        shards: Sequence[ParamShard],
+        everything: Sequence[ParamShard],
+        total: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """`step_part`. If a hook of the user's fails in it, the model gets what its masters are all the same, and the
+        others, who wait for it, what this rank has of `everything` that the update steps."""
+        try:
+            self.step_part(shards, total, found_inf)
+        except Exception:
+            for shard in everything:
+                if self.holdings.target(shard) is not shard.param:
+                    self.holdings.target(shard).grad = None
+            self._publish(everything)
+            self._end()
+            raise
 
     def _end(self) -> None:
         if self.publisher is not None:

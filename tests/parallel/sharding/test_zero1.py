@@ -201,6 +201,43 @@ def test_what_others_change():
         assert found["twice"] <= 1e-6
 
 
+def fails_in_a_hook(rank, world_size, mode, fails):
+    """Whether the ranks' weights and loss scales are equal after a hook around the step failed, and in the end."""
+    engine = make_engine("zero1", **MODES[mode])
+    take_step(engine, rank, 0)
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+
+    def fail(*_):
+        if rank in fails:
+            raise ZeroDivisionError("in a hook")
+
+    handle = engine.optimizer.register_step_post_hook(fail)
+    try:
+        take_step(engine, rank, 1)
+    except ZeroDivisionError:
+        assert rank in fails
+    else:
+        assert rank not in fails
+    handle.remove()
+    moved = {n for n, value in engine.model.state_dict().items() if not torch.equal(value, before[n])}
+    equal = all_equal(engine.model)
+    take_step(engine, rank, 2)
+    losses = engine.loss_scale, engine._update.losses.state_dict()
+    model, equal = engine.model, equal and all_equal(engine.model)
+    engine.close()
+    return equal and all_equal(model), moved, repr(losses)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "naive_fp16"])
+@pytest.mark.parametrize("fails", [(0, 1), (1,)])
+def test_a_hook_that_fails_leaves_equal_weights(mode, fails):
+    first, second = run_ranks(fails_in_a_hook, 2, mode, fails, timeout=60)
+    assert first == second
+    equal, moved, _ = first
+    assert equal
+    assert {"first.weight", "last.weight"} <= moved, "the update was taken"
+
+
 class Normed(torch.optim.SGD):
     """Looks at a parameter as a whole."""
 
