@@ -29,6 +29,17 @@ from halfmesh.shard import OneRank
 
 from .cells import Cell, Pipe
 from .overflows import overflow
+from .sharding_faults import (
+    Kept,
+    bucket_not_gathered,
+    gradients_of_the_neighbours,
+    masters_of_the_neighbours,
+    norm_of_parts_as_copies,
+    old_weights_kept,
+    parts_sent_in_each_microbatch,
+    sum_divided_again,
+    train_looking_ahead,
+)
 from .training import Outcome, train
 
 
@@ -158,7 +169,7 @@ class Mutant:
         apply: puts it in.
         cell: which has to see it.
         seen_as: words of the problem that is found.
-        job: what is run; `train`, or `overflow`.
+        job: what is run; `train`, a form of it, or `overflow`.
     """
 
     apply: Callable[[pytest.MonkeyPatch], None]
@@ -204,6 +215,19 @@ MUTANTS = (
     Mutant(norm_of_every_stage, Cell("none", "gpt", pipeline=PIPE, clip_grad_norm=True), NORM),
     Mutant(local_verdict, Cell("torch_fp16", "gpt", data=2, pipeline=PIPE), "the ranks differ", overflow),
     Mutant(reduced_too_early, Cell("none", "mlp", data=2, pipeline=PIPE), "arrived twice"),
+    Mutant(norm_of_parts_as_copies, Cell("none", "mlp", data=2, clip_grad_norm=True, strategy="zero1"), NORM),
+    Mutant(norm_of_parts_as_copies, Cell("none", "gpt", data=2, clip_grad_norm=True, strategy="fsdp"), NORM),
+    Mutant(gradients_of_the_neighbours, Cell("none", "mlp", data=2, strategy="zero1"), WEIGHT),
+    Mutant(bucket_not_gathered, Cell("none", "mlp", data=2, strategy="zero1"), WEIGHT),
+    Mutant(
+        parts_sent_in_each_microbatch, Cell("none", "mlp", data=2, gradient_accumulation=2, strategy="zero1"), WEIGHT
+    ),
+    Mutant(masters_of_the_neighbours, Cell("naive_bf16", "gpt", tensor=2, data=2, strategy="zero1"), WEIGHT),
+    Mutant(sum_divided_again, Cell("none", "mlp", data=2, strategy="fsdp"), WEIGHT),
+    Mutant(sum_divided_again, Cell("naive_bf16", "gpt", data=2, strategy="fsdp"), WEIGHT),
+    Mutant(old_weights_kept, Kept("none", "gpt", data=2, strategy="fsdp"), WEIGHT, train_looking_ahead),
+    Mutant(local_verdict, Cell("naive_fp16", "gpt", data=2, strategy="zero1"), "the ranks differ", overflow),
+    Mutant(local_verdict, Cell("torch_fp16", "gpt", data=2, strategy="fsdp"), "the ranks differ", overflow),
 )
 
 

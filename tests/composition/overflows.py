@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import halfmesh
 
@@ -48,10 +50,10 @@ def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], st
     engine = make_engine(cell, rank, growth_interval=1)
     batch = next(iter(engine.dataloader))
     seen = []
-    held = dict(engine.model.named_parameters())
+    held = {shard.name: shard.param for shard in engine._update.holdings.trained if shard.param.numel()}
     for kind, name in KINDS.items():
         for where in range(world_size):
-            if not _any_rank(rank == where and name in held):  # a rank of a pipeline does not hold all
+            if not _any_rank(rank == where and name in held):  # not every rank holds all, or a part of all
                 continue
             for poisons in (True, False):
                 before = _state(engine)
@@ -91,8 +93,12 @@ def _state(engine: halfmesh.Engine) -> list[str]:
     """All that an update changes on this rank: the model's own weights, masters, momentum."""
     optimizer: dict[str, Any] = engine.optimizer.state_dict()["state"]
     momentum = {str(number): state["momentum_buffer"] for number, state in optimizer.items()}
-    held = {name: param.detach() for name, param in engine.model.named_parameters()}
-    return [digest(held), digest(engine.state_dict()["model"]), digest(momentum)]
+    held = dict(engine.model.named_parameters())
+    return [digest(_local(state)) for state in (held, engine.state_dict()["model"], momentum)]
+
+
+def _local(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).detach() for n, t in state.items()}
 
 
 def find_overflow_problems(results: list[tuple[list[Overflow], str]]) -> list[str]:

@@ -19,6 +19,7 @@ CELLS = [
     for cell in (
         *(Cell(mode, "gpt", tensor=2, data=2, sequence_parallel=sequence) for sequence in (False, True)),
         Cell(mode, "gpt", data=2, pipeline=Pipe(2, "1f1b", 2)),
+        *(Cell(mode, "gpt", tensor=2, data=2, strategy=strategy) for strategy in ("zero1", "fsdp")),
         Cell(mode, "gpt", tensor=2, pipeline=Pipe(2, "interleaved", 2, 2)),
     )
 ]
