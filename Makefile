@@ -5,6 +5,7 @@
 #   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 20 minutes or so
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
+#   make bench-overlap    what is sent while ranks compute, and what of the wait that hides
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -17,7 +18,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition bench bench-gpu bench-pipeline lint format clean
+.PHONY: demo test test-composition bench bench-gpu bench-pipeline bench-overlap lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -40,6 +41,9 @@ bench-gpu: $(INSTALLED)
 
 bench-pipeline: $(INSTALLED)
 	$(BIN)/python benchmarks/pipeline_schedules.py --out benchmarks/results/pipeline_schedules.md
+
+bench-overlap: $(INSTALLED)
+	$(BIN)/python -m benchmarks.overlap --out benchmarks/results/overlap.md
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

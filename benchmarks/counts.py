@@ -54,11 +54,11 @@ class OpCounter(TorchDispatchMode):
         elif name.startswith(("c10d::", "_c10d_functional::")):
             operation = name.partition("::")[2]
             if operation.startswith(_SCATTERING):
-                self.reduced += _bytes(args[1])  # the first is what comes back
+                self.reduced += tensor_bytes(args[1])  # the first is what comes back
             elif operation.startswith(_REDUCING):
-                self.reduced += _bytes(args[0])
+                self.reduced += tensor_bytes(args[0])
             elif operation.startswith(_SENDING):
-                self.sent += _bytes(args[0])
+                self.sent += tensor_bytes(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +67,8 @@ def _wrapped(types: Any) -> bool:
     return any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types)
 
 
-def _bytes(given: Any) -> int:
+def tensor_bytes(given: Any) -> int:
+    """Of all tensors within."""
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

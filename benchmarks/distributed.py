@@ -93,10 +93,10 @@ def _measure(rank: int, name: str, precision: str, rounds: int, quick: bool) -> 
     if any(other != agreed[0] for other in agreed):
         raise RuntimeError(f"the ranks do not measure the same contenders: {agreed}")
     steps = max(1, STEPS // layout.options.get("accumulation", 1) // (2 if quick else 1))
-    timed = take_turns(contenders, rounds, steps, _after_a_barrier)
+    timed = take_turns(contenders, rounds, steps, after_a_barrier)
     for row, contender in zip(timed, contenders, strict=True):
         place = next(known for known in rows if known.name == row.name)
-        place.wall, place.cpu = _slowest(row.wall), _slowest(row.cpu)
+        place.wall, place.cpu = slowest(row.wall), slowest(row.cpu)
         place.counts = {"Python calls": count_calls(contender, 2)} | count_ops(contender, 1)
     for contender in contenders:
         close(contender)
@@ -107,7 +107,7 @@ def _measure(rank: int, name: str, precision: str, rounds: int, quick: bool) -> 
     return Result(name, layout.title, precision, rows, steps=steps, ranks=RANKS, group="layouts")
 
 
-def _after_a_barrier(contender: Contender, steps: int) -> tuple[float, float]:
+def after_a_barrier(contender: Contender, steps: int) -> tuple[float, float]:
     dist.barrier()
     return time_block(contender, steps)
 
@@ -118,7 +118,7 @@ def _count_memory(rows: Sequence[Row], makers: Sequence[tuple[str, Callable[[], 
             row.counts |= count_memory(make, [setup.x, setup.y])
 
 
-def _slowest(seconds: list[float]) -> list[float]:
+def slowest(seconds: list[float]) -> list[float]:
     """Of each round the largest of all ranks."""
     everyone = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(everyone, dist.ReduceOp.MAX)
@@ -126,5 +126,5 @@ def _slowest(seconds: list[float]) -> list[float]:
 
 
 def _most(counts: dict[str, float]) -> dict[str, float]:
-    values = _slowest(list(counts.values())) if counts else []
+    values = slowest(list(counts.values())) if counts else []
     return dict(zip(counts, values, strict=True))

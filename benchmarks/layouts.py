@@ -212,8 +212,10 @@ def make_halfmesh_pipeline(setup: Setup, microbatches: int) -> Contender:
     return make_halfmesh(setup, pipeline={"size": 2, "microbatches": microbatches})
 
 
-def make_halfmesh_sharded(setup: Setup, name: str, strategy: str, overlap: bool = True) -> Contender:
-    contender = make_halfmesh(setup, data={"strategy": strategy, "bucket_mb": 1.0})
+def make_halfmesh_sharded(
+    setup: Setup, name: str, strategy: str, overlap: bool = True, bucket_mb: float = 1.0
+) -> Contender:
+    contender = make_halfmesh(setup, data={"strategy": strategy, "bucket_mb": bucket_mb})
     if not overlap:
         engine = contender.engine
         reducer, slices = engine._cycle.reducer, engine._division.slices
