@@ -6,7 +6,7 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class FullyShard:
         shards: its parameters, with weights that count the data ranks.
         optimizer: elementwise; state that it has is cut along.
         mesh: the data ranks, of one dim, or of two: copies, and the parts of one.
+        make: gives the tensors of a unit their values, where they have none yet; called before the unit is sharded.
 
     Attributes:
         shards: as given, with this rank's part in place of each parameter that is sharded.
@@ -54,6 +55,7 @@ class FullyShard:
         units: Units,
         options: ShardOptions,
         reduce: ReduceOptions,
+        make: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
         self._param_dtype = options.param_dtype
@@ -72,7 +74,10 @@ class FullyShard:
         self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         self._buffers = list(_cast_buffers(model, options.buffer_dtype))
         chosen = units.find(model)
-        self.units = [self._shard(unit, mesh, options, reduce, kept, unit is model) for unit in chosen]
+        self.units: list[FSDPModule] = []
+        for module in chosen:
+            make(module)
+            self.units.append(self._shard(module, mesh, options, reduce, kept, module is model))
         if not reduce.mean:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
