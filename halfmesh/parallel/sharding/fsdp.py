@@ -6,7 +6,7 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class FullyShard:
         shards: its parameters, with weights that count the data ranks.
         optimizer: elementwise; state that it has is cut along.
         mesh: the data ranks, of one dim, or of two: copies, and the parts of one.
+        make: gives the tensors of a unit their values, where they have none yet; called before the unit is sharded.
 
     Attributes:
         shards: as given, with this rank's part in place of each parameter that is sharded.
@@ -62,6 +63,7 @@ class FullyShard:
         units: Units,
         options: ShardOptions,
         reduce: ReduceOptions,
+        make: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
         self._param_dtype = options.param_dtype
@@ -83,7 +85,10 @@ class FullyShard:
         self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         self._buffers = list(_cast_buffers(model, options.buffer_dtype))
         chosen = units.find(model)
-        self.units = [self._shard(unit, mesh, options, reduce, kept, unit is model) for unit in chosen]
+        self.units: list[FSDPModule] = []
+        for module in chosen:
+            make(module)
+            self.units.append(self._shard(module, mesh, options, reduce, kept, module is model))
         if not reduce.mean:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
@@ -356,9 +361,8 @@ def _prefetch(units: Sequence[FSDPModule], count: int) -> None:
 
 def _put_back(places: Mapping[torch.Tensor, torch.device], optimizer: optim.Optimizer) -> None:
     """Move tensors, and the state that belongs to them, to where they came from: a device may have no room for them."""
-    for tensor, device in places.items():
-        if device.type == "meta":  # which is nowhere
-            continue
+    for tensor, came_on in places.items():
+        device = torch.device("cpu") if came_on.type == "meta" else came_on  # of a deferred model
         tensor.data = tensor.data.to(device)
         state = optimizer.state.get(tensor, {})
         for name, value in state.items():

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dist_harness import run_ranks
-from sharding import MODES, differences, make_engine, train, whole
+from sharding import MODES, differences, make_engine, take_step, train, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+import halfmesh
 from halfmesh.parallel.sharding import fsdp
 
 pytestmark = pytest.mark.distributed
@@ -78,7 +79,23 @@ def test_close_gives_all_back_where_it_came_from(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append((self[0].item(), str(device))) or self)
     places = dict(zip(params, map(torch.device, ("cuda:0", "cpu", "meta")), strict=True))
     fsdp._put_back(places, optimizer)
-    assert moved == [(0.0, "cuda:0"), (5.0, "cuda:0"), (1.0, "cpu")]
+    assert moved == [(0.0, "cuda:0"), (5.0, "cuda:0"), (1.0, "cpu"), (2.0, "cpu")], "a deferred model came from nowhere"
+
+
+def deferred(rank, world_size):
+    """A model that is built without memory has its values on the host in the end."""
+    runs = []
+    for offload in (True, False):
+        with halfmesh.deferred_init():
+            model = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 4))
+        engine = make_engine({"strategy": "fsdp", "cpu_offload": offload}, model=model)
+        take_step(engine, rank, 0)
+        runs.append(whole(engine))
+    return max(differences(*runs).values()), {t.device.type for t in model.state_dict().values()}
+
+
+def test_a_deferred_model():
+    assert run_ranks(deferred, 2, timeout=60) == [(0.0, {"cpu"})] * 2
 
 
 def hears(rank, world_size):
