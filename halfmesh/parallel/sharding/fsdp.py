@@ -6,20 +6,15 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ... import torch_private
@@ -30,8 +25,9 @@ from ..elementwise import refuse_other_state
 from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
 from .units import ShardOptions, Units, can_be_sharded
-from .unwrap import unwrap
+from .unwrap import Origin
 from .whole import Whole, is_cut
+from .wrap import prefetch, wrap
 
 
 class FullyShard:
@@ -75,28 +71,23 @@ class FullyShard:
         self.whole = [shard.name for shard in shards if shard.param in kept]
         taken = [shard for shard in shards if shard.param not in kept]
         self._dtypes = {shard.param: shard.param.dtype for shard in taken}
-        self._offload = options.cpu_offload
+        self._offloads = options.cpu_offload
         self._is_pinned = options.cpu_offload and mesh.device_type == "cuda"
-        self._came_on = {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        self._origin = Origin(model)
         if options.param_dtype is not None:
             for shard in taken:  # what is kept of them are the masters, whatever the model came in
                 shard.param.data = shard.param.data.float()
         self._places = {place: param for place, param in _places(model) if param not in kept}
-        self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
-        self._buffers = list(_cast_buffers(model, options.buffer_dtype))
+        if options.buffer_dtype is not None:
+            self._origin.cast_buffers(model, options.buffer_dtype)
         chosen = units.find(model)
+        wide = torch.float64 in self._dtypes.values()
+        reduce = replace(reduce, dtype=torch.float64) if wide else reduce
         self.units: list[FSDPModule] = []
         for module in chosen:
             make(module)
-            self.units.append(self._shard(module, mesh, options, reduce, kept, module is model))
-        if not reduce.mean:
-            for unit in self.units:
-                unit.set_gradient_divide_factor(1.0)
-                unit.set_force_sum_reduction_for_comms(True)  # not every backend multiplies as it sums
-        for unit in self.units:  # a rank may not use what another does
-            if hasattr(unit, "set_reduce_scatter_unused_params"):  # since torch 2.13
-                unit.set_reduce_scatter_unused_params(True)
-        _prefetch(self.units[: len(units.blocks)], options.prefetch)
+            self.units.append(wrap(module, mesh, options, reduce, kept, is_root=module is model))
+        prefetch(self.units[: len(units.blocks)], options.prefetch)
         self._reshards = not options.reshard_after_forward
         self.shards = self._take_parts(shards)
         # Now, while all of them are parts: a unit that has gathered its weights has other parameters.
@@ -105,30 +96,6 @@ class FullyShard:
         self._hooks = [optimizer.register_load_state_dict_post_hook(refuse_other_state)]
         if self._reshards:  # what is written into weights after an evaluation has to reach the parts
             self._hooks.append(model.register_forward_hook(self._after_forward))
-
-    def _shard(
-        self,
-        unit: nn.Module,
-        mesh: DeviceMesh,
-        options: ShardOptions,
-        reduce: ReduceOptions,
-        kept: set[nn.Parameter],
-        is_root: bool,
-    ) -> FSDPModule:
-        policy = MixedPrecisionPolicy(
-            param_dtype=options.param_dtype,
-            reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else reduce.dtype,
-            output_dtype=options.output_dtype if is_root else None,
-            cast_forward_inputs=options.cast_inputs,
-        )
-        return fully_shard(
-            unit,
-            mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=policy,
-            offload_policy=CPUOffloadPolicy(pin_memory=self._is_pinned) if self._offload else OffloadPolicy(),
-            ignored_params=kept,
-        )
 
     def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         now = dict(_places(self.model))
@@ -168,7 +135,7 @@ class FullyShard:
 
     def move(self, device: torch.device) -> None:
         """Move the model to `device`; of one that is offloaded only what is not in parts."""
-        if not self._offload:
+        if not self._offloads:
             torch_private.move_module(self.model, device)
             return
         for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -312,7 +279,7 @@ class FullyShard:
             values[param] = self._whole.join(part.param.detach(), shape)
             if state := self._whole.state(self._optimizer, part, shape):
                 self._optimizer.state[param] = state
-        unwrap(self._before)
+        self._origin.unwrap()
         for (module, name), param in self._places.items():
             module._parameters[name] = param
         for param, value in values.items():
@@ -324,10 +291,9 @@ class FullyShard:
         originals = {part.param: param for param, part in self._originals.items()}
         for group in self._optimizer.param_groups:
             group["params"][:] = [originals.get(param, param) for param in group["params"]]
-        for buffer, dtype in self._buffers:
-            buffer.data = buffer.data.to(dtype)
-        if self._offload:
-            _put_back(self._came_on, self._optimizer)
+        self._origin.restore_buffers()
+        if self._offloads:
+            self._origin.put_back(self._optimizer)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -339,32 +305,3 @@ def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parame
 def _local(tensor: Any) -> torch.Tensor:
     local: torch.Tensor = tensor.detach().to_local()
     return local
-
-
-def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[torch.Tensor, torch.dtype]]:
-    """Cast floating-point buffers. Yields each with the dtype it had."""
-    for buffer in model.buffers():
-        if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-            before = buffer.dtype
-            buffer.data = buffer.data.to(dtype)
-            yield buffer, before
-
-
-def _prefetch(units: Sequence[FSDPModule], count: int) -> None:
-    """Have each unit gather the weights of the next `count` with its own. (FSDP2 does so for 1 by itself.)"""
-    if count == 1:
-        return
-    for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + count]))
-        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
-
-
-def _put_back(places: Mapping[torch.Tensor, torch.device], optimizer: optim.Optimizer) -> None:
-    """Move tensors, and the state that belongs to them, to where they came from: a device may have no room for them."""
-    for tensor, came_on in places.items():
-        device = torch.device("cpu") if came_on.type == "meta" else came_on  # of a deferred model
-        tensor.data = tensor.data.to(device)
-        state = optimizer.state.get(tensor, {})
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import nn, optim
 from torch.distributed.fsdp import FSDPModule
 
 from ... import torch_private
@@ -13,23 +13,51 @@ from ... import torch_private
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def unwrap(before: Mapping[nn.Module, tuple[type[nn.Module], set[str]]]) -> None:
-    """Give modules back the class and the attributes that they had `before`, and take away FSDP2's hooks.
+class Origin:
+    """What a model is before `fully_shard`, but for its parameters' values; and how it becomes that again."""
 
-    Parameters are not its business.
-    """
-    for module, (kind, attributes) in before.items():
-        if isinstance(module, FSDPModule):
-            module.__class__ = kind  # type: ignore[assignment]
-            torch_private.forget_composable_state(module)
-        for hooks in [table for name, table in vars(module).items() if name.endswith("_hooks")]:
-            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
-                del hooks[key]
-                for flags in _FLAGS:
-                    getattr(module, flags).pop(key, None)
-        for name in set(vars(module)) - attributes:
-            if "fsdp" in name or name.startswith("__composable"):
-                delattr(module, name)
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {module: (type(module), set(vars(module))) for module in model.modules()}
+        self._devices = {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {}
+
+    def cast_buffers(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Cast floating-point buffers of `model` to `dtype`."""
+        for buffer in model.buffers():
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                self._dtypes[buffer] = buffer.dtype
+                buffer.data = buffer.data.to(dtype)
+
+    def restore_buffers(self) -> None:
+        """Give buffers that were cast their dtypes back."""
+        for buffer, dtype in self._dtypes.items():
+            buffer.data = buffer.data.to(dtype)
+
+    def put_back(self, optimizer: optim.Optimizer) -> None:
+        """Move parameters, buffers and the state that belongs to them to where they came from: the device may have no
+        room for them."""
+        for tensor, came_on in self._devices.items():
+            device = torch.device("cpu") if came_on.type == "meta" else came_on  # of a deferred model
+            tensor.data = tensor.data.to(device)
+            state = optimizer.state.get(tensor, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[name] = value.to(device)
+
+    def unwrap(self) -> None:
+        """Give modules back the class and the attributes that they had, and take away FSDP2's hooks."""
+        for module, (kind, attributes) in self._modules.items():
+            if isinstance(module, FSDPModule):
+                module.__class__ = kind  # type: ignore[assignment]
+                torch_private.forget_composable_state(module)
+            for hooks in [table for name, table in vars(module).items() if name.endswith("_hooks")]:
+                for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                    del hooks[key]
+                    for flags in _FLAGS:
+                        getattr(module, flags).pop(key, None)
+            for name in set(vars(module)) - attributes:
+                if "fsdp" in name or name.startswith("__composable"):
+                    delattr(module, name)
 
 
 def _is_of_fsdp(hook: Any) -> bool:

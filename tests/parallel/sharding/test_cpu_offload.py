@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import halfmesh
-from halfmesh.parallel.sharding import fsdp
+from halfmesh.parallel.sharding import wrap
+from halfmesh.parallel.sharding.unwrap import Origin
 
 pytestmark = pytest.mark.distributed
 CASES = [
@@ -29,8 +30,8 @@ CASES = [
 def trains_alike(rank, world_size):
     """What each strategy's `fully_shard` was given, how the two differ in the end, and where things are."""
     policies, found = [], {}
-    inner = fsdp.fully_shard
-    fsdp.fully_shard = lambda *args, **kwargs: policies.append(kwargs["offload_policy"]) or inner(*args, **kwargs)
+    inner = wrap.fully_shard
+    wrap.fully_shard = lambda *args, **kwargs: policies.append(kwargs["offload_policy"]) or inner(*args, **kwargs)
     for optimizer, mode, options in CASES:
         runs = []
         for offload in (True, False):
@@ -77,8 +78,10 @@ def test_close_gives_all_back_where_it_came_from(monkeypatch):
     optimizer.state[params[0]] = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), 5.0)}
     moved = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append((self[0].item(), str(device))) or self)
-    places = dict(zip(params, map(torch.device, ("cuda:0", "cpu", "meta")), strict=True))
-    fsdp._put_back(places, optimizer)
+    origin = Origin(nn.ParameterList(params))
+    assert [device.type for device in origin._devices.values()] == ["cpu"] * 3
+    origin._devices = dict(zip(params, map(torch.device, ("cuda:0", "cpu", "meta")), strict=True))
+    origin.put_back(optimizer)
     assert moved == [(0.0, "cuda:0"), (5.0, "cuda:0"), (1.0, "cpu"), (2.0, "cpu")], "a deferred model came from nowhere"
 
 
