@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def make_engine(mode, offload):
+def make_engine(rank, mode, offload):
     model = Odd()
     data = {"strategy": "fsdp", "cpu_offload": offload}
     return halfmesh.initialize(
@@ -27,7 +27,7 @@ def make_engine(mode, offload):
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         lambda output, y: nn.functional.cross_entropy(output, y.to(output.device)),
         config={"parallel": {"data": data}, "clip_grad_norm": 0.05, **MODES[mode]},
-        device="cuda",
+        device=f"cuda:{rank}",
     )
 
 
@@ -39,7 +39,7 @@ def trains_alike(rank, world_size, port):
     for mode in MODES:
         runs, places = [], {}
         for offload in (True, False):
-            engine = make_engine(mode, offload)
+            engine = make_engine(rank, mode, offload)
             engine.model.register_forward_pre_hook(lambda _, args: tuple(arg.cuda() for arg in args))
             results = train(engine, rank, steps=3)
             if offload:
