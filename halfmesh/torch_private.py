@@ -356,6 +356,11 @@ def fake_mode_of(tensor: torch.Tensor) -> Any:
     return tensor.fake_mode if isinstance(tensor, fake_tensor.FakeTensor) else None
 
 
+def forget_fakes(mode: Any) -> None:
+    """Have `mode` hold no weak references to tensors that were made in it: they prevent `torch.utils.swap_tensors`."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What somebody has set on `tensor`, also on one that has no memory, which has attributes of torch's, too."""
     if not isinstance(tensor, fake_tensor.FakeTensor):

@@ -86,6 +86,7 @@ class Recording(torch_private.FakeMode):
             return self._take(func, types, args, dict(kwargs or {}))
         finally:
             self._is_inside = False
+            torch_private.forget_fakes(self)
 
     def __deepcopy__(self, memo: Any) -> Recording:
         return self  # copies of a tensor are of the same recording
@@ -190,7 +191,7 @@ class Recording(torch_private.FakeMode):
         def describe(tensor: torch.Tensor) -> Any:
             if torch_private.fake_mode_of(tensor) is self:
                 return self.view(tensor)
-            return _Constant(tensor.detach(), tensor._version)
+            return _Constant(tensor, tensor._version)
 
         return map_tensors(describe, tree)
 
@@ -293,9 +294,10 @@ def recording_of(tensor: object) -> Recording | None:
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of each leaf of arguments."""
+    """`function` of each leaf of arguments or results."""
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_map(function, item) for item in tree)
+        items = [_map(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, dict):
         return {name: _map(function, item) for name, item in tree.items()}
     return function(tree)
