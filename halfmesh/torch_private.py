@@ -239,7 +239,8 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 
 def without_memory(model: nn.Module) -> None:
-    """Give the parameters and buffers of `model`, which is on the meta device, to the CPU of the dry run, in place."""
+    """Give the parameters and buffers of `model`, which is on the meta device or was made in another mode without
+    memory, to the CPU of the dry run, in place."""
     made: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,7 +252,7 @@ def without_memory(model: nn.Module) -> None:
         places: list[Any] = [module._parameters, module._buffers, vars(module)]
         for held in places:
             for name, tensor in list(held.items()):
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or has_no_memory(tensor)):
                     held[name] = move(tensor)
 
 

@@ -57,7 +57,7 @@ class _Op:
 
     def describe(self) -> str:
         """The same on all ranks that do the same."""
-        return repr((str(self.function), self.seed, _plain((self.args, self.kwargs)), self.makes))
+        return repr((str(self.function), self.seed is None, _plain((self.args, self.kwargs)), self.makes))
 
 
 class Recording(torch_private.FakeMode):
@@ -96,7 +96,7 @@ class Recording(torch_private.FakeMode):
         self._latest = None
 
     def digest(self) -> str:
-        """The same where all values will be the same."""
+        """The same where all values will be the same, if the seeds are."""
         known = self._answers.copy()
         for op in self._ops:
             known.update(op.describe().encode())
@@ -104,6 +104,16 @@ class Recording(torch_private.FakeMode):
             data = constant.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             known.update(data.numpy().data)
         return known.hexdigest()
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """Of each operator; None of those that draw nothing."""
+        return [op.seed for op in self._ops]
+
+    @seeds.setter
+    def seeds(self, seeds: Sequence[int | None]) -> None:
+        for op, seed in zip(self._ops, seeds, strict=True):
+            op.seed = seed
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor) -> torch.Tensor:

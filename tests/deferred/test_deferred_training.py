@@ -271,7 +271,7 @@ def test_values_that_fp16_cannot_hold():
 def different(rank, world_size, how):
     if how == "seed":
         torch.manual_seed(rank)
-        make = unseeded
+        make = asks
     elif how == "python":
         random.seed(rank), np.random.seed(rank)
         make = drawn
@@ -287,6 +287,27 @@ def unseeded():
     return nn.Linear(7, 4)
 
 
+def asks():
+    linear = nn.Linear(7, 4)
+    linear.scale = linear.weight.sum().item()
+    return linear
+
+
+def unequal(rank, world_size):
+    torch.manual_seed(rank)
+    engine = halfmesh.initialize(unseeded, lambda p: torch.optim.SGD(p, lr=0.1), config={}, device="cpu")
+    return engine.model.weight.detach().clone()
+
+
+@pytest.mark.distributed
+def test_ranks_that_are_not_seeded_take_rank_0s_seeds():
+    first, second = run_ranks(unequal, 2)
+    torch.manual_seed(0)
+    alone = halfmesh.initialize(unseeded, lambda p: torch.optim.SGD(p, lr=0.1), config={}, device="cpu")
+    assert torch.equal(first, second)
+    assert torch.equal(first, alone.model.weight)
+
+
 def drawn():
     linear = nn.Linear(7, 4)
     linear.weight.data.mul_(torch.from_numpy(np.random.rand(4, 7).astype("float32")))
@@ -296,7 +317,7 @@ def drawn():
 @pytest.mark.distributed
 def test_ranks_that_differ():
     words = {
-        "seed": "rank(s) [1] would make other values than rank 0: torch's generators were seeded differently",
+        "seed": "rank(s) [1] would make other values than rank 0: what the build asks of random numbers",
         "python": "rank(s) [1] would make other values than rank 0",
         "some": "rank(s) [1] built other tensors without memory than rank 0; build the model under",
         "from_rank0": "rank 0 built a model without 0.weight, 0.bias",
