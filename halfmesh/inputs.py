@@ -76,6 +76,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             f"model: {shorten(deferred)} were made under halfmesh.deferred_init(), and have no values; pass the model "
             "to initialize, which makes them, or build it as usual"
         )
+        return
     if not params:
         yield f"model: {type(model).__name__} has no parameters, so there is nothing to train"
         return

@@ -260,7 +260,8 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 
 def without_memory(model: nn.Module) -> None:
-    """Give the parameters and buffers of `model`, which is on the meta device, to the CPU of the dry run, in place."""
+    """Give the parameters and buffers of `model`, which is on the meta device or was made in another mode without
+    memory, to the CPU of the dry run, in place."""
     made: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ def without_memory(model: nn.Module) -> None:
         places: list[Any] = [module._parameters, module._buffers, vars(module)]
         for held in places:
             for name, tensor in list(held.items()):
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or has_no_memory(tensor)):
                     held[name] = move(tensor)
 
 
@@ -375,6 +376,11 @@ FakeMode: Any = fake_tensor.FakeTensorMode
 def fake_mode_of(tensor: torch.Tensor) -> Any:
     """The mode in which `tensor` was made, if it has no memory; None of others."""
     return tensor.fake_mode if isinstance(tensor, fake_tensor.FakeTensor) else None
+
+
+def forget_fakes(mode: Any) -> None:
+    """Have `mode` hold no weak references to tensors that were made in it: they prevent `torch.utils.swap_tensors`."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:

@@ -47,8 +47,9 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adopt(model: nn.Module, optimizer: Any = None) -> None:
-    """Put tensors on the meta device in place of those of `model` that have no memory, with their names and what is set
-    on them, and `optimizer` over them. Does nothing to another model.
+    """Make those tensors of `model` that have no memory ordinary ones on the meta device. They stay the same objects,
+    but for those to which somebody has weak references (nn.LSTM's), which get their values at once; `optimizer` holds
+    the new ones. Does nothing to another model.
 
     Raises:
         InputError: a tensor cannot be made by itself.
@@ -72,18 +73,14 @@ def adopt(model: nn.Module, optimizer: Any = None) -> None:
 
 
 def _replace(module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor]) -> None:
-    if id(tensor) not in new:
-        new[id(tensor)] = _on_meta(tensor)
-    setattr(module, name, new[id(tensor)])
-    if weakref.getweakrefcount(new[id(tensor)]):  # of nn.LSTM: such an object cannot be given memory later
-        new[id(tensor)] = _like(tensor, _where(tensor).value())
+    if weakref.getweakrefcount(tensor):
+        if id(tensor) not in new:
+            new[id(tensor)] = _like(tensor, _where(tensor).value())
         setattr(module, name, new[id(tensor)])
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        return
     made = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
     setattr(made, _MARK, _where(tensor))
-    return made
+    torch.utils.swap_tensors(tensor, made)
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

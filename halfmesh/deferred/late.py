@@ -137,6 +137,8 @@ def arrange(model: nn.Module, context: ParallelContext) -> Late | None:
         _refuse_differences(everyone[1:], 1)
         return _from_first(model, everyone[-1][0], context)
     _refuse_differences(everyone, 0)
+    for recording in recordings:
+        recording.seeds = context.from_first(recording.seeds)  # whoever has not seeded torch has others on each rank
     words = f"made where they are held, one of {len(tensors)} tensors at a time"
     return Late(tensors, _Replay(marks), context.device, words)
 
@@ -176,9 +178,10 @@ def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:
     other = [first + i for i, theirs in enumerate(everyone) if theirs[1] != digests]
     if other:
         raise InputError(
-            f"rank(s) {other} would make other values than rank {first}: torch's generators were seeded differently "
-            "before the model was built (torch.manual_seed), or the build itself differs between the ranks; build the "
-            "same on all, or under halfmesh.deferred_init(from_rank0=True)"
+            f"rank(s) {other} would make other values than rank {first}: what the build asks of random numbers, or "
+            "takes from outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the "
+            "same seed on all ranks before (and seed the others), or build under "
+            "halfmesh.deferred_init(from_rank0=True)"
         )
 
 

@@ -57,7 +57,7 @@ class _Op:
 
     def describe(self) -> str:
         """The same on all ranks that do the same."""
-        return repr((str(self.function), self.seed, _plain((self.args, self.kwargs)), self.makes))
+        return repr((str(self.function), self.seed is None, _plain((self.args, self.kwargs)), self.makes))
 
 
 class Recording(torch_private.FakeMode):
@@ -86,6 +86,7 @@ class Recording(torch_private.FakeMode):
             return self._take(func, types, args, dict(kwargs or {}))
         finally:
             self._is_inside = False
+            torch_private.forget_fakes(self)
 
     def __deepcopy__(self, memo: Any) -> Recording:
         return self  # copies of a tensor are of the same recording
@@ -95,7 +96,7 @@ class Recording(torch_private.FakeMode):
         self._latest = None
 
     def digest(self) -> str:
-        """The same where all values will be the same."""
+        """The same where all values will be the same, if the seeds are."""
         known = self._answers.copy()
         for op in self._ops:
             known.update(op.describe().encode())
@@ -103,6 +104,16 @@ class Recording(torch_private.FakeMode):
             data = constant.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             known.update(data.numpy().data)
         return known.hexdigest()
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """Of each operator; None of those that draw nothing."""
+        return [op.seed for op in self._ops]
+
+    @seeds.setter
+    def seeds(self, seeds: Sequence[int | None]) -> None:
+        for op, seed in zip(self._ops, seeds, strict=True):
+            op.seed = seed
 
     @torch.no_grad()
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +201,7 @@ class Recording(torch_private.FakeMode):
         def describe(tensor: torch.Tensor) -> Any:
             if torch_private.fake_mode_of(tensor) is self:
                 return self.view(tensor)
-            return _Constant(tensor.detach(), tensor._version)
+            return _Constant(tensor, tensor._version)
 
         return map_tensors(describe, tree)
 
@@ -293,9 +304,10 @@ def recording_of(tensor: object) -> Recording | None:
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of each leaf of arguments."""
+    """`function` of each leaf of arguments or results."""
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_map(function, item) for item in tree)
+        items = [_map(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, dict):
         return {name: _map(function, item) for name, item in tree.items()}
     return function(tree)

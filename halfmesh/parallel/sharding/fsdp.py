@@ -87,6 +87,7 @@ class FullyShard:
         for module in chosen:
             make(module)
             self.units.append(wrap(module, mesh, options, reduce, kept, is_root=module is model))
+            self._give_up(module)
         prefetch(self.units[: len(units.blocks)], options.prefetch)
         self._reshards = not options.reshard_after_forward
         self.shards = self._take_parts(shards)
@@ -96,6 +97,13 @@ class FullyShard:
         self._hooks = [optimizer.register_load_state_dict_post_hook(refuse_other_state)]
         if self._reshards:  # what is written into weights after an evaluation has to reach the parts
             self._hooks.append(model.register_forward_hook(self._after_forward))
+
+    def _give_up(self, unit: nn.Module) -> None:
+        """The memory of parameters that FSDP2 has cut, now: or the whole model would be held until the last unit."""
+        inner = set(unit.modules())
+        for (module, name), param in self._places.items():
+            if module in inner and module._parameters[name] is not param:
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
     def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         now = dict(_places(self.model))
@@ -111,13 +119,11 @@ class FullyShard:
                 )
         for group in self._optimizer.param_groups:
             group["params"][:] = [parts[param].param if param in parts else param for param in group["params"]]
+        self._originals = parts
         for param, part in parts.items():
             state = self._optimizer.state.pop(param, None)
             if state is not None:
                 self._optimizer.state[part.param] = {name: self._cut(v, name, param) for name, v in state.items()}
-        for param in parts:
-            param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # its memory is not needed any more
-        self._originals = parts
         self._trained = {id(part): part.param.requires_grad for part in parts.values()}
         self.parts = list(parts.values())
         self._loads = [
@@ -127,7 +133,9 @@ class FullyShard:
         return [parts.get(shard.param, shard) for shard in shards]
 
     def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
-        if not is_cut(name, value, param):
+        whole = self._originals[param].source
+        assert whole is not None
+        if not is_cut(name, value, whole.param):
             return value
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
