@@ -204,6 +204,24 @@ class Memory:
         return bool(tensor.untyped_storage()._cdata == self._storage._cdata)
 
 
+def add_missing_gradients(unit: Any) -> None:
+    """Before the last of several backwards: where FSDP2 holds gradients of `unit` in a wider dtype than its parameters
+    have, let it hold zeros of that dtype for those parameters that had none.
+
+    torch 2.13 makes these zeros itself, but in the parameters' dtype, and then refuses the mixture. (Older torch makes
+    none; newer torch takes any.)
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    params = [] if group is None else [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if not params or not group.reduce_scatter_unused_params or hasattr(type(params[0]), "unsharded_accumulated_grad"):
+        return
+    if all(param.unsharded_accumulated_grad is None for param in params):
+        return
+    for param in params:
+        if param.unsharded_accumulated_grad is None and param._unsharded_param.requires_grad:
+            param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+
+
 def forget_composable_state(module: nn.Module) -> None:
     """Forget that `fully_shard` was applied to `module`; without it a second one would be refused."""
     from torch.distributed import _composable_state

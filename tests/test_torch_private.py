@@ -15,6 +15,7 @@ from models import MatmulDtypes
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,6 +80,34 @@ def test_backward_through_memory_that_was_given_up():
     wrapped.__cause__ = caught.value
     assert torch_private.met_freed_storage(wrapped)
     assert not torch_private.met_freed_storage(RuntimeError("something else"))
+
+
+class _Half(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 and newer")
+def test_gradients_of_unused_parameters_are_reduced_with_accumulated_ones():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch_private.fake_world(0, 2):
+        model = fully_shard(_Half(), mesh=dist.init_device_mesh("cpu", (2,)), mp_policy=policy)
+        model.set_reduce_scatter_unused_params(True)
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            if last:
+                torch_private.add_missing_gradients(model)
+            model(torch.ones(2, 4)).sum().backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    assert not grads["unused.weight"].to_local().any()
+    assert grads["used.weight"].to_local().shape == (2, 4)
 
 
 def test_step_hooks():

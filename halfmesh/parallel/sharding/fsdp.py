@@ -90,6 +90,7 @@ class FullyShard:
             self._give_up(module)
         prefetch(self.units[: len(units.blocks)], options.prefetch)
         self._reshards = not options.reshard_after_forward
+        self._fills = options.param_dtype is not None and hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         self.shards = self._take_parts(shards)
         # Now, while all of them are parts: a unit that has gathered its weights has other parameters.
         self._held = [set(map(id, unit.parameters())) for unit in chosen]
@@ -183,6 +184,8 @@ class FullyShard:
         for unit, held in zip(self.units, self._held, strict=True):
             if wanted is None or not held.isdisjoint(wanted):
                 unit.set_requires_gradient_sync(last)
+                if last and self._fills:
+                    torch_private.add_missing_gradients(unit)
 
     @property
     def used(self) -> list[bool]:
