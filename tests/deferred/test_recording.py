@@ -9,9 +9,11 @@ import timm
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfmesh import InputError
 from halfmesh.deferred.recording import Recording, recording_of
+from halfmesh.deferred.tape import Tape
 
 
 def record(build, seed=3):
@@ -202,6 +204,44 @@ def test_what_was_asked_before_a_later_write_is_not_taken_for_later():
     assert recording.value(a).tolist() == [9.0, 9.0, 9.0]
 
 
+@pytest.fixture
+def done(monkeypatch):
+    """What is done again for questions (the mode itself is below all that could watch it), and with what held."""
+    seen, do = [], Tape._do
+
+    def watched(self, op, storages):
+        do(self, op, storages)
+        seen.append((str(op.function), sum(storage.nbytes() for storage in storages.values())))
+
+    monkeypatch.setattr(Tape, "_do", watched)
+    return seen
+
+
+def test_questions_about_one_tensor_after_the_other_hold_one_at_a_time(done):
+    def build():
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(20)]
+        for layer in layers:
+            while not (layer.weight.data.mul_(0.5).abs() < 0.01).all():
+                pass
+        return nn.ModuleList(layers)
+
+    recording, built = record(build)
+    assert max(held for _, held in done) < 4 * 64 * 64 * 4
+    assert sum("uniform_" in name for name, _ in done) == 20
+    assert all(recording.value(layer.weight).abs().max() < 0.01 for layer in built)
+
+
+def test_a_question_goes_on_from_the_one_before(done):
+    def build():
+        made = torch.empty(100).normal_()
+        for _ in range(10):
+            made.mul_(0.5).sum().item()
+        return made
+
+    record(build)
+    assert [sum(word in name for name, _ in done) for word in ("normal_", "mul_", "sum")] == [1, 10, 10]
+
+
 def test_writing_into_a_tensor_with_values_is_done_at_once():
     outside = torch.zeros(3)
 
@@ -231,7 +271,7 @@ def test_the_generator_of_the_user_is_left_as_the_build_left_it():
 def test_only_what_a_value_is_made_of_is_made():
     calls = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             calls.append(str(func))
             return func(*args, **(kwargs or {}))

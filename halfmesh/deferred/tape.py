@@ -1,0 +1,191 @@
+"""Operators that were written down, and done again for the memories that are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from ..errors import InputError
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor among the arguments of an operator: which part of which memory."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor with values, from outside."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass
+class Op:
+    """One operator that made memory, or wrote to it. Memories are numbered in the order in which they were made."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    makes: list[tuple[int, View]] = field(default_factory=list)
+    """Places among the results, and what is new there."""
+    writes: set[int] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+    seed: int | None = None
+
+    def describe(self) -> str:
+        """The same on all ranks that do the same."""
+        return repr((str(self.function), self.seed is None, plain((self.args, self.kwargs)), self.makes))
+
+
+@dataclass
+class Made:
+    """Real memories, with all that the first `upto` operators wrote to them."""
+
+    storages: dict[int, torch.UntypedStorage]
+    upto: int
+
+
+class Tape:
+    """Operators in the order in which they were written down."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self._writers: dict[int, list[int]] = {}
+
+    def add(self, op: Op) -> None:
+        """One more."""
+        for memory in op.writes:
+            self._writers.setdefault(memory, []).append(len(self.ops))
+        self.ops.append(op)
+
+    def make(self, memory: int) -> torch.UntypedStorage:
+        """`memory` with all that was written to it. What that takes is given up as soon as it is not needed."""
+        numbers, _ = self._needed(memory, None)
+        last = {other: n for n in numbers for other in self.ops[n].reads | self.ops[n].writes}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for number in numbers:
+            op = self.ops[number]
+            self._do(op, storages)
+            for other in (op.reads | op.writes) - {memory}:
+                if last[other] == number:
+                    del storages[other]
+        return storages[memory]
+
+    def go_on(self, memory: int, made: Made | None) -> Made:
+        """As `make`, from what was `made` for a question before, if that helps: it may be written to. What it took is
+        kept for the next question."""
+        numbers, seen = self._needed(memory, made)
+        if made is not None and any(self._comes_late(self.ops[n], n, made) for n in numbers):
+            numbers, seen = self._needed(memory, None)
+            made = None
+        storages = {} if made is None else {m: storage for m, storage in made.storages.items() if m in seen}
+        for number in numbers:
+            self._do(self.ops[number], storages)
+        return Made(storages, len(self.ops))
+
+    def seeds_of(self, memory: int) -> list[int]:
+        """Those of the random numbers that are in `memory`."""
+        return [seed for n in self._needed(memory, None)[0] if (seed := self.ops[n].seed) is not None]
+
+    def _needed(self, memory: int, made: Made | None) -> tuple[list[int], set[int]]:
+        """The numbers of the operators by which `memory` comes about, and all memories that have to do with it."""
+        bounds: dict[int, int] = {}
+        left = [(memory, len(self.ops))]
+        needed: set[int] = set()
+        while left:
+            current, before = left.pop()
+            if bounds.get(current, 0) >= before:
+                continue
+            bounds[current] = before
+            done = made.upto if made is not None and current in made.storages else 0
+            for number in self._writers[current]:
+                if done <= number < before and number not in needed:
+                    needed.add(number)
+                    left += [(read, number) for read in self.ops[number].reads]
+        return sorted(needed), set(bounds)
+
+    def _comes_late(self, op: Op, number: int, made: Made) -> bool:
+        """Whether `op` would see in `made` what was written there later."""
+        return number < made.upto and not made.storages.keys().isdisjoint(op.reads | op.writes)
+
+    def _do(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return leaf.of(storages[leaf.memory])
+            if isinstance(leaf, torch.Generator):
+                return torch.Generator(leaf.device).manual_seed(op.seed or 0)
+            if not isinstance(leaf, Constant):
+                return leaf
+            if leaf.tensor._version != leaf.version:
+                raise InputError(
+                    f"a tensor of shape {tuple(leaf.tensor.shape)}, from which weights of the deferred model are made, "
+                    "was changed after the model was built; leave it as it is until initialize has returned, or copy it"
+                )
+            return leaf.tensor
+
+        args, kwargs = map_leaves(value, op.args), map_leaves(value, op.kwargs)
+        devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
+        cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
+        with torch.random.fork_rng(cuda, enabled=op.seed is not None):
+            if op.seed is not None:
+                torch.manual_seed(op.seed)
+            results = tensors_in(op.function(*args, **kwargs))
+        for place, view in op.makes:
+            result = results[place]
+            if (tuple(result.shape), result.stride()) != (view.shape, view.stride):
+                raise InputError(
+                    f"{op.function} laid {tuple(result.shape)} out otherwise than was foreseen while the deferred "
+                    "model was built; build it as usual, and pass the model itself"
+                )
+            if torch_private.leaves_unset(op.function):
+                result.zero_()  # or ranks would start from different leftovers
+            storages[view.memory] = result.untyped_storage()
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of each leaf of arguments or results."""
+    if isinstance(tree, (list, tuple)):
+        items = [map_leaves(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {name: map_leaves(function, item) for name, item in tree.items()}
+    return function(tree)
+
+
+def find(tree: Any, kind: type) -> list[Any]:
+    """The leaves of that kind."""
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, tree)
+    return found
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Those among arguments or results."""
+    return find(tree, torch.Tensor)
+
+
+def plain(tree: Any) -> Any:
+    """Arguments in words that say nothing about where they are in memory."""
+
+    def word(leaf: Any) -> Any:
+        if isinstance(leaf, Constant):
+            return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype)
+        return "generator" if isinstance(leaf, torch.Generator) else leaf
+
+    return map_leaves(word, tree)
