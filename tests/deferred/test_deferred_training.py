@@ -118,6 +118,28 @@ def test_the_objects_stay():
     assert torch.equal(start(average).model[0].weight, model[0].weight)
 
 
+def test_a_trained_model_is_not_made_again():
+    first = start(deferred())
+    losses(first, 0)
+    first.close()
+    trained = first.model[0].weight.detach().clone()
+    second = start(first.model)
+    assert torch.equal(second.model[0].weight, trained)
+
+
+def rounded(rank, world_size):
+    with halfmesh.model_creation("bfloat16", deferred=True):
+        model = build()
+    engine = start(model, bf16={"mode": "naive"}, parallel={"data": "fsdp"})
+    losses(engine, rank, 1)
+    return {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.distributed
+def test_masters_of_a_model_in_half_precision_are_wide():
+    assert run_ranks(rounded, 2) == [{torch.float32}] * 2
+
+
 def test_a_model_that_was_refused_can_be_given_again():
     model = deferred()
     with pytest.raises(InputError, match=r"LBFGS\.step needs a closure"):
