@@ -130,14 +130,27 @@ def test_a_trained_model_is_not_made_again():
 def rounded(rank, world_size):
     with halfmesh.model_creation("bfloat16", deferred=True):
         model = build()
-    engine = start(model, bf16={"mode": "naive"}, parallel={"data": "fsdp"})
+    data = {"strategy": "fsdp", "buffer_dtype": "bfloat16"}
+    engine = start(model, bf16={"mode": "naive"}, parallel={"data": data})
     losses(engine, rank, 1)
-    return {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
+    masters = {p.dtype for group in engine.optimizer.param_groups for p in group["params"]}
+    return masters, engine.model[1].running_mean.dtype
 
 
 @pytest.mark.distributed
-def test_masters_of_a_model_in_half_precision_are_wide():
-    assert run_ranks(rounded, 2) == [{torch.float32}] * 2
+def test_masters_of_a_model_in_half_precision_are_wide_and_buffers_as_wanted():
+    assert run_ranks(rounded, 2) == [({torch.float32}, torch.bfloat16)] * 2
+
+
+def cast(rank, world_size):
+    data = {"strategy": "fsdp", "buffer_dtype": "bfloat16"}
+    engine = start(deferred(), bf16={"mode": "torch"}, parallel={"data": data})
+    return engine.model[1].running_mean.dtype, engine.model[1].num_batches_tracked.dtype
+
+
+@pytest.mark.distributed
+def test_buffers_have_the_dtype_of_the_config():
+    assert run_ranks(cast, 2) == [(torch.bfloat16, torch.int64)] * 2
 
 
 def test_a_model_that_was_refused_can_be_given_again():
