@@ -135,10 +135,10 @@ def _assemble(
     ]
     if parallel.data.strategy == "fsdp":
         refuse_uneven_evaluation(loaders[1], context)
+    late = arrange(given.model, context)
+    if late is not None:
+        late.check = inputs.overflow_check(given.model, recipe)
     with _no_longer_usable():
-        late = arrange(given.model, context)
-        if late is not None:
-            late.check = inputs.overflow_check(given.model, recipe)
         return _convert(given, recipe, config, context, loaders, plans, late)
 
 

@@ -360,6 +360,7 @@ def test_ranks_that_differ():
     for how, text in words.items():
         for found in run_ranks(different, 2, how):
             assert text in found
+            assert "begun to change" not in found
 
 
 def balance(rank, world_size):
