@@ -60,13 +60,19 @@ class Place:
 
 
 def rehearse(
-    config: Config, reference: str, batch: tuple[str, ...], place: Place, microbatches: int | None = None
+    config: Config,
+    reference: str,
+    batch: tuple[str, ...],
+    place: Place,
+    microbatches: int | None = None,
+    rows: int | None = None,
 ) -> Figures:
     """The figures of one rank. This process has no process group.
 
     Args:
         reference: the model's function, see `subject.make`.
         microbatches: as if the pipeline had so many, of the same size.
+        rows: of the batch, in place of those that the model comes with.
 
     Raises:
         InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
@@ -75,6 +81,7 @@ def rehearse(
     with _quiet(place.rank > 0), _world(place), torch_private.dry_run_mode(), tracker:
         given = subject.make(reference, batch)
         if given.inputs is not None:
+            given = given if rows is None else given.with_rows(rows)
             _refuse_rows(given.rows, config)
         wanted = config.parallel.pipeline.microbatches
         if microbatches is not None and wanted is not None and microbatches != wanted:
@@ -155,8 +162,7 @@ class _Rehearsal:
             self._forward_and_backward()
             engine.step()
             for sent in tracker.traffic.values():
-                sent.messages *= length - 1
-                sent.bytes *= length - 1
+                sent.add(sent, length - 2)
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()
@@ -167,9 +173,7 @@ class _Rehearsal:
         """What was sent, by axis."""
         found: dict[str, Traffic] = {}
         for group, sent in self._tracker.traffic.items():
-            total = found.setdefault(self._axes.get(group, "all"), Traffic())
-            total.messages += sent.messages
-            total.bytes += sent.bytes
+            found.setdefault(self._axes.get(group, "all"), Traffic()).add(sent)
         return found
 
     def _make_state(self) -> None:
