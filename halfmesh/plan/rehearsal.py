@@ -87,8 +87,10 @@ def rehearse(
         if microbatches is not None and wanted is not None and microbatches != wanted:
             given = given.with_rows(given.rows // wanted * microbatches)
             config = with_microbatches(config, microbatches)
+        length = config.gradient_accumulation
+        config = config.model_copy(update={"gradient_accumulation": min(length, 2)})
         engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
-        return _Rehearsal(engine, given, tracker).run()
+        return _Rehearsal(engine, given, tracker, length).run()
 
 
 def with_microbatches(config: Config, count: int) -> Config:
@@ -99,10 +101,11 @@ def with_microbatches(config: Config, count: int) -> Config:
 
 
 class _Rehearsal:
-    """Some steps of `engine`, seen by `tracker`."""
+    """Some steps of `engine`, seen by `tracker`; of an update's batches the first and the last."""
 
-    def __init__(self, engine: Engine, given: Subject, tracker: Tracker) -> None:
+    def __init__(self, engine: Engine, given: Subject, tracker: Tracker, length: int) -> None:
         self._engine = engine
+        self._length = length
         self._given = given
         self._tracker = tracker
         self._axes = engine.context.groups
@@ -157,12 +160,11 @@ class _Rehearsal:
             for param in self._engine.model.parameters()
             if param.requires_grad and _here(param) is param
         ]
-        length = engine.config.gradient_accumulation
-        if length > 1:
+        if self._length > 1:
             self._forward_and_backward()
             engine.step()
             for sent in tracker.traffic.values():
-                sent.add(sent, length - 2)
+                sent.add(sent, self._length - 2)
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()

@@ -69,6 +69,17 @@ def test_accumulated_batches_are_counted():
     assert five["tp"].messages - 1 == (two["tp"].messages - 1) / 2 * 5  # one compares gradients, once an update
 
 
+def test_accumulated_batches_under_fsdp():
+    def sent(cycle):
+        config = load_config({"parallel": {"data": "fsdp"}, "gradient_accumulation": cycle})
+        (figures,) = dry_run(config, 4, "llama:small").ranks.values()
+        return figures.traffic["dp"].bytes
+
+    once, five = sent(1), sent(5)
+    gathered = once * 2 / 3  # of weights, in forward and backward; the rest are gradients, sent once
+    assert five == pytest.approx(once + 4 * gathered, rel=0.01)
+
+
 def test_all_kinds_of_ranks():
     run = dry_run(pipeline(8, size=4, tensor=2), 4096, "llama:small")
     assert run.problems == []
