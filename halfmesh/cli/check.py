@@ -133,7 +133,9 @@ class _Planned:
         if not run.problems:
             self._run = run
             if not self.fits and self.limit is not None:
-                self._change = advice.find_change(config, run, world_size, device, self.limit, model)
+                self._change = advice.find_change(
+                    config, advice.Asked(run, world_size, device, self.limit, model, batch)
+                )
 
     @property
     def fits(self) -> bool:

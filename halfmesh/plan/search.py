@@ -138,7 +138,7 @@ class _Search:
         for (mode, checkpoint), profile in profiles.items():
             for candidate in choices.make_candidates(mode, checkpoint, self._meshes, self._found.rows, self._facts):
                 if self._composes(mode, candidate.strategy, candidate.mesh):
-                    self._estimates.append(_estimated(candidate, profile, self._facts, wish.limit))
+                    self._estimates.append(estimated(candidate, profile, self._facts, wish.limit))
         self._found.counted = len(self._estimates)
         self._say(f"{len(self._estimates) - before} candidates estimated")
 
@@ -173,7 +173,7 @@ class _Search:
             self._refused.add(c)
             self._found.notes.append(f"{c}: {run.problems[0]}")
             return
-        real = _measured(row, run)
+        real = measured(row, run)
         family = _family(c)
         before = self._errors.get(family, 1.0)
         self._errors[family] = max(before, real.memory / row.memory * before)
@@ -198,12 +198,14 @@ def _family(c: Candidate) -> tuple[object, ...]:
     return c.mode, c.checkpoint, c.strategy, c.mesh.pipeline > 1, c.schedule, c.passes > 1
 
 
-def _estimated(c: Candidate, profile: Profile, facts: ModelFacts, limit: int) -> Row:
+def estimated(c: Candidate, profile: Profile, facts: ModelFacts, limit: int) -> Row:
+    """What the rules say of a candidate."""
     found = estimate(c, profile, facts)
     return _row(c, found.memory, bubble(c), found.sent, limit)
 
 
-def _measured(row: Row, run: DryRun) -> Row:
+def measured(row: Row, run: DryRun) -> Row:
+    """What a dry run says of it."""
     c = row.candidate
     sizes = {"dp": c.mesh.data, "tp": c.mesh.tensor}
     sent: dict[str, float] = {}

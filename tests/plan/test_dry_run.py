@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from halfmesh.config.load import load_config
-from halfmesh.plan.advice import find_change
 from halfmesh.plan.dry_run import choose_counts, dry_run, extrapolate, find_model_problems, needed
 from halfmesh.plan.rehearsal import Place, rehearse
 from halfmesh.plan.tracker import Traffic
@@ -125,28 +124,6 @@ def test_what_is_left_out():
     run = dry_run(config, 1, "llama:small")
     assert run.problems == []
     assert "compile is left out" in run.notes[0]
-
-
-def test_the_smallest_change():
-    config = load_config({"fp16": {"mode": "naive"}})
-    run = dry_run(config, 4, "llama:small")
-    size = needed(run.largest[1])
-    parts = run.largest[1].parts
-    change = find_change(config, run, 4, "cuda", size - 1000, "llama:small")
-    assert change.what == "zero1 (parallel = dict(data='zero1'))"
-    assert change.bytes == size - (parts["masters"] + parts["optimizer"]) * 3 / 4
-    real = dry_run(change.config, 4, "llama:small")
-    assert change.bytes == pytest.approx(needed(real.largest[1]), rel=0.1)
-    smaller = find_change(config, run, 4, "cuda", round(0.6 * size), "llama:small")
-    assert smaller.what == "batches of 2 rows in place of 8, with gradient_accumulation=4"
-    assert find_change(config, run, 4, "cuda", 1000, "llama:small") is None
-
-
-def test_changes_fit_the_model():
-    config = load_config({"parallel": {"tensor": 4}})  # of 4 key and value heads
-    run = dry_run(config, 8, "llama:small", ("7,32:int64",))
-    change = find_change(config, run, 8, "cpu", needed(run.largest[1]) * 3 // 4, "llama:small")
-    assert change is None or "parallel.tensor" not in change.what
 
 
 def test_a_dry_run_that_fails(tmp_path, monkeypatch):
