@@ -106,7 +106,6 @@ class _Search:
             if any(row.has_room for row in self._tried):
                 break
         fitting = [row for row in self._tried if row.fits]
-        found.runs = len(self._tried)
         if fitting:
             tried = order(self._tried, len(self._tried))
             found.chosen = tried[0]
@@ -117,6 +116,7 @@ class _Search:
             found.listed = [*tried[: self._wish.top], *more]
         else:
             found.closest = self._find_closest()
+        found.runs = len(self._tried)
         return found
 
     def _classes(self) -> Iterator[list[Kind]]:
