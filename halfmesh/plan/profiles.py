@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..key_checks import recipe_of
@@ -22,12 +22,17 @@ Kind = tuple[str, str]
 
 
 def find_profiles(
-    kinds: Sequence[Kind], workers: Workers, model: str, batch: tuple[str, ...], facts: ModelFacts
+    kinds: Sequence[Kind],
+    workers: Workers,
+    model: str,
+    batch: tuple[str, ...],
+    facts: ModelFacts,
+    composes: Callable[[Candidate], bool] = lambda candidate: True,
 ) -> tuple[dict[Kind, Profile], list[str]]:
-    """The profile of each kind, and why there is none of the others."""
+    """The profile of each kind, and why there is none of the others. `composes`: whether a mode has such a layout."""
     calls, owners = [], []
     for kind in kinds:
-        for candidate in _probes(kind, facts):
+        for candidate in filter(composes, _probes(kind, facts)):
             mesh = candidate.mesh
             place = Place(0, mesh.pipeline * mesh.tensor)
             calls.append((candidate.config, model, batch, place, None, candidate.rows))

@@ -129,23 +129,26 @@ class _Search:
                     yield [(mode, checkpoint) for mode in names]
 
     def _estimate(self, kinds: list[Kind]) -> None:
-        names = ", ".join(dict.fromkeys(mode for mode, _ in kinds))
+        wish, names = self._wish, ", ".join(dict.fromkeys(mode for mode, _ in kinds))
         again = "" if kinds[0][1] == "off" else f", activation_checkpoint {kinds[0][1]}"
         self._say(f"{names}{again}: dry runs of single ranks to estimate from")
-        profiles, problems = find_profiles(kinds, self._workers, self._wish.model, self._wish.batch, self._facts)
+        profiles, problems = find_profiles(kinds, self._workers, wish.model, wish.batch, self._facts, self._composes)
         self._found.notes += problems
-        wish, before = self._wish, len(self._estimates)
+        before = len(self._estimates)
         for (mode, checkpoint), profile in profiles.items():
             for candidate in choices.make_candidates(mode, checkpoint, self._meshes, self._found.rows, self._facts):
-                if self._composes(mode, candidate.strategy, candidate.mesh):
+                if self._composes(candidate):
                     self._estimates.append(estimated(candidate, profile, self._facts, wish.limit))
         self._found.counted = len(self._estimates)
         self._say(f"{len(self._estimates) - before} candidates estimated")
 
-    def _composes(self, mode: str, strategy: str, mesh: Mesh) -> bool:
+    def _composes(self, candidate: Candidate) -> bool:
         """Whether the composition table has this; whatever the sizes are."""
+        mesh = candidate.mesh
         tensor, pipeline, data = (1 + (size > 1) for size in (mesh.tensor, mesh.pipeline, mesh.data))
-        small = Candidate(mode, Mesh(pipeline, data, tensor, 1), strategy, rows=2, microbatches=pipeline)
+        small = Candidate(
+            candidate.mode, Mesh(pipeline, data, tensor, 1), candidate.strategy, rows=2, microbatches=pipeline
+        )
         if small not in self._composing:
             self._composing[small] = not check(small.config, pipeline * data * tensor, self._wish.device)
         return self._composing[small]

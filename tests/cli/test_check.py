@@ -98,7 +98,7 @@ def test_advice(run):
     answer = json.loads(run(text, "--world-size", "2", "--json").stdout)
     assert answer["ok"] is True
     assert [row["kind"] for row in answer["findings"]] == ["advice"]
-    assert "advice" not in run(text, "--world-size", "1").stdout  # where nothing is gathered
+    assert "advice:" not in run(text, "--world-size", "1").stdout  # where nothing is gathered
     wrong = run(text + "debug = 'all'\n", "--world-size", "2")
     assert wrong.exit_code == 1
     assert f"advice:\n  - {ADVICE}" in wrong.stdout

@@ -27,7 +27,8 @@ def test_a_plan_is_written_and_drawn(run, tmp_path):
     assert lines[0] == ("8 candidates on 1 rank(s), 8 to a node, each with 8 rows in an update; 2 dry run(s)")
     assert lines[1].split() == ["memory", "bubble", "between", "nodes", "within", "a", "node"]
     assert lines[2].split()[:2] == ["*", "dry"]
-    assert lines[-2] == "chosen: fp32, one rank, 1 rows x 8 accumulated, checkpoint selective"
+    assert lines[-3] == "chosen: fp32, one rank, 1 rows x 8 accumulated, checkpoint selective"
+    assert lines[-2] == "  before the second by room: 10% of the memory left: 85% used, not 91% used"
     assert lines[-1] == f"written: {out}"
     assert "dry run of fp32, one rank" in result.stderr
     text = out.read_text()
