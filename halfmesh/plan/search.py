@@ -107,7 +107,7 @@ class _Search:
                 break
         fitting = [row for row in self._tried if row.fits]
         if fitting:
-            tried = order(self._tried, len(self._tried))
+            tried = order(fitting, len(fitting))
             found.chosen = tried[0]
             found.reason = why(tried[0], tried[1], tried) if len(tried) > 1 else ""
             layouts = {row.candidate.layout for row in tried}

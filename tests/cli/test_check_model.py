@@ -70,6 +70,7 @@ def test_options_that_need_a_model(run):
 
 
 def test_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
     args = ("--world-size", "2", "--model", "llama:small", "--picture")
     result = run("", *args, str(tmp_path / "mesh.svg"), "--gpus-per-node", "1")
     assert result.exit_code == 0, result.output

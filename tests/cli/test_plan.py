@@ -20,6 +20,7 @@ def run():
 
 
 def test_a_plan_is_written_and_drawn(run, tmp_path):
+    pytest.importorskip("matplotlib")
     out, picture = tmp_path / "config.py", tmp_path / "mesh.svg"
     result = run(*ARGS, "3900KiB", "--out", str(out), "--picture", str(picture))
     assert result.exit_code == 0, result.output

@@ -76,6 +76,7 @@ def test_names_in_short():
 
 
 def test_files(tmp_path):
+    pytest.importorskip("matplotlib")
     config = load_config(KEYS)
     run = planned(config)
     draw(tmp_path / "mesh.png", config, run, "llama:small", node=4)
