@@ -118,6 +118,11 @@ def small() -> object:
     return _with_batch(Llama(64, 4, 8, 4, 128, 256, length=32), 8, 32)
 
 
+def wide() -> object:
+    """Half a billion parameters and one short row: weights are nearly all of its memory."""
+    return _with_batch(Llama(2048, 8, 16, 8, 8192, 256, length=32), 1, 32)
+
+
 def b8() -> object:
     return _with_batch(Llama(4096, 32, 32, 8, 14336, 128256), 8, 4096)
 

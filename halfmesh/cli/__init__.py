@@ -1,19 +1,11 @@
-"""The command line: `halfmesh check config.py --world-size 8`. torch is imported only by the commands that need it."""
+"""The command line: `halfmesh check`, `halfmesh plan`. torch is imported only by the commands that need it."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
 import typer
-from rich.console import Console
 
-if TYPE_CHECKING:
-    from ..config import Config
-    from ..key_checks import Finding
+from .check import check
+from .plan import plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -23,171 +15,12 @@ def _commands() -> None:
     """halfmesh: any precision mode with any parallel layout, from one config."""
 
 
-@app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")
-def check(
-    context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
-    world_size: Annotated[int, typer.Option(help="The number of ranks the run would have.")],
-    device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
-    model: Annotated[
-        str | None, typer.Option(help="package.module:build, which builds the model: plan a whole update with it.")
-    ] = None,
-    batch: Annotated[
-        list[str] | None,
-        typer.Option(help="With --model: an input as a data rank's loader gives it, such as 8,2048:int64; repeatable."),
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="With --model: what one device has, such as 80GB or 80GiB.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say whether a config can run, and list everything that is wrong with it.
-
-    Needs no GPU. The exit status is 0 if the config can run (with --gpu-memory: and fits), else 1.
-
-    With --model one rank of each kind does an update on tensors without memory: what it holds, and what it sends.
-    build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).
-    """
-    from ..compat import check as find
-    from ..config.load import load_leniently
-
-    with contextlib.redirect_stdout(sys.stderr):  # what a .py config prints is not part of the answer
-        loaded, problems = load_leniently(config)
-    findings = find(loaded, world_size, device) if loaded else []
-    right = bool(loaded) and not problems and not findings
-    if model is None:
-        if batch or gpu_memory:
-            raise typer.BadParameter("--batch and --gpu-memory say something about --model, which is missing")
-        planned = None
-    else:
-        with contextlib.redirect_stdout(sys.stderr):
-            planned = _Planned(
-                loaded, right, world_size, device, model, tuple(batch or ()), gpu_memory, bool(context.obj)
-            )
-        right = right and not planned.problems
-    plan = _plan(loaded, world_size) if loaded and right else None
-    if as_json:
-        answer = _as_json(problems, findings, plan)
-        print(json.dumps(answer if planned is None else answer | planned.as_json(plan is not None), indent=2))
-    else:
-        _print(config, world_size, problems, findings, plan, planned)
-    raise typer.Exit(0 if plan and (planned is None or planned.fits) else 1)
+app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")(check)
+app.command(
+    epilog="Example: halfmesh plan --model my_package.my_model:build --world-size 64 --gpu-memory 80GB --out config.py"
+)(plan)
 
 
 def main() -> None:
     """The console script `halfmesh`."""
     app(obj="a fresh process")
-
-
-class _Planned:
-    """What a dry run of the model has found."""
-
-    def __init__(
-        self,
-        config: Config | None,
-        right: bool,
-        world_size: int,
-        device: str,
-        model: str,
-        batch: tuple[str, ...],
-        memory: str | None,
-        is_fresh: bool,
-    ) -> None:
-        from ..errors import InputError
-        from ..memory import parse_bytes
-        from ..plan import advice, dry_run, show
-
-        try:
-            self.limit = None if memory is None else parse_bytes(memory)
-        except InputError as error:
-            raise typer.BadParameter(f"--gpu-memory {error}") from None
-        self._run: dry_run.DryRun | None = None
-        self._change: advice.Change | None = None
-        self._show = show
-        self.problems: list[str] = []
-        if config is None:
-            return
-        if not right:
-            self.problems = dry_run.find_model_problems(config, world_size, model)
-            return
-        run = dry_run.dry_run(config, world_size, model, batch, is_fresh)
-        self.problems = run.problems
-        if not run.problems:
-            self._run = run
-            if not self.fits and self.limit is not None:
-                self._change = advice.find_change(config, run, world_size, device, self.limit, model)
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device has enough memory, as far as it is known."""
-        return self._run is None or self.limit is None or self._show.fits(self._run, self.limit)
-
-    def as_json(self, can_run: bool) -> dict[str, Any]:
-        run = None if self._run is None else self._show.as_json(self._run, self.limit, self._change)
-        return {"ok": can_run and self.fits, "model_problems": self.problems, "dry_run": run}
-
-    def lines(self) -> list[str]:
-        return [] if self._run is None else list(self._show.lines(self._run, self.limit, self._change))
-
-
-def _plan(config: Config, world_size: int) -> dict[str, Any]:
-    """What the run would be."""
-    from ..compat import get_layout
-    from ..key_checks import recipe_of
-
-    layout = get_layout(config, world_size)
-    return {
-        "mode": config.precision.label if config.precision else None,
-        "dtype": str(recipe_of(config).compute_dtype).removeprefix("torch."),
-        "mesh": {"pp": layout.pipeline, "dp": layout.data, "tp": layout.tensor},
-        "data_strategy": config.parallel.data.strategy,
-        "gradient_accumulation": config.gradient_accumulation,
-        "clip_grad_norm": config.clip_grad_norm.max_norm or None,
-    }
-
-
-def _as_json(problems: list[str], findings: list[Finding], plan: dict[str, Any] | None) -> dict[str, Any]:
-    rows = [{"kind": finding.kind, "where": finding.where, "message": finding.message} for finding in findings]
-    return {"ok": plan is not None, "problems": problems, "findings": rows, "plan": plan}
-
-
-def _print(
-    path: Path,
-    world_size: int,
-    problems: list[str],
-    findings: list[Finding],
-    plan: dict[str, Any] | None,
-    planned: _Planned | None,
-) -> None:
-    console = Console(highlight=False)
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, soft_wrap=True)
-
-    if plan:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
-        fits = planned is None or planned.fits
-        say(
-            f"{path}: can run on {world_size} rank(s)" + ("" if fits else ", but does not fit"),
-            "green" if fits else "red",
-        )
-        say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
-        say(f"  mesh {mesh}, data strategy {plan['data_strategy']}")
-        clip = plan["clip_grad_norm"] or "off"
-        say(f"  gradient_accumulation {plan['gradient_accumulation']}, clip_grad_norm {clip}")
-        for line in planned.lines() if planned else ():
-            say(line)
-        return
-    say(f"{path}: cannot run on {world_size} rank(s)", "red")
-    refused = [str(finding) for finding in findings if finding.kind == "refused"]
-    unbuilt = [str(finding) for finding in findings if finding.kind == "unbuilt"]
-    for title, lines in (
-        ("config problems", problems),
-        ("refused", refused),
-        ("not built yet", unbuilt),
-        ("problems with the model", planned.problems if planned else []),
-    ):
-        if lines:
-            say(f"{title}:", "bold")
-        for line in lines:
-            say(f"  - {line}")

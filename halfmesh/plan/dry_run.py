@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +15,7 @@ from ..parallel.registries import SCHEDULES
 from . import subject
 from .rehearsal import Figures, Place, rehearse
 from .tracker import Tracker, Traffic
+from .workers import Workers, count_cores
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -70,8 +67,23 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
     Args:
         model: "package.module:build", see `subject.make`.
         batch: shapes of the model's inputs, in place of those that `build` returns.
-        is_fresh: nothing of torch has run in this process, so that processes forked from it can work.
+        is_fresh: see `Workers`.
     """
+    jobs = _jobs(config, get_layout(config, world_size))
+    # One for each kind of rank, also where there are fewer cores: they take unequally long.
+    with Workers(min(len(jobs), max(MOST_KINDS, count_cores())), is_fresh) as workers:
+        return dry_run_with(workers, config, world_size, model, batch)
+
+
+def dry_run_with(
+    workers: Workers,
+    config: Config,
+    world_size: int,
+    model: str,
+    batch: tuple[str, ...] = (),
+    rows: int | None = None,
+) -> DryRun:
+    """The same by workers that are there already, with so many rows in a data rank's batch."""
     layout = get_layout(config, world_size)
     run = DryRun(layout)
     config = _without_extras(config, run.notes)
@@ -80,12 +92,12 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
         schedule = SCHEDULES.get(pipeline.schedule)
         run.bubble = schedule.bubble(pipeline.size, pipeline.chunks, pipeline.microbatches or 1)
         run.extrapolated = choose_counts(config)
-    stages = sorted({0, pipeline.size // 2, pipeline.size - 1})  # MOST_KINDS
-    ranks = [stage * layout.data * layout.tensor for stage in stages]
-    jobs = [(rank, count) for rank in ranks for count in run.extrapolated or (None,)]
-    found: dict[tuple[int, int | None], Figures] = {}
+    jobs = _jobs(config, layout)
+    ranks = list(dict.fromkeys(rank for rank, _ in jobs))
+    calls = [(config, model, batch, Place(rank, world_size), count, rows) for rank, count in jobs]
+    found: dict[Job, Figures] = {}
     problems: dict[str, None] = {}
-    for job, figures in zip(jobs, _each(config, world_size, model, batch, jobs, is_fresh), strict=True):
+    for job, figures in zip(jobs, workers.run(try_to_rehearse, calls), strict=True):
         if isinstance(figures, Figures):
             found[job] = figures
         else:
@@ -108,6 +120,18 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
             "give --batch, or let build return (model, inputs)"
         )
     return run
+
+
+Job = tuple[int, int | None]
+"""A rank, and the number of microbatches if it is not the config's."""
+
+
+def _jobs(config: Config, layout: Layout) -> list[Job]:
+    """What is run: each kind of rank, with one or two numbers of microbatches."""
+    size = config.parallel.pipeline.size
+    stages = sorted({0, size // 2, size - 1})  # MOST_KINDS
+    counts = (choose_counts(config) if size > 1 else None) or (None,)
+    return [(stage * layout.data * layout.tensor, count) for stage in stages for count in counts]
 
 
 def find_model_problems(config: Config, world_size: int, model: str) -> list[str]:
@@ -153,8 +177,7 @@ def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: in
         return few
     parts = {part: at(few.parts[part], more.parts[part]) for part in few.parts}
     traffic = {
-        axis: Traffic(at(few.traffic[axis].messages, sent.messages), at(few.traffic[axis].bytes, sent.bytes))
-        for axis, sent in more.traffic.items()
+        axis: Traffic(*map(at, astuple(few.traffic[axis]), astuple(sent))) for axis, sent in more.traffic.items()
     }
     return Figures(
         parts, at(few.kept, more.kept), at(few.peak, more.peak), few.numel, traffic, few.rows // count * wanted
@@ -175,34 +198,12 @@ def _without_extras(config: Config, notes: list[str]) -> Config:
     return config
 
 
-Job = tuple[int, int | None]
-
-
-def _each(
-    config: Config, world_size: int, model: str, batch: tuple[str, ...], jobs: list[Job], is_fresh: bool
-) -> list[Figures | list[str]]:
-    """Figures or problems of each job; several are done in processes of their own."""
-    calls = [(config, model, batch, Place(rank, world_size), count) for rank, count in jobs]
-    if len(calls) == 1:
-        return [_try(*calls[0])]
-    # One for each kind of rank, also where there are fewer cores: they take unequally long.
-    method = "fork" if is_fresh and sys.platform == "linux" else "spawn"  # fork need not import torch again
-    workers = min(len(calls), max(MOST_KINDS, os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, get_context(method)) as pool:
-        running: list[Future[Figures | list[str]]] = [pool.submit(_try_in_fork, *call) for call in calls]
-        return [job.result() for job in running]
-
-
-def _try_in_fork(
-    config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None
+def try_to_rehearse(
+    config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None = None, rows: int | None = None
 ) -> Figures | list[str]:
-    torch.set_num_threads(1)  # of a fork the threads of the process before are gone
-    return _try(config, model, batch, place, count)
-
-
-def _try(config: Config, model: str, batch: tuple[str, ...], place: Place, count: int | None) -> Figures | list[str]:
+    """`rehearse`, or why it cannot be done."""
     try:
-        return rehearse(config, model, batch, place, count)
+        return rehearse(config, model, batch, place, count, rows)
     except ConfigError as error:
         return list(error.problems)
     except (HalfmeshError, NotImplementedError) as error:

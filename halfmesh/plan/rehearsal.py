@@ -60,13 +60,19 @@ class Place:
 
 
 def rehearse(
-    config: Config, reference: str, batch: tuple[str, ...], place: Place, microbatches: int | None = None
+    config: Config,
+    reference: str,
+    batch: tuple[str, ...],
+    place: Place,
+    microbatches: int | None = None,
+    rows: int | None = None,
 ) -> Figures:
     """The figures of one rank. This process has no process group.
 
     Args:
         reference: the model's function, see `subject.make`.
         microbatches: as if the pipeline had so many, of the same size.
+        rows: of the batch, in place of those that the model comes with.
 
     Raises:
         InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
@@ -75,13 +81,16 @@ def rehearse(
     with _quiet(place.rank > 0), _world(place), torch_private.dry_run_mode(), tracker:
         given = subject.make(reference, batch)
         if given.inputs is not None:
+            given = given if rows is None else given.with_rows(rows)
             _refuse_rows(given.rows, config)
         wanted = config.parallel.pipeline.microbatches
         if microbatches is not None and wanted is not None and microbatches != wanted:
             given = given.with_rows(given.rows // wanted * microbatches)
             config = with_microbatches(config, microbatches)
+        length = config.gradient_accumulation
+        config = config.model_copy(update={"gradient_accumulation": min(length, 2)})
         engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
-        return _Rehearsal(engine, given, tracker).run()
+        return _Rehearsal(engine, given, tracker, length).run()
 
 
 def with_microbatches(config: Config, count: int) -> Config:
@@ -92,10 +101,11 @@ def with_microbatches(config: Config, count: int) -> Config:
 
 
 class _Rehearsal:
-    """Some steps of `engine`, seen by `tracker`."""
+    """Some steps of `engine`, seen by `tracker`; of an update's batches the first and the last."""
 
-    def __init__(self, engine: Engine, given: Subject, tracker: Tracker) -> None:
+    def __init__(self, engine: Engine, given: Subject, tracker: Tracker, length: int) -> None:
         self._engine = engine
+        self._length = length
         self._given = given
         self._tracker = tracker
         self._axes = engine.context.groups
@@ -150,13 +160,11 @@ class _Rehearsal:
             for param in self._engine.model.parameters()
             if param.requires_grad and _here(param) is param
         ]
-        length = engine.config.gradient_accumulation
-        if length > 1:
+        if self._length > 1:
             self._forward_and_backward()
             engine.step()
             for sent in tracker.traffic.values():
-                sent.messages *= length - 1
-                sent.bytes *= length - 1
+                sent.add(sent, self._length - 2)
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()
@@ -167,9 +175,7 @@ class _Rehearsal:
         """What was sent, by axis."""
         found: dict[str, Traffic] = {}
         for group, sent in self._tracker.traffic.items():
-            total = found.setdefault(self._axes.get(group, "all"), Traffic())
-            total.messages += sent.messages
-            total.bytes += sent.bytes
+            found.setdefault(self._axes.get(group, "all"), Traffic()).add(sent)
         return found
 
     def _make_state(self) -> None:

@@ -64,7 +64,9 @@ def as_json(run: DryRun, limit: int | None, change: Change | None) -> dict[str, 
         "notes": run.notes,
         "limit": limit,
         "fits": None if limit is None else fits(run, limit),
-        "change": None if change is None else {"what": change.what, "bytes": round(change.bytes)},
+        "change": None
+        if change is None
+        else {"what": change.what, "bytes": round(change.bytes), "is_estimate": change.is_estimate},
     }
 
 
@@ -88,6 +90,10 @@ def _verdict(run: DryRun, limit: int, change: Change | None) -> Iterator[str]:
         return
     yield f"  does not fit: {of}, {readable(size - limit)} too much"
     if change is not None:
-        yield f"  would fit: {change.what}, by an estimate of {readable(change.bytes)}"
+        how = "an estimate" if change.is_estimate else "a dry run"
+        yield f"  would fit: {change.what}, by {how} of {readable(change.bytes)}"
     else:
-        yield "  none of zero1, smaller batches, or more tensor or pipeline ranks would be enough by itself"
+        yield (
+            "  none of zero1, activation_checkpoint, smaller batches, fsdp, or more tensor or pipeline ranks would be "
+            "enough by itself; halfmesh plan searches all of them together"
+        )

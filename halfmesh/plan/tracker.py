@@ -25,10 +25,21 @@ _COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 
 @dataclass
 class Traffic:
-    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks)."""
+    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks).
+
+    Attributes:
+        reduced: of `bytes`, those of all-reduces, which travel twice: to be summed, and as sums.
+    """
 
     messages: int = 0
     bytes: int = 0
+    reduced: int = 0
+
+    def add(self, other: Traffic, times: int = 1) -> None:
+        """Count `other` too, so many times."""
+        self.messages += other.messages * times
+        self.bytes += other.bytes * times
+        self.reduced += other.reduced * times
 
 
 class Tracker(TorchDispatchMode):
@@ -143,6 +154,6 @@ class Tracker(TorchDispatchMode):
             for tensors in given:
                 self.label(tensors, self._buffers[group], only=OTHER)
         if not func._schema.name.partition("::")[2].startswith(_UNSENT):
-            traffic = self.traffic.setdefault(group, Traffic())
-            traffic.messages += 1
-            traffic.bytes += max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
+            size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
+            is_reduced = "allreduce" in func._schema.name
+            self.traffic.setdefault(group, Traffic()).add(Traffic(1, size, size if is_reduced else 0))

@@ -87,6 +87,23 @@ def test_json_of_findings(run):
     }
 
 
+ADVICE = "parallel.data.param_dtype: weights are gathered in float32; bf16 = dict(mode='naive')"
+
+
+def test_advice(run):
+    text = "parallel = dict(data='fsdp')\n"
+    result = run(text, "--world-size", "2")
+    assert result.exit_code == 0
+    assert f"  advice: {ADVICE}" in result.stdout
+    answer = json.loads(run(text, "--world-size", "2", "--json").stdout)
+    assert answer["ok"] is True
+    assert [row["kind"] for row in answer["findings"]] == ["advice"]
+    assert "advice:" not in run(text, "--world-size", "1").stdout  # where nothing is gathered
+    wrong = run(text + "debug = 'all'\n", "--world-size", "2")
+    assert wrong.exit_code == 1
+    assert f"advice:\n  - {ADVICE}" in wrong.stdout
+
+
 def test_unreadable_config(run, tmp_path):
     result = run("seed = = 3\n", "--world-size", "1")
     assert result.exit_code == 1

@@ -40,7 +40,7 @@ def test_too_little_memory(run):
     assert "  does not fit: rank 0 needs 7.6 MiB of 7.0 MiB" in result.stdout
     assert "  would fit: zero1 (parallel = dict(data='zero1')), by an estimate of " in result.stdout
     assert run("", *args[:-1], "9MiB").exit_code == 0
-    assert "none of zero1" in run("", *args[:-1], "9KB").stdout
+    assert "none of zero1, activation_checkpoint" in run("", *args[:-1], "9KB").stdout
 
 
 def test_json(run):
@@ -67,6 +67,20 @@ def test_options_that_need_a_model(run):
     result = run("", "--world-size", "1", "--gpu-memory", "80GB")
     assert result.exit_code == 2
     assert "--model, which is missing" in result.output
+
+
+def test_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    args = ("--world-size", "2", "--model", "llama:small", "--picture")
+    result = run("", *args, str(tmp_path / "mesh.svg"), "--gpus-per-node", "1")
+    assert result.exit_code == 0, result.output
+    assert "node 1" in (tmp_path / "mesh.svg").read_text()
+    assert run("", *args, "mesh.pdf").exit_code == 2
+    nodes = run("", *args, str(tmp_path / "two.svg"), "--gpus-per-node", "0")
+    assert nodes.exit_code == 2
+    assert "it must be at least 1" in nodes.output
+    assert not (tmp_path / "two.svg").exists()
+    assert "--picture, which is missing" in run("", *args[:-1], "--gpus-per-node", "1").output
 
 
 def test_a_unit_that_is_none(run):

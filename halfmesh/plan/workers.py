@@ -1,0 +1,55 @@
+"""Where rehearsals run: in processes forked before torch did anything here, or one after the other in this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Processes that work side by side.
+
+    Args:
+        count: how many there are at most; 1 works in this process.
+        is_fresh: nothing of torch has run in this process, so that processes forked from it can work. Others import
+            torch first, which takes a few seconds.
+    """
+
+    def __init__(self, count: int, is_fresh: bool) -> None:
+        method = "fork" if is_fresh and sys.platform == "linux" else "spawn"
+        self._pool = ProcessPoolExecutor(count, get_context(method)) if count > 1 else None
+
+    def run(self, function: Callable[..., T], calls: Iterable[Sequence[Any]]) -> list[T]:
+        """What `function` returns for each of the arguments, in their order."""
+        if self._pool is None:
+            return [function(*call) for call in calls]
+        running = [self._pool.submit(_alone, function, *call) for call in calls]
+        return [job.result() for job in running]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def count_cores() -> int:
+    """At least 1."""
+    return os.cpu_count() or 1
+
+
+def _alone(function: Callable[..., T], *call: Any) -> T:
+    torch.set_num_threads(1)  # of a fork the threads of the process before are gone
+    return function(*call)

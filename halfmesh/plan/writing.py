@@ -1,0 +1,80 @@
+"""A config as a user would write it in Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config.load import load_config
+from ..errors import InputError
+from ..memory import readable
+
+if TYPE_CHECKING:
+    from .ranking import Row
+    from .search import Wish
+
+
+def as_python(config: dict[str, Any], comment: str) -> str:
+    """Assignments, below a comment."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    return "\n".join([*lines, "", *(f"{key} = {_show(value)}" for key, value in config.items())]) + "\n"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def describe(row: Row, wish: Wish, rows: int) -> str:
+    """What a config was made for, and what it needs."""
+    c = row.candidate
+    nodes = -(-wish.world_size // wish.node)
+    accumulated = f", {c.cycle} of them in an update" if c.cycle > 1 else ""
+    microbatches = f", {c.microbatches} microbatches each" if c.mesh.pipeline > 1 else ""
+    return "\n".join(
+        [
+            f"Made by halfmesh plan for {wish.model} on {wish.world_size} rank(s) in {nodes} node(s), AdamW.",
+            f"Mesh: pp {c.mesh.pipeline} x dp {c.mesh.data} x tp {c.mesh.tensor}. An update takes {rows} rows.",
+            f"Each data rank's loader gives batches of {c.rows} rows{accumulated}{microbatches}.",
+            f"By its dry run a rank needs {readable(row.memory)} of {readable(row.limit)} and sends "
+            f"{readable(row.within)} within its node",
+            f"and {readable(row.across)} to others in an update; bubble {row.bubble:.1%}.",
+        ]
+    )
+
+
+def short(config: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults, in the shorthand forms: data="zero1" in place of a dict with one key."""
+    parallel = dict(config.get("parallel", {}))
+    for axis, key in (("tensor", "size"), ("data", "strategy")):
+        if isinstance(parallel.get(axis), dict) and list(parallel[axis]) == [key]:
+            parallel[axis] = parallel[axis][key]
+    found = dict(config) | ({"parallel": parallel} if parallel else {})
+    checkpoint = found.get("activation_checkpoint")
+    if checkpoint in ({"every": 1}, {"every": 1, "selective": True}):
+        found["activation_checkpoint"] = "selective" if checkpoint.get("selective") else "full"
+    return found
+
+
+def refuse_path(path: Path, may_replace: bool) -> None:
+    """Before anything is searched: whether the config can be written there.
+
+    Raises:
+        InputError: the file is there already, its directory is not, or its ending is not .py.
+    """
+    if path.suffix != ".py":
+        raise InputError(f"--out {path}: the config is written as Python; give a name that ends in .py")
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"--out {path}: there is no directory {path.resolve().parent}")
+    if path.exists() and not may_replace:
+        raise InputError(f"--out {path}: the file exists; --force replaces it")
+
+
+def write(path: Path, row: Row, wish: Wish, rows: int) -> None:
+    """Write the config of `row`, and read it again."""
+    config = row.candidate.config
+    path.write_text(as_python(short(config.to_dict()), describe(row, wish, rows)))
+    if load_config(path) != config:
+        raise RuntimeError(f"{path} does not say what was chosen; this is a bug")
