@@ -11,7 +11,7 @@ from torch import nn, optim
 from ... import torch_private
 from ...errors import InputError, shorten
 from ..context import ParallelContext
-from .partition import Partition, all_entries
+from .partition import Partition, all_entries, first_names
 
 
 class StageCut:
@@ -25,6 +25,7 @@ class StageCut:
 
     Attributes:
         ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
+        first_names: for each name of a tensor of the whole model the first one that it has there.
     """
 
     is_stage_cut = True
@@ -36,6 +37,7 @@ class StageCut:
         self._model = model
         self._optimizer = optimizer
         self._context = context
+        self.first_names = first_names(model)
         users = partition.entries(model)
         ranks = {entry: sorted({stage % partition.size for stage in stages}) for entry, stages in users.items()}
         tensors = dict(all_entries(model))

@@ -149,6 +149,10 @@ class FullyShard:
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
         return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
 
+    def first_row(self, rows: int) -> int:
+        """Where this rank's part begins in a parameter of so many rows."""
+        return min(self._rank * -(-rows // self._ranks), rows)
+
     def tell_dtypes(self) -> None:
         """Let `halfmesh.shard.compute_dtype` know. After the model was moved: that exchanges what a DTensor is."""
         for part in self.parts:
