@@ -34,19 +34,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Net(nn.Module):
-    """The composition suite's MLP, with dropout, statistics, a fused layer that is cut in blocks, and a frozen one."""
+    """The composition suite's MLP, with dropout, statistics, a frozen layer, and a buffer."""
 
-    def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, dropout: float = 0.0, seed: int = 0, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(FEATURES, 16)
         self.up = nn.Linear(16, 32)
         self.down = nn.Linear(32, 16)
         self.drop = nn.Dropout(dropout)
-        self.norm = nn.BatchNorm1d(16)
+        self.norm = norm(16)
         self.again = nn.Linear(16, 16)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
         self.head = nn.Linear(16, CLASSES)
+        self.register_buffer("steps", torch.tensor([float(seed)] * 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.gelu(self.first(x))
