@@ -95,21 +95,22 @@ def refuse_other(stored: Stored, holding: Holding, context: ParallelContext) -> 
     model = {name: shape for shapes, _ in everyone for name, shape in shapes.items()}
     groups = join_groups([names for _, names in everyone])
     saved = {name: tuple(shape) for name, shape in stored.shapes(MODEL).items()}
-    problems = [*_model_problems(model, saved), *_optimizer_problems(groups, stored.common, holding)]
+    problems = [*model_problems(model, saved), *_optimizer_problems(groups, stored.common, holding)]
     if problems:
         raise InputError(
             bullet_list(f"{stored.found.folder} does not fit the model and optimizer of this engine:", problems)
         )
 
 
-def _model_problems(model: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: str = "the checkpoint") -> Iterator[str]:
+    """What of a model is not as it was saved in `source`: names and shapes of the whole tensors."""
     missing, unexpected = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
     if missing:
-        yield f"the checkpoint has no {shorten([_near(name, unexpected) for name in missing])}"
+        yield f"{source} has no {shorten([_near(name, unexpected) for name in missing])}"
     if unexpected:
         yield f"the model has no {shorten(unexpected)}"
     other = [
-        f"{name} ({saved[name]} in the checkpoint, {model[name]} here)"
+        f"{name} ({saved[name]} in {source}, {model[name]} here)"
         for name in sorted(model.keys() & saved.keys())
         if saved[name] != model[name]
     ]

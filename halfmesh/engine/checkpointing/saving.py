@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ...errors import CheckpointError, InputError
+from ...errors import CheckpointError, HalfmeshError, InputError
 from ...log import get_logger
 from ...parallel.context import ParallelContext
 from . import folder as folders
@@ -78,7 +78,7 @@ def save(directory: Path, snapshot: Snapshot, context: ParallelContext, keep: in
     place: Path = context.from_first(unfinished)
     try:
         final, size = _fill(place, what, snapshot, context, keep)
-    except CheckpointError:
+    except HalfmeshError:
         if context.rank == 0:  # the disk may be full
             shutil.rmtree(place, ignore_errors=True)
         raise
@@ -90,7 +90,8 @@ def save(directory: Path, snapshot: Snapshot, context: ParallelContext, keep: in
 def _fill(place: Path, what: str, snapshot: Snapshot, context: ParallelContext, keep: int | None) -> tuple[Path, int]:
     """Write all files into `place`, and give it its name. Returns that, and the bytes of all of them."""
     together(context, what, lambda: _refuse_unseen(place))
-    together(context, what, lambda: _write(place, snapshot, context))
+    together(context, what, lambda: _write_rest(place, snapshot, context))
+    together(context, what, lambda: _write_tensors(place, snapshot, context))  # with collectives of its own
     mine = together(context, what, lambda: folders.describe(place, _written(place, context.rank)))
     files = {name: known for theirs in context.everyone(mine) for name, known in theirs.items()}
 
@@ -104,10 +105,13 @@ def _fill(place: Path, what: str, snapshot: Snapshot, context: ParallelContext, 
     return final, sum(size for size, _ in files.values())
 
 
-def _write(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
+def _write_rest(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
     if context.rank == 0:
         progress.write(place / progress.COMMON, snapshot.common)
     progress.write(place / progress.rank_file(context.rank), snapshot.own)
+
+
+def _write_tensors(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
     try:
         planners.write(snapshot.pieces, place, alone=context.size == 1)
     except CheckpointException as error:  # on all ranks, with the reasons of those that failed

@@ -33,6 +33,16 @@ def together(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # there was no error
 
 
+def on_first(context: ParallelContext, what: str, work: Callable[[], object]) -> None:
+    """Do `work` on rank 0; all ranks return when it is done, or raise why it could not be."""
+
+    def only_there() -> None:
+        if context.rank == 0:
+            work()
+
+    together(context, what, only_there)
+
+
 def _joined(context: ParallelContext, what: str, failed: dict[int, tuple[str, bool]]) -> HalfmeshError:
     kind = InputError if all(is_input for _, is_input in failed.values()) else CheckpointError
     reasons: dict[str, list[int]] = {}
