@@ -31,6 +31,7 @@ class Course:
         finished: whether it came to its end.
         start: where the random numbers were when its order was drawn.
         fetches: where they were when each of the last batches was fetched, by its number.
+        here: whether batches are fetched in this process, where they may draw.
     """
 
     epoch: int = -1
@@ -40,11 +41,13 @@ class Course:
     finished: bool = False
     start: dict[str, Any] = field(default_factory=dict)
     fetches: dict[int, dict[str, Any]] = field(default_factory=dict)
+    here: bool = True
 
     def note_fetch(self, number: int) -> None:
         """Batch `number` is fetched next."""
-        self.fetches[number] = random_state(_CPU)
-        self.fetches.pop(number - _REMEMBERED, None)
+        if self.here:  # it costs some 50 us
+            self.fetches[number] = random_state(_CPU)
+            self.fetches.pop(number - _REMEMBERED, None)
 
     def state_dict(self) -> dict[str, Any]:
         """What `resume` needs."""

@@ -117,7 +117,7 @@ class EngineDataLoader:
     def __iter__(self) -> Iterator[Any]:
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         set_epoch(self.loader, self.epoch)
-        outside, course = self._course, Course(self.epoch, runs=True)
+        outside, course = self._course, Course(self.epoch, runs=True, here=not getattr(self.loader, "num_workers", 0))
         self._course = course
         try:
             yield from self._handed(course)
