@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .config import Config
     from .config.load import load_config
     from .conversion import convert_to_amp
+    from .deferred.creation import deferred_init, model_creation
     from .engine.dataloader import get_dataloader
     from .engine.engine import Engine
     from .engine.lr_schedulers import (
@@ -64,6 +65,7 @@ _NAMES = {
     "config": ("Config",),
     "config.load": ("load_config",),
     "conversion": ("convert_to_amp",),
+    "deferred.creation": ("deferred_init", "model_creation"),
     "engine.dataloader": ("get_dataloader",),
     "engine.engine": ("Engine",),
     "engine.lr_schedulers": (

@@ -16,6 +16,9 @@ from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
+from .deferred.adoption import adopt, refuse_late_state
+from .deferred.creation import build
+from .deferred.late import Late, arrange
 from .distribution import batch_seed, make_reduction, refuse_uneven_evaluation, shard
 from .division import Division
 from .division_plans import Plans, balance_by_time, make_plans
@@ -71,7 +74,8 @@ def initialize(
     precision in place; the optimizer's groups are re-pointed where fp32 masters are kept.
 
     Args:
-        model: the model, in fp32 (mode NAIVE also takes its own half precision), or a callable that builds it.
+        model: the model, in fp32 (mode NAIVE also takes its own half precision), or a callable that builds it, of which
+            this rank makes what it holds only (as of a model that was built under `halfmesh.deferred_init`).
         optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
         dataloader: training DataLoader; its batch size is per data rank. It is sharded over the data ranks.
@@ -128,7 +132,10 @@ def _assemble(
     if parallel.data.strategy == "fsdp":
         refuse_uneven_evaluation(loaders[1], context)
     with _no_longer_usable():
-        return _convert(given, recipe, config, context, loaders, plans)
+        late = arrange(given.model, context)
+        if late is not None:
+            late.check = inputs.overflow_check(given.model, recipe)
+        return _convert(given, recipe, config, context, loaders, plans, late)
 
 
 def _convert(
@@ -138,11 +145,12 @@ def _convert(
     context: ParallelContext,
     loaders: list[Any],
     plans: Plans,
+    late: Late | None,
 ) -> Engine:
     """From here on the caller's objects change."""
     context.start_equal(given.model, given.optimizer)
     # Before the model goes to the device, which may not have room for all of it.
-    division = Division(given.model, given.optimizer, plans, config, context)
+    division = Division(given.model, given.optimizer, plans, config, context, late)
     shards = division.make_shards(given.model, given.optimizer, recipe)
     _move_state(given.optimizer, context.device)
     separate_dp_ranks(config.seed, context)
@@ -198,9 +206,12 @@ def _load(config: Any) -> Config:
 def _build(given: _Given) -> _Given:
     """Call what was given as a callable."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
-        given.model = given.model()
+        given.model = build(given.model)
+    if isinstance(given.model, nn.Module):
+        adopt(given.model, given.optimizer)
     if not isinstance(given.optimizer, optim.Optimizer) and callable(given.optimizer) and _has_params(given.model):
         given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
+        refuse_late_state(given.optimizer)
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
     if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
         given.lr_scheduler = given.lr_scheduler(given.optimizer)

@@ -15,6 +15,7 @@ from . import torch_private
 from .amp.cast import Precision, cast_model
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
+from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
 from .engine.passes import DirectPasses, Passes
@@ -55,6 +56,7 @@ class Division:
     Args:
         model: whole, and equal on all ranks; it need not be on the device yet.
         optimizer: over its parameters; it holds this rank's afterwards.
+        late: gives the model its values, where it has none yet.
 
     Attributes:
         tensor, cut: what was done for each axis; None where it is 1.
@@ -66,9 +68,16 @@ class Division:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer, plans: Plans, config: Config, context: ParallelContext
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        plans: Plans,
+        config: Config,
+        context: ParallelContext,
+        late: Late | None = None,
     ) -> None:
         self.plans = plans
+        self.late = late
         self._config = config
         self._context = context
         self.tensor: TensorParallel | None = None
@@ -102,10 +111,14 @@ class Division:
         Under zero1 and fsdp `optimizer` holds this rank's parts of them afterwards, which are among the shards instead.
         """
         context = self._context
+        if self.late is not None:
+            self.late.begin(model, self.plans.blocks, None if self.tensor is None else self.tensor.cuts)
         shards = [ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()]
         cuts = cuts_updates(self._config, context.dp_size)
         if cuts and self._config.parallel.data.strategy == "fsdp":
             shards = self._shard_fully(model, shards, optimizer, recipe)
+        if self.late is not None:
+            self.late.finish()
         torch_private.move_module(model, context.device)
         if self.sharded is not None:
             self.sharded.tell_dtypes()
@@ -140,7 +153,8 @@ class Division:
         mesh = make_mesh(self._context, data.hybrid)
         partition = self.plans.partition
         units = Units(self.plans.blocks, None if partition is None else {n for n, _ in partition.not_called(model)})
-        self.sharded = FullyShard(model, shards, optimizer, mesh, units, options, reduce_options(self._config))
+        make: Callable[[nn.Module], None] = (lambda unit: None) if self.late is None else self.late.make
+        self.sharded = FullyShard(model, shards, optimizer, mesh, units, options, reduce_options(self._config), make)
         return self.sharded.shards
 
     @property

@@ -12,6 +12,7 @@ from .activation import Activations
 from .amp.cast import Precision
 from .amp.recipe import Recipe
 from .compilation import Compilation
+from .deferred.adoption import named_tensors, recorded
 from .engine.samplers import OwnRandomness
 from .errors import IncompatibleConfigError, InputError
 from .key_checks import recipe_of
@@ -106,7 +107,9 @@ def balance_by_time(
     from .parallel.pipeline.timing import measure, sample_call
 
     found: dict[str, float] | str = {}
-    if context.rank == 0:
+    if context.rank == 0 and any(recorded(tensor) is not None for _, tensor in named_tensors(model)):
+        found = "it is deferred: its weights have no values yet"
+    elif context.rank == 0:
         scope = Precision(recipe, context.device).autocast
         rows = (loader.batch_size or 1) // (config.parallel.pipeline.microbatches or 1)
         try:

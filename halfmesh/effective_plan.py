@@ -30,6 +30,7 @@ def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, lo
         **({} if division.plans.partition is None else {"stages": _stages(engine, division, division.plans.partition)}),
         **({} if division.plans.compilation is None else {"compile": _compile(engine, division)}),
         **({} if not _changes_activations(division) else {"activations": _activations(engine, division)}),
+        **({} if division.late is None else {"values": division.late.words}),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
         "memory": _memory(engine, update),

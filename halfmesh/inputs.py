@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,8 @@ from . import torch_private
 from .amp.cast import tensors_to_cast
 from .amp.holdings import refuse_foreign_params
 from .amp.recipe import HALF, Recipe
+from .deferred.adoption import recorded
+from .deferred.recording import recording_of
 from .engine.dataloader import EMPTY
 from .errors import InputError, shorten
 from .parallel.tensor_layers import DividedLayer
@@ -68,13 +70,23 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             f"model: {shorten(split)} are {type(params[split[0]].data).__name__}s: the model was sharded already; "
             "pass it as it was before fully_shard or parallelize_module, the config says how to cut it"
         )
+    deferred = [name for name, p in params.items() if recording_of(p) is not None]
+    if deferred:
+        yield (
+            f"model: {shorten(deferred)} were made under halfmesh.deferred_init(), and have no values; pass the model "
+            "to initialize, which makes them, or build it as usual"
+        )
+        return
     if not params:
         yield f"model: {type(model).__name__} has no parameters, so there is nothing to train"
         return
-    devices = sorted({str(p.device) for p in params.values()})
+    devices = sorted({str(p.device) for p in params.values() if recorded(p) is None})
     if "meta" in devices:
-        on_meta = [name for name, p in params.items() if p.is_meta]
-        yield f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device"
+        on_meta = [name for name, p in params.items() if p.is_meta and recorded(p) is None]
+        yield (
+            f"model: {shorten(on_meta)} are on the meta device, without values; build the model on a real device, or "
+            "under halfmesh.deferred_init(), without torch.device('meta')"
+        )
     elif len(devices) > 1:
         yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
     if recipe.cast_lists == "apex" and any(torch_private.is_compiled(module) for module in model.modules()):
@@ -171,18 +183,34 @@ def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
     """Values that the parameters' new dtype cannot hold."""
     if recipe.param_dtype is None:
         return
-    largest = torch.finfo(recipe.param_dtype).max
     for name, tensor in tensors_to_cast(model, recipe):
-        if not tensor.is_meta and tensor.numel():
-            most = max(abs(end.item()) for end in tensor.detach().aminmax())
-            if not most <= largest:  # inf or nan, which fit, may hide what does not
-                finite = tensor.detach()[tensor.detach().isfinite()]
-                most = finite.abs().max().item() if finite.numel() else 0.0
-            if most > largest:
-                yield (
-                    f"model: {name!r} holds values up to {most:g}, but {_short(recipe.param_dtype)} ends at "
-                    f"{largest:g}; use bf16, or mode='torch', which keeps parameters and buffers in float32"
-                )
+        yield from _find_overflow(name, tensor.detach(), recipe.param_dtype)
+
+
+def _find_overflow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[str]:
+    largest = torch.finfo(dtype).max
+    if not tensor.is_meta and tensor.numel():
+        most = max(abs(end.item()) for end in tensor.aminmax())
+        if not most <= largest:  # inf or nan, which fit, may hide what does not
+            finite = tensor[tensor.isfinite()]
+            most = finite.abs().max().item() if finite.numel() else 0.0
+        if most > largest:
+            yield (
+                f"model: {name!r} holds values up to {most:g}, but {_short(dtype)} ends at {largest:g}; use bf16, or "
+                "mode='torch', which keeps parameters and buffers in float32"
+            )
+
+
+def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
+    """What raises InputError for a value of `model` (its name, and the value) that the recipe's dtype cannot hold."""
+    dtype = recipe.param_dtype
+    cast = set() if dtype is None else {name for name, _ in tensors_to_cast(model, recipe)}
+
+    def check(name: str, value: torch.Tensor) -> None:
+        for problem in _find_overflow(name, value, dtype) if dtype is not None and name in cast else ():
+            raise InputError(problem)
+
+    return check
 
 
 def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:

@@ -240,7 +240,8 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 
 def without_memory(model: nn.Module) -> None:
-    """Give the parameters and buffers of `model`, which is on the meta device, to the CPU of the dry run, in place."""
+    """Give the parameters and buffers of `model`, which is on the meta device or was made in another mode without
+    memory, to the CPU of the dry run, in place."""
     made: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,7 +253,7 @@ def without_memory(model: nn.Module) -> None:
         places: list[Any] = [module._parameters, module._buffers, vars(module)]
         for held in places:
             for name, tensor in list(held.items()):
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or has_no_memory(tensor)):
                     held[name] = move(tensor)
 
 
@@ -346,6 +347,51 @@ def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
 def is_watched() -> bool:
     """Whether a TorchDispatchMode sees what is computed, and may hold results."""
     return _get_current_dispatch_mode() is not None
+
+
+FakeMode: Any = fake_tensor.FakeTensorMode
+"""A mode in which tensors are made that have no memory."""
+
+
+def fake_mode_of(tensor: torch.Tensor) -> Any:
+    """The mode in which `tensor` was made, if it has no memory; None of others."""
+    return tensor.fake_mode if isinstance(tensor, fake_tensor.FakeTensor) else None
+
+
+def forget_fakes(mode: Any) -> None:
+    """Have `mode` hold no weak references to tensors that were made in it: they prevent `torch.utils.swap_tensors`."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What somebody has set on `tensor`, also on one that has no memory, which has attributes of torch's, too."""
+    if not isinstance(tensor, fake_tensor.FakeTensor):
+        return dict(vars(tensor))
+    with tensor.fake_mode:
+        of_torch = vars(torch.empty(0)).keys() | {"_is_param"}
+    return {name: value for name, value in vars(tensor).items() if name not in of_torch}
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory, as long as one of them lives; also of those that have none."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_arguments(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Those arguments of an operator that it writes to."""
+    declared = function._schema.arguments
+    given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
+    return [value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write]
+
+
+def draws(function: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def leaves_unset(function: Any) -> bool:
+    """Whether an operator makes memory without writing to it."""
+    return str(function._schema.name).startswith(("aten::empty", "aten::new_empty"))
 
 
 _IN_METADATA = {

@@ -214,6 +214,41 @@ def test_fake_mode():
     assert not torch_private.in_fake_mode()
 
 
+def test_tensors_of_a_mode_without_memory():
+    """Who they belong to, what somebody has set on them, and that they can be exchanged."""
+    mode = torch_private.FakeMode(allow_non_fake_inputs=True)
+    with mode:
+        layer = nn.Linear(2, 2)
+    layer.weight.tag = "mine"
+    assert torch_private.fake_mode_of(layer.weight) is mode
+    assert torch_private.fake_mode_of(torch.ones(1)) is None
+    assert torch_private.own_attributes(layer.weight) == {"tag": "mine"}
+    real = nn.Parameter(torch.ones(2, 2))
+    real.tag = "another"
+    assert torch_private.own_attributes(real) == {"tag": "another"}
+    torch_private.forget_fakes(mode)
+    torch.utils.swap_tensors(layer.weight, real)
+    assert (layer.weight.sum().item(), layer.weight.tag) == (4, "another")
+
+
+def test_memory_has_a_number():
+    one = torch.ones(4)
+    assert torch_private.storage_id(one) == torch_private.storage_id(one.view(2, 2)[1])
+    assert torch_private.storage_id(one) != torch_private.storage_id(torch.ones(4))
+
+
+def test_what_operators_say_of_themselves():
+    aten, x = torch.ops.aten, torch.ones(2)
+    assert torch_private.written_arguments(aten.add_.Tensor, (x, 1), {}) == [x]
+    assert torch_private.written_arguments(aten.add.Tensor, (x, 1), {}) == []
+    assert torch_private.written_arguments(aten.add.out, (x, 1), {"out": x}) == [x]
+    assert torch_private.draws(aten.normal_.default)
+    assert not torch_private.draws(aten.fill_.Scalar)
+    assert torch_private.leaves_unset(aten.empty.memory_format)
+    assert torch_private.leaves_unset(aten.new_empty_strided.default)
+    assert not torch_private.leaves_unset(aten.zeros.default)
+
+
 def test_hooks_of_modules():
     class Owner:
         def hook(self, module, args):
@@ -315,16 +350,17 @@ def test_norms_that_keep_statistics():
 
 
 def test_dry_run_mode_has_tensors_without_memory():
-    with torch_private.dry_run_mode(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        param = nn.Parameter(torch.ones(4, 4))
-        assert torch_private.has_no_memory(param)
-        assert not torch_private.in_fake_mode(), "it is a run, in which everything is sent"
-        torch_private.edit_stamps([param])  # all memory is at address 0, which torch says with a warning
-        with torch_private.fake_mode():
-            assert torch_private.in_fake_mode()
-        with torch_private.outside_of_dry_run():
-            assert torch.ones(2).tolist() == [1.0, 1.0]
+        with torch_private.dry_run_mode():
+            param = nn.Parameter(torch.ones(4, 4))
+            assert torch_private.has_no_memory(param)
+            assert not torch_private.in_fake_mode(), "it is a run, in which everything is sent"
+            torch_private.edit_stamps([param])  # all memory is at address 0, which torch says with a warning
+            with torch_private.fake_mode():
+                assert torch_private.in_fake_mode()
+            with torch_private.outside_of_dry_run():
+                assert torch.ones(2).tolist() == [1.0, 1.0]
     assert not torch_private.has_no_memory(torch.ones(1))
 
 

@@ -181,7 +181,8 @@ class ParallelContext:
         tensors = [*model.parameters(), *model.buffers(), *state]
         self._refuse_differences(model, optimizer, state)
         for tensor in tensors:
-            self.broadcast(tensor)
+            if not tensor.is_meta:  # others get their values later
+                self.broadcast(tensor)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:

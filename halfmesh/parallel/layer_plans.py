@@ -51,9 +51,13 @@ def _activation(layer: Any) -> str | None:
 def _looks_aside(activation: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module) -> str | None:
     """Why `activation` cannot work on some of the features only."""
     param = next(layer.parameters())
-    features = torch.linspace(-2, 2, 8, dtype=param.dtype, device=param.device)
+    features = torch.linspace(-2, 2, 8, dtype=param.dtype, device="cpu" if param.is_meta else param.device)
     if isinstance(activation, nn.Module):
         activation = copy.deepcopy(activation).eval()  # some draw random numbers in training
+        if param.is_meta:  # any values will do
+            activation.to_empty(device="cpu")
+            for own in (*activation.parameters(), *activation.buffers()):
+                nn.init.constant_(own, 0.25)
     try:
         with torch.no_grad():
             whole, parts = activation(features), [activation(part) for part in features.chunk(2)]

@@ -31,6 +31,7 @@ class TensorParallel:
 
     Attributes:
         splits: how each cut parameter was cut.
+        cuts: what makes this rank's part of a whole tensor that is cut as each parameter was.
         partial: the parameters whose gradients have to be summed over the group.
     """
 
@@ -46,8 +47,9 @@ class TensorParallel:
             self.splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
             self.partial |= set(a.style.partial(a.module, plan.in_region(a.name)))
         self.partial -= self.splits.keys()  # what is cut has the whole gradient of its part
-        for param, split in self.splits.items():
-            self._change(param, partial(split.cut, rank=axis.rank, size=axis.size))
+        self.cuts = {p: partial(split.cut, rank=axis.rank, size=axis.size) for p, split in self.splits.items()}
+        for param, cut in self.cuts.items():
+            self._change(param, cut)
         for a in plan.assignments:
             self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
         hooks = [*self._guard_forks(model, plan), *self._take_whole(model)]

@@ -7,32 +7,17 @@ from typing import Any
 
 import llama
 import torch
+from real_memory import RealTracker
 from torch import optim
-from torch._subclasses.fake_tensor import FakeTensor
 
 import halfmesh
-from benchmarks.counts import StorageTracker
-from halfmesh import torch_private
-
-
-class _Tracker(StorageTracker):
-    """Without what a pipeline does in a fake mode and on the meta device, to know the shapes between its stages."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch_private.in_fake_mode() or any(kind is FakeTensor for kind in types):  # so does DTensor
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "meta":
-            super()._note(storage)
 
 
 def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes between two updates and at most within one, and elements of the parameters, of a run of `llama.small`."""
     torch.manual_seed(0)
     model, (inputs, targets), criterion = llama.small()
-    tracker = _Tracker([inputs])
+    tracker = RealTracker([inputs])
     with tracker:
         gc.collect()
         model, _, criterion = llama.small()

@@ -10,10 +10,14 @@ from halfmesh.errors import InputError
 from halfmesh.plan.subject import make, read_tensor
 
 MODULE = """
+import halfmesh
 import torch
 from torch import nn
 MODEL = nn.Linear(2, 2)
 def build(): return nn.Linear(2, 2)
+def deferred():
+    with halfmesh.deferred_init():
+        return nn.Linear(2, 2)
 def with_inputs(): return nn.Linear(2, 2), torch.zeros(6, 2)
 def with_criterion(): return nn.Linear(2, 2), (torch.zeros(6, 2), torch.zeros(6, 2)), nn.MSELoss()
 def fails(): return nn.Linear(2, 2).weight.sum().item()
@@ -40,6 +44,12 @@ def test_a_model_alone():
     assert subject.model.weight.device.type == "cpu"
     assert subject.inputs is None
     assert subject.rows == 0
+
+
+def test_a_model_that_is_deferred_already():
+    subject = make("my_models:deferred")
+    assert torch_private.has_no_memory(subject.model(torch.ones(1, 2)))
+    assert subject.model.weight.device.type == "cpu"
 
 
 def test_inputs_and_criterion():

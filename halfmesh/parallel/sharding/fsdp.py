@@ -6,7 +6,7 @@ holds their part while backward runs. The update sees this rank's parts as plain
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class FullyShard:
         shards: its parameters, with weights that count the data ranks.
         optimizer: elementwise; state that it has is cut along.
         mesh: the data ranks, of one dim, or of two: copies, and the parts of one.
+        make: gives the tensors of a unit their values, where they have none yet; called before the unit is sharded.
 
     Attributes:
         shards: as given, with this rank's part in place of each parameter that is sharded.
@@ -54,6 +55,7 @@ class FullyShard:
         units: Units,
         options: ShardOptions,
         reduce: ReduceOptions,
+        make: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
         self._param_dtype = options.param_dtype
@@ -72,7 +74,11 @@ class FullyShard:
         self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
         self._buffers = list(_cast_buffers(model, options.buffer_dtype))
         chosen = units.find(model)
-        self.units = [self._shard(unit, mesh, options, reduce, kept, unit is model) for unit in chosen]
+        self.units: list[FSDPModule] = []
+        for module in chosen:
+            make(module)
+            self.units.append(self._shard(module, mesh, options, reduce, kept, module is model))
+            self._give_up(module)
         if not reduce.mean:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
@@ -113,6 +119,13 @@ class FullyShard:
             ignored_params=kept,
         )
 
+    def _give_up(self, unit: nn.Module) -> None:
+        """The memory of parameters that FSDP2 has cut, now: or the whole model would be held until the last unit."""
+        inner = set(unit.modules())
+        for (module, name), param in self._places.items():
+            if module in inner and module._parameters[name] is not param:
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
     def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         now = dict(_places(self.model))
         sharded = {old: now[place] for place, old in self._places.items()}
@@ -127,13 +140,11 @@ class FullyShard:
                 )
         for group in self._optimizer.param_groups:
             group["params"][:] = [parts[param].param if param in parts else param for param in group["params"]]
+        self._originals = parts
         for param, part in parts.items():
             state = self._optimizer.state.pop(param, None)
             if state is not None:
                 self._optimizer.state[part.param] = {name: self._cut(v, name, param) for name, v in state.items()}
-        for param in parts:
-            param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # its memory is not needed any more
-        self._originals = parts
         self._trained = {id(part): part.param.requires_grad for part in parts.values()}
         self.parts = list(parts.values())
         self._loads = [
@@ -143,7 +154,9 @@ class FullyShard:
         return [parts.get(shard.param, shard) for shard in shards]
 
     def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
-        if not is_cut(name, value, param):
+        whole = self._originals[param].source
+        assert whole is not None
+        if not is_cut(name, value, whole.param):
             return value
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
