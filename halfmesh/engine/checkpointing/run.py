@@ -118,9 +118,11 @@ def _take_position(run: Run, stored: loading.Stored) -> Iterator[str]:
         rank_random.seed_anew(run.config.seed + step, run.context, run.division)
         yield "it was saved in another layout: random numbers (dropout) are seeded anew"
     place = own["dataloader"]
-    if run.dataloader is not None and place is not None:
+    if run.dataloader is not None and place is None:
+        yield "it has no place in the data: they begin anew"
+    elif run.dataloader is not None:
         note = run.dataloader.load_state_dict(place, own=same)
-        yield from [note] if note is not None else []
+        yield from [] if note is None else [note]
     if same:
         rank_random.set_rank_random(own["random"], run.context, run.division)
 

@@ -163,12 +163,16 @@ def test_random_numbers_in_another_layout_are_others(tmp_path):
 
 
 def test_notes(tmp_path, caplog):
-    make_engine("one", "none").save(tmp_path)
+    halfmesh.initialize(Net(), lambda params: torch.optim.AdamW(params), config={}, device="cpu").save(tmp_path)
     engine = make_engine("one", "naive", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     with caplog.at_level(logging.INFO):
         engine.load(tmp_path)
-    assert "it has 0 loss scale(s), and this run 1: they begin anew" in caplog.text
-    assert "it has no learning-rate scheduler: this run's stays where it is" in caplog.text
+    for words in (
+        "it has 0 loss scale(s), and this run 1: they begin anew",
+        "it has no learning-rate scheduler: this run's stays where it is",
+        "it has no place in the data: they begin anew",
+    ):
+        assert f"\n  - {words}" in caplog.text
     assert engine.loss_scale == 256
 
 

@@ -15,8 +15,11 @@ CHOSEN = ("one", "zero1", "fsdp", "tp2", "pp2", "tp2_fsdp2")
 STEPS = 5
 
 
-def make(layout, mode, seed=0):
-    return make_engine(layout, mode, model=Net(seed=seed, norm=nn.LayerNorm), samples=64, clip_grad_norm=1.0)
+def make(layout, mode, seed=0, deferred=False):
+    def build():
+        return Net(seed=seed, norm=nn.LayerNorm)
+
+    return make_engine(layout, mode, model=build if deferred else build(), samples=64, clip_grad_norm=1.0)
 
 
 def whole_state(engine):
@@ -77,7 +80,7 @@ def load_cells(rank, world_size, cells, folder, states):
     """For each target and source: the losses that follow a load, and what was not loaded as it was saved."""
     found = {}
     for (layout, mode), (source, source_mode) in cells:
-        engine = make(layout, mode, seed=3)
+        engine = make(layout, mode, seed=3, deferred=True)
         train(engine, 1)  # a state of its own, to be overwritten
         engine.load(f"{folder}/{source}_{source_mode}")
         wrong = differences(engine, states[source, source_mode]) + ["step"] * (engine.global_step != STEPS)
