@@ -38,7 +38,7 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division
 
 
 def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
-    """Random numbers for this rank that no rank has drawn with another `seed`, or hardly any."""
+    """Begin sequences of this rank's own from `seed`, as initialize does from the config's."""
     torch.manual_seed(seed + context.dp_rank)
     random.seed(seed + context.dp_rank)
     np.random.seed((seed + context.dp_rank) % 2**32)

@@ -144,6 +144,8 @@ class Saving(Readings):
         from .checkpointing.weight_loading import load_weights
 
         load_weights(self._run.holding, self.context, Path(path))
+        if self._cycle.reducer is not None:
+            self._cycle.reducer.note_buffers()
 
     @property
     def _run(self) -> Run:

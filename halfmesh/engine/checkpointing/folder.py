@@ -2,7 +2,7 @@
 
 checkpoints/
     step-00001200/
-        manifest.json     format, versions, layout, config; size and sha256 of every other file
+        manifest.json     format, versions, layout, device, config; size and sha256 of every other file
         .metadata         of torch.distributed.checkpoint
         __0_0.distcp      tensors that rank 0 has written
         common.pt         what is the same on all ranks
@@ -37,7 +37,7 @@ class Manifest:
 
     Attributes:
         files: size in bytes and sha256 of every other file, by name.
-        about: what is told of the run: step, layout, config, versions.
+        about: what is told of the run: step, layout, device, config, versions.
         format: of the checkpoint; where it is another than `FORMAT`, the rest is empty.
     """
 

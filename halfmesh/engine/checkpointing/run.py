@@ -24,6 +24,8 @@ from .contents import Holding
 
 _log = get_logger(__name__)
 
+_SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,6 +72,7 @@ def save(run: Run, directory: Path, step: int, keep: int | None) -> Path:
     about = {
         "step": step,
         "layout": run.layout,
+        "device": run.context.device.type,
         "config": run.config.model_dump(mode="json"),
         "versions": saving.versions(),
     }
@@ -113,10 +116,12 @@ def _take_schedule(run: Run, common: Any) -> Iterator[str]:
 def _take_position(run: Run, stored: loading.Stored) -> Iterator[str]:
     """Random numbers and the place in the data."""
     step, own = stored.common["global_step"], stored.own or stored.first
-    same = stored.found.manifest.about["layout"] == run.layout and stored.own is not None
+    about = stored.found.manifest.about
+    same = (about["layout"], about["device"]) == (run.layout, run.context.device.type) and stored.own is not None
     if not same:
-        rank_random.seed_anew(run.config.seed + step, run.context, run.division)
-        yield "it was saved in another layout: random numbers (dropout) are seeded anew"
+        rank_random.seed_anew(run.config.seed + _SEED_STEP * step, run.context, run.division)
+        where = "on another kind of device" if about["layout"] == run.layout else "in another layout"
+        yield f"it was saved {where}: random numbers (dropout) are seeded anew"
     place = own["dataloader"]
     if run.dataloader is not None and place is None:
         yield "it has no place in the data: they begin anew"

@@ -119,6 +119,8 @@ def samples_seen(rank, world_size, parallel, folder, save_at):
     logging.getLogger("halfmesh").addHandler(handler)
     if save_at is None:
         engine.load(folder)
+        engine.save_weights(f"{folder}/weights.pt", format="torch")
+        engine.load_weights(f"{folder}/weights.pt")
     seen = []
     for x, y in engine.dataloader:
         engine.backward(engine.criterion(engine(x), y))
@@ -136,6 +138,9 @@ def test_the_place_in_the_data_of_other_data_ranks(tmp_path):
     first = [seen for seen, _ in run_ranks(samples_seen, 2, {}, str(tmp_path / "dp2"), 2)]
     rest = {sample for seen in first for batch in seen[2:] for sample in batch}
     assert len(rest) == 16
+    (seen, said), _ = run_ranks(samples_seen, 2, {}, str(tmp_path / "dp2"), None)
+    assert seen == first[0][2:]
+    assert not [words for words in said if "change during training" in words], "of a buffer that the load has written"
     (seen, said), _ = run_ranks(samples_seen, 2, tensor, str(tmp_path / "dp2"), None)
     assert {sample for batch in seen for sample in batch} == rest
     assert [len(batch) for batch in seen] == [8, 8]
@@ -163,7 +168,10 @@ def test_random_numbers_in_another_layout_are_others(tmp_path):
 
 
 def test_notes(tmp_path, caplog):
+    """Of a checkpoint that has less than this run, from a GPU."""
     halfmesh.initialize(Net(), lambda params: torch.optim.AdamW(params), config={}, device="cpu").save(tmp_path)
+    manifest = tmp_path / "step-00000000" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"'))
     engine = make_engine("one", "naive", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     with caplog.at_level(logging.INFO):
         engine.load(tmp_path)
@@ -171,6 +179,7 @@ def test_notes(tmp_path, caplog):
         "it has 0 loss scale(s), and this run 1: they begin anew",
         "it has no learning-rate scheduler: this run's stays where it is",
         "it has no place in the data: they begin anew",
+        "it was saved on another kind of device: random numbers (dropout) are seeded anew",
     ):
         assert f"\n  - {words}" in caplog.text
     assert engine.loss_scale == 256
