@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from composition.workloads import MLP_PLAN, MLP_POINTS
@@ -33,6 +35,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Numbers of ranks, and `parallel`."""
 
 
+class Shake(nn.Module):
+    """Draws from python's and numpy's generators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (0.9 + 0.1 * random.random() + 0.1 * float(np.random.rand())) if self.training else x
+
+
 class Net(nn.Module):
     """The composition suite's MLP, with dropout, statistics, a frozen layer, and a buffer."""
 
@@ -43,6 +52,7 @@ class Net(nn.Module):
         self.up = nn.Linear(16, 32)
         self.down = nn.Linear(32, 16)
         self.drop = nn.Dropout(dropout)
+        self.shake = Shake() if dropout else nn.Identity()
         self.norm = norm(16)
         self.again = nn.Linear(16, 16)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
@@ -50,7 +60,7 @@ class Net(nn.Module):
         self.register_buffer("steps", torch.tensor([float(seed)] * 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.first(x))
+        x = self.shake(F.gelu(self.first(x)))
         x = self.norm(x + self.drop(self.down(F.gelu(self.up(x)))))
         return self.head(self.drop(F.gelu(self.frozen(self.again(x)))))
 
