@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     )
     from .engine.registries import HOOKS
     from .errors import (
+        CheckpointError,
         ConfigError,
         HalfmeshError,
         IncompatibleConfigError,
@@ -75,6 +76,7 @@ _NAMES = {
     ),
     "engine.registries": ("HOOKS",),
     "errors": (
+        "CheckpointError",
         "ConfigError",
         "HalfmeshError",
         "IncompatibleConfigError",

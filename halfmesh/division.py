@@ -3,7 +3,7 @@ what of that is compiled, or computed again in backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from .parallel.offload import Offload
 from .parallel.random import CommonRandom, model_seed
 from .parallel.recompute import Checkpointed
 from .parallel.reducer import ReduceOptions
+from .parallel.regions import Placement, whole
 from .parallel.same_calls import SameCalls
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_axis import TensorAxis
@@ -175,6 +176,37 @@ class Division:
         """Where updates are decided and taken: the host if it has this rank's parts."""
         offloads = self.sharded is not None and self._config.parallel.data.cpu_offload
         return torch.device("cpu") if offloads else self._context.device
+
+    def placement(self, shard: ParamShard) -> Placement:
+        """Where in the whole model's parameter the numbers of `shard`, one of those made here, lie."""
+        source = shard.param if shard.source is None else shard.source.param
+        split = None if self.tensor is None else self.tensor.splits.get(shard.model_param)
+        place = whole(source.shape)
+        if self.tensor is not None and split is not None:
+            axis = self.tensor.axis
+            place = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
+        if shard.source is None:
+            return place
+        if self.sharded is not None:
+            start = self.sharded.first_row(len(source))
+            return place.rows(start, start + len(shard.param))
+        return place.run(source.shape, source.stride(), shard.start, shard.start + shard.param.numel())
+
+    def first_names(self, model: nn.Module) -> dict[str, str]:
+        """For each name of a parameter or buffer in the whole model the first one that the same tensor has there."""
+        if self.cut is not None:
+            return self.cut.first_names
+        from .parallel.pipeline.partition import first_names
+
+        return first_names(model)
+
+    def publish(self, shards: Sequence[ParamShard]) -> None:
+        """The weights of `shards`, all that the optimizer holds, are new: take them to the ranks that use them."""
+        publisher = self.slices or self.sharded
+        if publisher is not None:
+            publisher.begin()
+            publisher.stepped(shards)
+            publisher.finish()
 
     def _weight(self, param: nn.Parameter, context: ParallelContext) -> float:
         copies = context.dp_size

@@ -38,6 +38,10 @@ class LaunchError(HalfmeshError, RuntimeError):
     """The environment does not describe a process group, or the group cannot be made."""
 
 
+class CheckpointError(HalfmeshError, RuntimeError):
+    """A checkpoint could not be written, or what is there cannot be read."""
+
+
 class NonFiniteError(HalfmeshError, RuntimeError):
     """Training met inf or nan and was told, or has to, stop."""
 

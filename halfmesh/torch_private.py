@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -430,3 +431,48 @@ def draws(function: Any) -> bool:
 def leaves_unset(function: Any) -> bool:
     """Whether an operator makes memory without writing to it."""
     return str(function._schema.name).startswith(("aten::empty", "aten::new_empty"))
+
+
+_IN_METADATA = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"Path", "PosixPath"},  # since Python 3.13
+}
+"""What torch.distributed.checkpoint pickles into `.metadata`, by module."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes plain data of what belongs into `.metadata`, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_plain = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        if not is_plain and name not in _IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return super().find_class(module, name)
+
+
+def read_checkpoint_metadata(path: str | os.PathLike[str]) -> Any:
+    """The `.metadata` of a folder of torch.distributed.checkpoint, which reads it with a plain `pickle.load`.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else than that.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    with open(path, "rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata

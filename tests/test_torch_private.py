@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -468,3 +469,24 @@ def test_a_model_without_memory_is_moved_in_place():
     plain = nn.Linear(2, 2)
     torch_private.move_module(plain, torch.float64)
     assert plain.weight.dtype == torch.float64
+
+
+def test_metadata_of_checkpoints_is_read_as_plain_data(tmp_path):
+    """What torch.distributed.checkpoint writes is read, dtypes and memory formats too; what calls something is not."""
+    from torch.distributed import checkpoint
+
+    written = {"half": torch.ones(2, 3, dtype=torch.float16), "number": torch.tensor(3)}
+    checkpoint.save(written, checkpoint_id=tmp_path, no_dist=True)
+    metadata = torch_private.read_checkpoint_metadata(tmp_path / ".metadata")
+    assert {name: (info.size, info.properties.dtype) for name, info in metadata.state_dict_metadata.items()} == {
+        "half": (torch.Size([2, 3]), torch.float16),
+        "number": (torch.Size([]), torch.int64),
+    }
+    assert {info.relative_path for info in metadata.storage_data.values()} == {"__0_0.distcp"}
+    for call, name in ((print, "builtins.print"), (torch.load, "torch.serialization.load"), (Path.home, "builtins")):
+        (tmp_path / "other").write_bytes(pickle.dumps({"metadata": call}))
+        with pytest.raises(pickle.UnpicklingError, match=name):
+            torch_private.read_checkpoint_metadata(tmp_path / "other")
+    (tmp_path / "other").write_bytes(pickle.dumps({"metadata": 3}))
+    with pytest.raises(pickle.UnpicklingError, match="it holds a dict"):
+        torch_private.read_checkpoint_metadata(tmp_path / "other")

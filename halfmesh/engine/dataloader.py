@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
+from .course import Course, draw, draw_rest
 from .loader_watch import LoaderWatch
-from .samplers import OwnRandomness, generators, set_epoch
+from .samplers import OwnRandomness, Share, generators, set_epoch, share
 from .transfer import Transfer
 
 _EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
@@ -29,6 +30,7 @@ class EngineDataLoader:
     Attributes:
         loader: the loader that is iterated, as `halfmesh.engine.samplers.shard_loader` gives it.
         epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
+        next_epoch: that of the next iteration, which after a load goes on with the one that it interrupted.
         at_end: whether the batch handed out last is the last of its epoch.
     """
 
@@ -49,26 +51,60 @@ class EngineDataLoader:
         self._watch = None if on_epoch_end is None else LoaderWatch(loader, device)  # evaluation may wait
         self._on_epoch_end = on_epoch_end
         self._may_be_empty = may_be_empty
-        self._next_epoch = 0
+        self.next_epoch = 0
+        self._course = Course()
+        self._rest: tuple[dict[str, Any], bool] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch` (its number decides the order of the samples when there are several
         data ranks). Without a call, epochs count up by themselves."""
-        self._next_epoch = epoch
+        self.next_epoch = epoch
+
+    def note_training(self) -> None:
+        """The batch that was handed out last was trained on."""
+        self._course.trained = self._course.handed
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch's number, and the random generators that decide the order of the next."""
-        return {"epoch": self.epoch, "generators": [g.get_state() for g in generators(self.loader)]}
+        """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
+        course, rest = self._course, self._rest
+        if rest is not None and self.next_epoch == rest[0]["epoch"]:  # loaded, and not iterated since
+            return rest[0]
+        own = [generator.get_state() for generator in generators(self.loader)]
+        return {
+            "share": tuple(share(self.loader)),
+            "generators": own,
+            "next_epoch": self.next_epoch,
+            **course.state_dict(),
+        }
 
-    def load_state_dict(self, state: dict[str, Any], own: bool = True) -> None:
-        """Continue with the epoch after the one in which `state_dict` was taken.
+    def load_state_dict(self, state: dict[str, Any], own: bool = True) -> str | None:
+        """Go on with the batch after the last one that was trained on when `state_dict` was taken, or with the next
+        epoch if it was over.
 
-        Not `own`: it is another rank's, whose workers' seeds must not be repeated here; the order is the same on all.
+        Args:
+            own: False: it is another rank's, whose workers' seeds must not be repeated here; the order is the same on
+                all.
+
+        Returns:
+            What is otherwise, if it was saved with other data ranks, whose order has no such place.
         """
-        self.set_epoch(state["epoch"] + 1)
+        self._rest = None
+        self.set_epoch(state["next_epoch"] if state["finished"] else state["epoch"])
+        mine = share(self.loader)
         for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
             if own or generator is not getattr(self.loader, "generator", None):
                 generator.set_state(saved.cpu())
+        if state["finished"]:
+            return None
+        trained = mine.same_place(Share(*state["share"]), state["trained"])
+        if trained is None:
+            self.next_epoch += 1
+            return (
+                f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
+                f"run's order of the data: the data go on with epoch {self.next_epoch}"
+            )
+        self._rest = {**state, "trained": trained, "share": tuple(mine)}, own
+        return None
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -79,42 +115,58 @@ class EngineDataLoader:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         set_epoch(self.loader, self.epoch)
-        batches = self._fetched() if self._watch is None else self._watch.watch(self._fetched())
+        outside, course = self._course, Course(self.epoch, runs=True, here=not getattr(self.loader, "num_workers", 0))
+        self._course = course
+        try:
+            yield from self._handed(course)
+        finally:
+            course.runs = False
+            if outside.runs:
+                self._course = outside
+
+    def _handed(self, course: Course) -> Iterator[Any]:
+        rest, self._rest = self._rest, None
+        if rest is not None and rest[0]["epoch"] != self.epoch:  # another one was set since it was loaded
+            rest = None
+        batches = self._fetched(course, rest)
+        if self._watch is not None:
+            batches = self._watch.watch(batches)
         nothing, at_end_outside = object(), self.at_end  # this may be a loop inside another over the same loader
         self.at_end = False
         batch = next(batches, nothing)
         if batch is nothing:
-            if self._may_be_empty:
-                return
-            raise InputError(f"epoch {self.epoch}: {EMPTY}")
+            if rest is None and not self._may_be_empty:
+                raise InputError(f"epoch {self.epoch}: {EMPTY}")
+            self._end(course)
+            return
         transfer = self._transfer
         batch = transfer.start(batch)
         try:
             for following in batches:
                 ready, batch = transfer.finish(batch), transfer.start(following)
+                course.handed += 1
                 yield ready
                 del ready
             self.at_end = True
+            course.handed += 1
             yield transfer.finish(batch)
         finally:
             self.at_end = at_end_outside
+        self._end(course)
+
+    def _end(self, course: Course) -> None:
+        course.finished = True
         if self._on_epoch_end is not None and torch.is_grad_enabled():  # else it was a pass to evaluate
             self._on_epoch_end()
 
-    def _fetched(self) -> Iterator[Any]:
+    def _fetched(self, course: Course, rest: tuple[dict[str, Any], bool] | None) -> Iterator[Any]:
         """The batches, with random numbers of their own where a seed is given."""
         drawn = nullcontext() if self._seed is None else OwnRandomness(self._seed + _EPOCH_STEP * self.epoch)
-        with drawn:
-            batches = iter(self.loader)
-        nothing = object()
-        while True:
-            with drawn:
-                batch = next(batches, nothing)
-            if batch is nothing:
-                return
-            yield batch
+        if rest is None:
+            return draw(course, self.loader, drawn)
+        return draw_rest(course, self.loader, drawn, *rest)
 
 
 EMPTY = (

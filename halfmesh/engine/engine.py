@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,20 +13,22 @@ from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError
+from ..log import get_logger
 from ..parallel.context import ParallelContext
-from . import checkpoint
-from .cycle import GradientCycle, refuse_inside
+from .cycle import GradientCycle
 from .dataloader import EngineDataLoader
 from .passes import Passes
-from .readings import Readings
+from .saving import Saving
 from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
 
+_log = get_logger(__name__)
 
-class Engine(Readings):
+
+class Engine(Saving):
     """What `halfmesh.initialize` returns. The loop is the same for every config:
 
         for images, labels in engine.dataloader:
@@ -124,6 +126,8 @@ class Engine(Readings):
         except RuntimeError as error:
             self._division.explain(error)
             raise
+        if self._dataloader is not None:
+            self._dataloader.note_training()
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -204,61 +208,7 @@ class Engine(Readings):
         """
         return self._precision.autocast(enabled)
 
-    # -- state -------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
-        rank's parts.
-
-        The model's entry holds the fp32 masters where there are any, and the other weights in the dtype they came
-        with; `engine.model.state_dict()` does, too. Tensors are not copied: save or copy them before the next step.
-
-        Raises:
-            InputError: inside an accumulation cycle, whose gradients would be lost.
-        """
-        refuse_inside(self._cycle, "engine.state_dict()")
-        self._lr.settle()
-        return {
-            "model": self.model.state_dict(),
-            "update": self._update.state_dict(),
-            "lr_scheduler": self._lr.state_dict(),
-            "global_step": self.global_step,
-            "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
-            "random": checkpoint.random_state(self.context.device)
-            | {
-                "rank": self.context.rank,
-                "model": None if self._division.random is None else self._division.random.state,
-                "host": self._division.host_random.state,
-            },
-            "layout": self._layout,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken (with the epoch after the one it was taken in)."""
-        checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
-        checkpoint.refuse_other_part(state["layout"], self._layout)
-        self._cycle.clear()
-        self.model.load_state_dict(state["model"])
-        self._update.load_state_dict(state["update"])
-        self._lr.load_state_dict(state["lr_scheduler"])
-        self.global_step = state["global_step"]
-        if self._dataloader is not None and state["dataloader"] is not None:
-            self._dataloader.load_state_dict(state["dataloader"], own=state["random"]["rank"] == self.context.rank)
-        if self._cycle.reducer is not None:
-            self._cycle.reducer.note_buffers()
-        if state["random"]["rank"] == self.context.rank:  # another rank's would repeat its dropout here
-            checkpoint.set_random_state(state["random"], self.context.device)
-            if self._division.random is not None:
-                self._division.random.state = state["random"]["model"].cpu()
-                self._division.host_random.state = state["random"]["host"]
-
-    def save(self, *_: Any, **__: Any) -> NoReturn:
-        """Not built yet."""
-        raise NotImplementedError("engine.save is not built yet; use torch.save(engine.state_dict(), path)")
-
-    def load(self, *_: Any, **__: Any) -> NoReturn:
-        """Not built yet."""
-        raise NotImplementedError("engine.load is not built yet; use engine.load_state_dict(torch.load(path))")
+    # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give model and optimizer back as they came, with the trained weights, and free what this engine made.
@@ -306,11 +256,3 @@ class Engine(Readings):
     @property
     def _at_end(self) -> bool:
         return self._dataloader is not None and self._dataloader.at_end
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        return checkpoint.layout(self.context, self._division.cuts_updates)
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")

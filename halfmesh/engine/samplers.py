@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from .. import torch_private
 from ..errors import InputError
@@ -248,6 +248,42 @@ def generators(loader: Any) -> list[torch.Generator]:
         owners += [each for each in inner if each is not None and not any(each is owner for owner in owners)]
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
     return list(found.values())
+
+
+class Share(NamedTuple):
+    """What of an order of the data one batch of every data rank is.
+
+    Attributes:
+        order: "in order", "seed 1024", or "own" where it depends on what this rank draws.
+        step: how many items of it all data ranks take together.
+    """
+
+    order: str
+    step: int
+
+    def same_place(self, other: Share, batches: int) -> int | None:
+        """How many batches of this share see what `batches` of the `other` have seen; None if none do."""
+        if self == other:
+            return batches
+        if self.order != other.order or self.order == "own" or batches * other.step % self.step:
+            return None
+        return batches * other.step // self.step
+
+
+def share(loader: Any) -> Share:
+    """What of an order `loader`, as `shard_loader` gives it, takes at a time."""
+    if isinstance(loader, StridedBatches):
+        return Share(f"batches, seed {loader.seed}", loader.size)
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, ShardedSampler):
+        return Share(f"batches, seed {batches.seed}", batches.size)
+    sampler, size = getattr(loader, "sampler", None), getattr(batches, "batch_size", None) or 1
+    if isinstance(sampler, ShardedSampler):
+        in_order = isinstance(sampler.inner, SequentialSampler)
+        return Share("in order" if in_order else f"seed {sampler.seed}", size * sampler.size)
+    if isinstance(sampler, SequentialSampler) and type(batches) in (BatchSampler, type(None)):
+        return Share("in order", size)
+    return Share("own", size)
 
 
 def _is_sharded(loader: DataLoader[Any], rank: int, size: int) -> bool:

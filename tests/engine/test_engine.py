@@ -210,10 +210,6 @@ def test_misuse_of_the_engine():
         engine.step()
     with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss; only mode='apex' has several"):
         engine.backward(torch.tensor(1.0), loss_id=1)
-    with pytest.raises(NotImplementedError, match=r"engine.save is not built yet; use torch.save"):
-        engine.save("here")
-    with pytest.raises(NotImplementedError, match=r"engine.load is not built yet; use engine.load_state_dict"):
-        engine.load("here")
 
 
 def test_a_scheduler_stepped_by_hand_as_well():

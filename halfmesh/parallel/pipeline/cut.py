@@ -12,7 +12,7 @@ from ... import torch_private
 from ...errors import InputError, shorten
 from ...exchange import give_memory
 from ..context import ParallelContext
-from .partition import Partition, all_entries
+from .partition import Partition, all_entries, first_names
 
 
 class StageCut:
@@ -26,6 +26,7 @@ class StageCut:
 
     Attributes:
         ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
+        first_names: for each name of a tensor of the whole model the first one that it has there.
     """
 
     is_stage_cut = True
@@ -37,6 +38,7 @@ class StageCut:
         self._model = model
         self._optimizer = optimizer
         self._context = context
+        self.first_names = first_names(model)
         users = partition.entries(model)
         ranks = {entry: sorted({stage % partition.size for stage in stages}) for entry, stages in users.items()}
         tensors = dict(all_entries(model))

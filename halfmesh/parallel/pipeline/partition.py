@@ -183,6 +183,16 @@ def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
             yield (path, name), value
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For each name of a parameter or buffer the first one that the same tensor has."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(tensor), name)
+        for entry, tensor in all_entries(model)
+        for name in [".".join(filter(None, entry))]
+    }
+
+
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
     users = partition.entries(model)
     ranks: dict[int, set[int]] = {}  # of a tensor, wherever it is: by its id

@@ -151,6 +151,10 @@ class FullyShard:
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
 
+    def first_row(self, rows: int) -> int:
+        """Where this rank's part begins in a parameter of so many rows."""
+        return min(self._rank * -(-rows // self._ranks), rows)
+
     def tell_dtypes(self) -> None:
         """Let `halfmesh.shard.compute_dtype` know. After the model was moved: that exchanges what a DTensor is."""
         for part in self.parts:

@@ -1,0 +1,157 @@
+"""What a rank holds of the model and of the optimizer's state, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...amp.master_weights import current_value
+from ...amp.optimizer import MixedPrecisionOptimizer
+from ...division import Division
+from ...errors import InputError
+from ...parallel.regions import Placement, whole
+from ...shard import ParamShard
+
+MODEL = "model."
+STATE = "optimizer."
+"""Optimizer state with an element for each of the parameter's: `optimizer.exp_avg.blocks.0.weight`."""
+COUNTERS = "counters."
+"""Other tensors of its state, which every rank has whole: `counters.step.blocks.0.weight`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one tensor, and where in the whole tensor that lies."""
+
+    held: torch.Tensor
+    placement: Placement
+
+
+Pieces = dict[str, Piece]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What an engine's state is collected from."""
+
+    model: nn.Module
+    update: MixedPrecisionOptimizer
+    division: Division
+
+    def names(self) -> list[tuple[ParamShard, str]]:
+        """Every parameter of this rank, with its first name in the whole model."""
+        first = self.division.first_names(self.model)
+        return [(shard, first.get(shard.name, shard.name)) for shard in self.update.holdings.shards]
+
+    def trained(self) -> list[tuple[ParamShard, str]]:
+        """Of these, what the optimizer holds."""
+        held = {id(shard) for shard in self.update.holdings.trained}
+        return [(shard, name) for shard, name in self.names() if id(shard) in held]
+
+    @torch.no_grad()
+    def weights(self) -> Pieces:
+        """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
+        they came with. Not copied where that is what is held."""
+        state = self.model.state_dict()
+        masters = self.update.holdings.masters
+        found: Pieces = {}
+        for shard, name in self.names():
+            if shard.param in masters:
+                value = current_value(shard.param, masters[shard.param])
+            elif shard.source is None and isinstance(state.get(shard.name), torch.Tensor):
+                value = state[shard.name]
+            else:
+                value = shard.param
+            found[name] = Piece(value.detach(), self.division.placement(shard))
+        for name, key in self._buffers(state):
+            found[name] = Piece(state[key].detach(), whole(state[key].shape))
+        return found
+
+    def weight_targets(self) -> Pieces:
+        """Where new weights have to be written: masters where there are any, else the model itself."""
+        masters = self.update.holdings.masters
+        found = {
+            name: Piece(masters.get(shard.param, shard.param).detach(), self.division.placement(shard))
+            for shard, name in self.names()
+        }
+        own = dict(self.model.named_buffers(remove_duplicate=False))
+        for name, key in self._buffers(self.model.state_dict()):
+            found[name] = Piece(own[key].detach(), whole(own[key].shape))
+        return found
+
+    def extras(self) -> dict[str, Any]:
+        """What modules add to the model's state dict besides parameters and buffers (`get_extra_state`)."""
+        return {key: value for key, value in self.model.state_dict().items() if _is_extra(key)}
+
+    def set_extras(self, extras: dict[str, Any]) -> None:
+        """Undo `extras`, for the modules that this rank has."""
+        for key in self.extras().keys() & extras.keys():
+            self.model.get_submodule(key.rpartition(".")[0]).set_extra_state(extras[key])
+
+    def _buffers(self, state: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """The first name of each buffer in `state`, and its name there."""
+        first = self.division.first_names(self.model)
+        params = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        done: set[str] = set()
+        for key, value in state.items():
+            name = first.get(key, key)
+            if isinstance(value, torch.Tensor) and key not in params and not _is_extra(key) and name not in done:
+                done.add(name)
+                yield name, key
+
+    def optimizer_state(self) -> tuple[Pieces, dict[str, dict[str, Any]]]:
+        """The tensors of the optimizer's state; and the rest, by parameter and key.
+
+        Raises:
+            InputError: state of another shape than the parameter's, of which this rank holds a part.
+        """
+        holdings, pieces = self.update.holdings, Pieces()
+        plain: dict[str, dict[str, Any]] = {}
+        for shard, name in self.trained():
+            target, placement = holdings.target(shard), self.division.placement(shard)
+            for key, value in holdings.optimizer.state.get(target, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    plain.setdefault(name, {})[key] = value
+                elif value.shape == target.shape and key != "step":
+                    pieces[f"{STATE}{key}.{name}"] = Piece(value.detach(), placement)
+                elif placement.is_whole or value.numel() == 1:
+                    pieces[f"{COUNTERS}{key}.{name}"] = Piece(value.detach(), whole(value.shape))
+                else:
+                    raise InputError(
+                        f"the optimizer's state {key!r} of {name} has shape {tuple(value.shape)}, and this rank holds "
+                        f"{tuple(target.shape)} of the parameter's {placement.shape}: which part of the state that is "
+                        "is not known, so it cannot be saved; use an elementwise optimizer, such as AdamW, or "
+                        "data='replicate' with tensor=1"
+                    )
+        return pieces, plain
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups with names of parameters, as far as this rank holds them."""
+        holdings = self.update.holdings
+        names = {id(holdings.target(shard)): name for shard, name in self.trained()}
+        return [
+            {**group, "params": [names[id(param)] for param in group["params"]]}
+            for group in holdings.optimizer.param_groups
+        ]
+
+
+def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
+    """The parameters of each group in the whole model, from those that each rank holds."""
+    groups = max(len(groups) for groups in by_rank)
+    return [
+        list(dict.fromkeys(name for ranks in by_rank if index < len(ranks) for name in ranks[index]))
+        for index in range(groups)
+    ]
+
+
+def without_empty(pieces: Pieces) -> Pieces:
+    """Those of `pieces` of which the whole tensor has elements."""
+    return {name: piece for name, piece in pieces.items() if 0 not in piece.placement.shape}
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == "_extra_state"

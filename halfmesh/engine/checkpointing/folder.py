@@ -1,0 +1,158 @@
+"""How checkpoints lie in a folder: complete under their name, or not at all.
+
+checkpoints/
+    step-00001200/
+        manifest.json     format, versions, layout, device, config; size and sha256 of every other file
+        .metadata         of torch.distributed.checkpoint
+        __0_0.distcp      tensors that rank 0 has written
+        common.pt         what is the same on all ranks
+        rank-00000.pt     what is not: random numbers
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+
+FORMAT = 1
+"""Raised by what an older reader cannot read."""
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"\.step-\d{8,}(?:\.\d+)?\.tmp")
+_PLAIN = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What stands in `manifest.json`.
+
+    Attributes:
+        files: size in bytes and sha256 of every other file, by name.
+        about: what is told of the run: step, layout, device, config, versions.
+        format: of the checkpoint; where it is another than `FORMAT`, the rest is empty.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    about: Mapping[str, Any]
+    format: Any = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Make it the manifest of `folder`, on disk when this returns."""
+        content = {"format": FORMAT, "files": self.files, **self.about}
+        with open(folder / MANIFEST, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of `folder`.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or names a file outside of its folder.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+            saved_as = content.pop("format")
+            if saved_as != FORMAT:
+                return Manifest({}, {}, saved_as)
+            pairs = content.pop("files").items()
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in pairs}
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); take another checkpoint") from error
+        for name in files:
+            if not _PLAIN.fullmatch(name) or name in (".", "..") or (folder / name).is_symlink():
+                raise CheckpointError(
+                    f"{path} names {name!r}, which is not a file of the folder itself; it was changed, or does not "
+                    "belong here: take another checkpoint"
+                )
+        return Manifest(files, content)
+
+
+def describe(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Size and sha256 of files in `folder`. Reads all of them: 1 to 2 GB/s where the processor knows sha256."""
+    found = {}
+    for name in names:
+        with open(folder / name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[name] = os.fstat(file.fileno()).st_size, digest
+    return found
+
+
+def find_damage(folder: Path, manifest: Manifest, share: slice) -> list[str]:
+    """What is wrong with the files of `folder`, of which this rank looks at a share."""
+    problems = []
+    for name, (size, digest) in sorted(manifest.files.items())[share]:
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+        elif describe(folder, [name])[name][1] != digest:
+            problems.append(f"{name} has another sha256 than when it was written")
+    return problems
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` that were finished, the newest first."""
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for match, path in sorted(found, key=lambda one: _order(one[0]), reverse=True)]
+
+
+def _order(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make an empty folder for the checkpoint of `step`, and remove what saves left that did not come to their end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path)
+    taken = [match for path in checkpoints(folder) if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step]
+    again = f".{_order(taken[0])[1] + 1}" if taken else ""  # never in the place of one that is complete
+    unfinished = folder / f".step-{step:08d}{again}.tmp"
+    unfinished.mkdir()
+    return unfinished
+
+
+def finish(unfinished: Path, keep: int | None) -> Path:
+    """Give a complete checkpoint its name, and remove those that it takes the place of.
+
+    Args:
+        keep: how many to keep, this one included; None: all, but one for each step.
+    """
+    sync(unfinished)
+    final = unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))
+    unfinished.rename(final)
+    sync(final.parent)
+    step = final.name.partition(".")[0]
+    older = [path for path in checkpoints(final.parent) if path != final]
+    same = [path for path in older if path.name.partition(".")[0] == step]
+    rest = [path for path in older if path not in same]
+    for path in same + ([] if keep is None else rest[keep - 1 :]):
+        removed = path.with_name(f".{path.name}.tmp")  # first, so that no half of one has the name of a whole one
+        path.rename(removed)
+        shutil.rmtree(removed)
+    return final
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

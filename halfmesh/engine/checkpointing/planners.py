@@ -1,0 +1,143 @@
+"""torch.distributed.checkpoint (DCP) for pieces: which rank writes and reads which boxes of which tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ... import torch_private
+from ...errors import CheckpointError
+from .contents import Piece, Pieces
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Each rank offers what it holds; of what several hold, one writes it, so that all write about as much."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for name, piece in self.state_dict.items() for item in _write_items(name, piece)])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return _find(self.state_dict[index.fqn], index)
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Each rank reads what it holds, in place, from whatever boxes the tensors were saved in."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = (
+            state_dict,
+            metadata,
+            is_coordinator,
+        )  # torch's takes tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, piece in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, _chunks(piece))
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return _find(self.state_dict[index.fqn], index)
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads a folder that somebody else may have written: no code in it is run, and no file outside of it is opened.
+
+    Args:
+        files: names of the files that belong to the checkpoint.
+    """
+
+    def __init__(self, folder: Path, files: set[str]) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._files = files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What tensors there are, and where.
+
+        Raises:
+            CheckpointError: it holds something else, or names files that are not the checkpoint's.
+        """
+        path = self._folder / ".metadata"
+        metadata = torch_private.read_checkpoint_metadata(path)
+        outside = {info.relative_path for info in metadata.storage_data.values()} - self._files
+        if outside:
+            raise CheckpointError(
+                f"{path} says that tensors are in {sorted(map(str, outside))}, which are not files of this checkpoint; "
+                "it was changed, or does not belong here: take another checkpoint"
+            )
+        return metadata
+
+
+def write(pieces: Pieces, folder: Path, alone: bool) -> None:
+    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`."""
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    with _no_word_of_being(alone):
+        dcp.save(dict(pieces), storage_writer=writer, planner=PieceSavePlanner(), no_dist=alone)
+
+
+def read(pieces: Pieces, reader: SafeReader, alone: bool) -> None:
+    """Read what this rank holds, in place. All ranks together, if not `alone`."""
+    with _no_word_of_being(alone):
+        dcp.load(dict(pieces), storage_reader=reader, planner=PieceLoadPlanner(), no_dist=alone)
+
+
+@contextmanager
+def _no_word_of_being(alone: bool) -> Iterator[None]:
+    """torch warns of a single process, which is what was asked for."""
+    with warnings.catch_warnings():
+        if alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _chunks(piece: Piece) -> list[ChunkStorageMetadata]:
+    regions = piece.placement.regions
+    return [ChunkStorageMetadata(torch.Size(region.at), torch.Size(region.sizes)) for region in regions]
+
+
+def _write_items(name: str, piece: Piece) -> list[WriteItem]:
+    properties = TensorProperties(dtype=piece.held.dtype)
+    size = torch.Size(piece.placement.shape)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in _chunks(piece)
+    ]
+
+
+def _find(piece: Piece, index: MetadataIndex) -> torch.Tensor:
+    assert index.offset is not None
+    region = next(region for region in piece.placement.regions if region.at == tuple(index.offset))
+    return region.view(piece.held)

@@ -1,0 +1,57 @@
+"""What is saved besides tensors, in files that are read without running code: counters, settings, random numbers."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import InputError
+
+COMMON = "common.pt"
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file with what only this rank has."""
+    return f"rank-{rank:05d}.pt"
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write plain values and tensors; on disk when this returns.
+
+    Raises:
+        InputError: something in `content` is an object that only code could make again.
+    """
+    for key, value in content.items():
+        refuse_objects(key, value)
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    with open(path, "wb") as file:
+        file.write(buffer.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` wrote, on the CPU."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return content
+
+
+def refuse_objects(key: str, value: Any) -> None:
+    """Raise InputError if `value`, the state of `key`, could not be read again."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"the state of {key} holds objects that are not plain values or tensors, which are not read back because "
+            f"that could run code ({reason}); keep them out of its state_dict, or save them yourself"
+        ) from error

@@ -1,0 +1,142 @@
+"""All of a running engine, into a checkpoint and out of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...amp.optimizer import MixedPrecisionOptimizer
+from ...config import Config
+from ...division import Division
+from ...errors import InputError, bullet_list
+from ...log import get_logger
+from ...parallel.context import ParallelContext
+from .. import rank_random
+from ..cycle import GradientCycle
+from ..dataloader import EngineDataLoader
+from ..scheduling import LRAdvance
+from . import finding, loading, saving
+from .contents import Holding
+
+_log = get_logger(__name__)
+
+_SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of an engine that have state."""
+
+    model: nn.Module
+    update: MixedPrecisionOptimizer
+    division: Division
+    context: ParallelContext
+    config: Config
+    cycle: GradientCycle
+    lr: LRAdvance
+    dataloader: EngineDataLoader | None
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(self.model, self.update, self.division)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the axes."""
+        return dict(zip(("pipeline", "data", "tensor"), self.context.shape, strict=True))
+
+
+def save(run: Run, directory: Path, step: int, keep: int | None) -> Path:
+    """`Engine.save`."""
+    run.lr.settle()
+    scheduler = run.lr.scheduler
+    pieces, common = saving.collect(
+        run.holding,
+        run.context,
+        {
+            "global_step": step,
+            "scalers": run.update.losses.state_dict(),
+            "skips": run.update.watch.state_dict(),
+            "lr_scheduler": run.lr.state_dict(),
+            "lr_class": None if scheduler is None else saving.class_name(scheduler),
+        },
+    )
+    own = {
+        "random": rank_random.rank_random(run.context, run.division),
+        "dataloader": None if run.dataloader is None else run.dataloader.state_dict(),
+    }
+    about = {
+        "step": step,
+        "layout": run.layout,
+        "device": run.context.device.type,
+        "config": run.config.model_dump(mode="json"),
+        "versions": saving.versions(),
+    }
+    return saving.save(directory, saving.Snapshot(pieces, common, own, about), run.context, keep)
+
+
+def load(run: Run, directory: Path) -> tuple[Path, int]:
+    """`Engine.load`. Returns the checkpoint's folder, and its global step."""
+    found = finding.find(directory, run.context)
+    stored = loading.look_into(found, run.context)
+    _refuse_other_scheduler(run, stored)
+    loading.refuse_other(stored, run.holding, run.context)
+    run.cycle.clear()
+    loading.read_tensors(stored, run.holding, run.context)
+    common = stored.common
+    run.holding.set_extras(common["extras"])
+    run.update.watch.load_state_dict(common["skips"])
+    notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
+    if run.cycle.reducer is not None:
+        run.cycle.reducer.note_buffers()
+    if run.context.rank == 0:
+        title = f"loaded step {common['global_step']} from {found.folder}"
+        _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
+    return found.folder, common["global_step"]
+
+
+def _take_scales(run: Run, saved: list[dict[str, Any]]) -> Iterator[str]:
+    losses = run.update.losses
+    if len(saved) == len(losses.scalers):
+        losses.load_state_dict(saved)
+    elif losses.scalers:
+        yield f"it has {len(saved)} loss scale(s), and this run {len(losses.scalers)}: they begin anew"
+
+
+def _take_schedule(run: Run, common: Any) -> Iterator[str]:
+    if run.lr.scheduler is not None and common["lr_scheduler"] is None:
+        yield "it has no learning-rate scheduler: this run's stays where it is"
+    run.lr.load_state_dict(common["lr_scheduler"])
+
+
+def _take_position(run: Run, stored: loading.Stored) -> Iterator[str]:
+    """Random numbers and the place in the data."""
+    step, own = stored.common["global_step"], stored.own or stored.first
+    about = stored.found.manifest.about
+    same = (about["layout"], about["device"]) == (run.layout, run.context.device.type) and stored.own is not None
+    if not same:
+        rank_random.seed_anew(run.config.seed + _SEED_STEP * step, run.context, run.division)
+        where = "on another kind of device" if about["layout"] == run.layout else "in another layout"
+        yield f"it was saved {where}: random numbers (dropout) are seeded anew"
+    place = own["dataloader"]
+    if run.dataloader is not None and place is None:
+        yield "it has no place in the data: they begin anew"
+    elif run.dataloader is not None:
+        note = run.dataloader.load_state_dict(place, own=same)
+        yield from [] if note is None else [note]
+    if same:
+        rank_random.set_rank_random(own["random"], run.context, run.division)
+
+
+def _refuse_other_scheduler(run: Run, stored: loading.Stored) -> None:
+    """Raise InputError if the checkpoint's learning-rate scheduler is of another class."""
+    saved, scheduler = stored.common["lr_class"], run.lr.scheduler
+    if saved is not None and scheduler is not None and saved != saving.class_name(scheduler):
+        raise InputError(
+            f"{stored.found.folder} was saved with the lr_scheduler {saved}, and this is "
+            f"{saving.class_name(scheduler)}; use the same class, or give initialize none"
+        )

@@ -1,0 +1,159 @@
+"""engine.save: a checkpoint that is complete or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ...errors import CheckpointError, HalfmeshError, InputError
+from ...log import get_logger
+from ...parallel.context import ParallelContext
+from . import folder as folders
+from . import planners, progress
+from .contents import MODEL, Holding, Pieces, join_groups, without_empty
+from .together import together
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that is saved, as this rank has it.
+
+    Attributes:
+        pieces: of the model and the optimizer's state.
+        common: the same on all ranks.
+        own: of this rank alone.
+        about: for `manifest.json`.
+    """
+
+    pieces: Pieces
+    common: Mapping[str, Any]
+    own: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+
+def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any]) -> tuple[Pieces, dict[str, Any]]:
+    """The tensors that this rank holds; and `common`, with what the optimizer's state has besides. All ranks together.
+
+    Raises:
+        InputError: state that cannot be saved, on some rank; raised on all of them.
+    """
+
+    def collected() -> tuple[Pieces, dict[str, Any], Any]:
+        pieces, plain = holding.optimizer_state()
+        pieces |= {MODEL + name: piece for name, piece in holding.weights().items()}
+        return pieces, plain, (holding.groups(), holding.extras())
+
+    pieces, plain, (groups, extras) = together(context, "engine.save", collected)
+    everyone = context.everyone(([group["params"] for group in groups], plain, extras))
+    joined = join_groups([names for names, _, _ in everyone])
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return without_empty(pieces), {
+        **common,
+        "optimizer": class_name(holding.update.optimizer),
+        "groups": [group | {"params": names} for group, names in zip(settings, joined, strict=True)],
+        "plain_state": _merged(theirs for _, theirs, _ in everyone),
+        "extras": _merged(theirs for _, _, theirs in everyone),
+    }
+
+
+def save(directory: Path, snapshot: Snapshot, context: ParallelContext, keep: int | None) -> Path:
+    """Write a checkpoint into `directory`. All ranks together; returns where it is.
+
+    Raises:
+        CheckpointError: it could not be written, on some rank; raised on all of them. What was there before is intact.
+    """
+    _refuse_other_arguments(directory, keep, context)
+    what = f"saving to {directory} failed, and what was saved before is as it was"
+    step = snapshot.about["step"]
+    unfinished = together(context, what, lambda: folders.begin(directory, step) if context.rank == 0 else None)
+    place: Path = context.from_first(unfinished)
+    try:
+        final, size = _fill(place, what, snapshot, context, keep)
+    except HalfmeshError:
+        if context.rank == 0:  # the disk may be full
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    if context.rank == 0:
+        _log.info("saved step %d to %s: %.1f MB", step, final, size / 2**20)
+    return final
+
+
+def _fill(place: Path, what: str, snapshot: Snapshot, context: ParallelContext, keep: int | None) -> tuple[Path, int]:
+    """Write all files into `place`, and give it its name. Returns that, and the bytes of all of them."""
+    together(context, what, lambda: _refuse_unseen(place))
+    together(context, what, lambda: _write_rest(place, snapshot, context))
+    together(context, what, lambda: _write_tensors(place, snapshot, context))  # with collectives of its own
+    mine = together(context, what, lambda: folders.describe(place, _written(place, context.rank)))
+    files = {name: known for theirs in context.everyone(mine) for name, known in theirs.items()}
+
+    def complete() -> Path | None:
+        if context.rank != 0:
+            return None
+        folders.Manifest(files, snapshot.about).write(place)
+        return folders.finish(place, keep)
+
+    final: Path = context.from_first(together(context, what, complete))
+    return final, sum(size for size, _ in files.values())
+
+
+def _write_rest(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
+    if context.rank == 0:
+        progress.write(place / progress.COMMON, snapshot.common)
+    progress.write(place / progress.rank_file(context.rank), snapshot.own)
+
+
+def _write_tensors(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
+    try:
+        planners.write(snapshot.pieces, place, alone=context.size == 1)
+    except CheckpointException as error:  # on all ranks, with the reasons of those that failed
+        mine = error.failures.get(context.rank)
+        if mine is not None:
+            raise mine[0] from error
+
+
+def _written(place: Path, rank: int) -> list[str]:
+    """The files that this rank has written."""
+    names = [path.name for path in place.glob(f"__{rank}_*")] + [progress.rank_file(rank)]
+    return names + ([".metadata", progress.COMMON] if rank == 0 else [])
+
+
+def _refuse_unseen(place: Path) -> None:
+    if not place.is_dir():
+        raise CheckpointError(
+            f"{place}, which rank 0 has made, is not there on this machine; give a folder that all machines share"
+        )
+
+
+def _refuse_other_arguments(directory: Path, keep: int | None, context: ParallelContext) -> None:
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise InputError(f"engine.save: keep={keep!r} is not a number of checkpoints; give 1 or more, or None for all")
+    if not context.agree(json.dumps([str(directory), keep])):
+        raise InputError("engine.save was called with different arguments on each rank; give the same on all of them")
+
+
+def _merged(parts: Any) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged |= {key: value for key, value in part.items() if key not in merged}
+    return merged
+
+
+def class_name(value: object) -> str:
+    """The class of `value`, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def versions() -> dict[str, str]:
+    """Of what wrote a checkpoint."""
+    from ... import __version__
+
+    return {"halfmesh": __version__, "torch": torch.__version__}

@@ -1,0 +1,163 @@
+"""The engine's half that saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import InputError
+from ..log import get_logger
+from ..parallel.context import ParallelContext
+from . import checkpoint, rank_random
+from .cycle import refuse_inside
+from .readings import Readings
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..division import Division
+    from .checkpointing.run import Run
+
+_log = get_logger(__name__)
+
+
+class Saving(Readings):
+    """State as values (`state_dict`), as a checkpoint of any layout (`save`), and as weights for other programs."""
+
+    context: ParallelContext
+    config: Config
+    global_step: int
+    _division: Division
+    _closed: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
+        rank's parts.
+
+        The model's entry holds the fp32 masters where there are any, and the other weights in the dtype they came
+        with; `engine.model.state_dict()` does, too. Tensors are not copied: save or copy them before the next step.
+
+        Raises:
+            InputError: inside an accumulation cycle, whose gradients would be lost.
+        """
+        refuse_inside(self._cycle, "engine.state_dict()")
+        self._lr.settle()
+        return {
+            "model": self.model.state_dict(),
+            "update": self._update.state_dict(),
+            "lr_scheduler": self._lr.state_dict(),
+            "global_step": self.global_step,
+            "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
+            "random": rank_random.rank_random(self.context, self._division),
+            "layout": self._layout,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken, with the batch after the last one that was trained on."""
+        checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
+        checkpoint.refuse_other_part(state["layout"], self._layout)
+        self._cycle.clear()
+        self.model.load_state_dict(state["model"])
+        self._update.load_state_dict(state["update"])
+        self._lr.load_state_dict(state["lr_scheduler"])
+        self.global_step = state["global_step"]
+        if self._dataloader is not None and state["dataloader"] is not None:
+            note = self._dataloader.load_state_dict(state["dataloader"], state["random"]["rank"] == self.context.rank)
+            if note is not None:
+                _log.warning("%s", note)
+        if self._cycle.reducer is not None:
+            self._cycle.reducer.note_buffers()
+        rank_random.set_rank_random(state["random"], self.context, self._division)
+
+    def save(self, directory: str | Path, *, keep: int | None = None) -> Path:
+        """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
+
+        It holds the tensors of the whole, undivided model, and can be loaded in any layout and precision.
+
+        Args:
+            directory: a folder that all ranks share; it is made if it is not there.
+            keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
+            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact.
+        """
+        self._refuse_if_closed()
+        refuse_inside(self._cycle, "engine.save()")
+        from .checkpointing.run import save  # torch.distributed.checkpoint: only when there is something to save
+
+        return save(self._run, Path(directory), self.global_step, keep)
+
+    def load(self, directory: str | Path) -> Path:
+        """Go on from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
+
+        In the layout in which it was saved, training goes on exactly as it would have, with the batch after the last
+        one that was trained on.
+
+        Args:
+            directory: what was given to `save`, of which the newest complete checkpoint is taken, or a checkpoint.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: there is none, or it was damaged or changed since it was written.
+            InputError: it is of another model or optimizer. Nothing has changed then.
+        """
+        self._refuse_if_closed()
+        from .checkpointing.run import load
+
+        place, self.global_step = load(self._run, Path(directory))
+        return place
+
+    def save_weights(
+        self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
+    ) -> None:
+        """Write the whole model's weights, in full precision, under the names that they have without halfmesh. All
+        ranks together; rank 0 writes, and has no more than one file in memory.
+
+        Args:
+            path: the file. What is larger than `max_file_gb` goes into several, with an index, as Hugging Face names
+                them: model-00001-of-00002.safetensors, model.safetensors.index.json.
+            format: "torch" is what `torch.save(model.state_dict(), path)` writes.
+
+        Raises:
+            CheckpointError: it could not be written. InputError: an argument is wrong.
+        """
+        self._refuse_if_closed()
+        from .checkpointing.weights import save_weights
+
+        save_weights(self._run.holding, self.context, Path(path), format, max_file_gb)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Take the model's weights, and masters, from a file of `save_weights`, or of another program that has the same
+        names; each rank reads its part. The optimizer's state stays as it is. All ranks together.
+
+        Raises:
+            CheckpointError: it cannot be read. InputError: names or shapes differ. Nothing has changed then.
+        """
+        self._refuse_if_closed()
+        refuse_inside(self._cycle, "engine.load_weights()")
+        from .checkpointing.weight_loading import load_weights
+
+        load_weights(self._run.holding, self.context, Path(path))
+        if self._cycle.reducer is not None:
+            self._cycle.reducer.note_buffers()
+
+    @property
+    def _run(self) -> Run:
+        from .checkpointing.run import Run
+
+        holding = self.model, self._update, self._division
+        return Run(*holding, self.context, self.config, self._cycle, self._lr, self._dataloader)
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return checkpoint.layout(self.context, self._division.cuts_updates)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")

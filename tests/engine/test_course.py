@@ -1,0 +1,270 @@
+"""Where an epoch is gone on with: the batches that were not trained on, as they would have come."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from models import MLP, make_engine
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+
+import halfmesh
+from halfmesh.engine.dataloader import EngineDataLoader
+from halfmesh.engine.samplers import Share, shard_loader, share
+
+SAMPLES = 20
+
+
+class Noisy(Dataset):
+    """Samples with noise from each of the generators; it knows which were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.read.append(index)
+        return index, torch.rand(()).item() + random.random() + float(np.random.rand())
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for index in torch.randperm(SAMPLES).tolist():
+            yield index, torch.rand(()).item()
+
+
+class Pairs(Sampler):
+    """A batch sampler of somebody's own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in torch.randperm(SAMPLES // 2).tolist():
+            yield [2 * index, 2 * index + 1]
+
+    def __len__(self) -> int:
+        return SAMPLES // 2
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(Noisy(), 4, shuffle=True),
+    "in order": lambda: DataLoader(Noisy(), 3),
+    "with a generator": lambda: DataLoader(Noisy(), 4, shuffle=True, generator=seeded()),
+    "sampler with a generator": lambda: DataLoader(Noisy(), 4, sampler=RandomSampler(Noisy(), generator=seeded())),
+    "weighted": lambda: DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+    "pairs": lambda: DataLoader(Noisy(), batch_sampler=Pairs()),
+    "single samples": lambda: DataLoader(Noisy(), None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "strided stream": lambda: shard_loader(DataLoader(Stream(), 2), 1, 2, 7, pad=True),
+    "sharded": lambda: shard_loader(DataLoader(Noisy(), 2, shuffle=True), 1, 2, 7, pad=True),
+    "sharded pairs": lambda: shard_loader(DataLoader(Noisy(), batch_sampler=Pairs()), 0, 2, 7, pad=True),
+    "a list": lambda: [torch.tensor([float(n)]) for n in range(6)],
+}
+
+
+def plain(batch):
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in batch]
+
+
+def batches_of(loader, count=None, state_at=None, behind=0):
+    """The next batches, over the ends of epochs; and the state when `state_at` of them were trained on, `behind` the
+    batch that was handed out last. Training draws random numbers, too."""
+    seen, state = [], None
+    while True:
+        for batch in loader:
+            seen.append(plain(batch))
+            torch.rand(3), random.random(), np.random.rand()
+            if behind == 0 or len(seen) <= (state_at or 0):
+                loader.note_training()
+            if state_at is not None and len(seen) == state_at + behind:
+                state = copy.deepcopy(loader.state_dict()), random_numbers()
+            if len(seen) == count:
+                return seen, state
+
+
+def random_numbers():
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_random_numbers(state):
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_it_goes_on_as_it_would_have(kind, seed):
+    """Bit by bit, noise included, from each place of the first two epochs, also from a batch that was handed out and
+    not trained on. `seed`: with random numbers of the loader's own, as where several ranks fetch one batch."""
+    for place in (1, 2, 3, 4, 6, 7):
+        for behind in (0, 1):
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            first = EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed)
+            expected, (state, numbers) = batches_of(first, 14, place, behind)
+            torch.manual_seed(9)
+            second = EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed)
+            assert second.load_state_dict(state) is None
+            set_random_numbers(numbers)
+            if behind:  # what was drawn after the batch was handed out is drawn again
+                assert batches_of(second, 1)[0] == expected[place : place + 1], (place, behind)
+            else:
+                assert batches_of(second, 14 - place)[0] == expected[place:], (place, behind)
+
+
+def test_what_is_skipped_is_not_read():
+    loader = LOADERS["shuffled"]()
+    first = EngineDataLoader(loader, torch.device("cpu"))
+    _, (state, _) = batches_of(first, 3, 3)
+    other = LOADERS["shuffled"]()
+    second = EngineDataLoader(other, torch.device("cpu"))
+    second.load_state_dict(state)
+    assert len(list(second)) == 2
+    assert len(other.dataset.read) == 8
+    assert len(list(second)) == 5, "only the rest of one epoch"
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_workers(stays):
+    """The order goes on; a copy of the loader reads the rest, with workers of its own. (Those that stay from epoch to
+    epoch draw one number less in later ones.)"""
+
+    def make():
+        return DataLoader(list(range(SAMPLES)), 4, shuffle=True, num_workers=1, persistent_workers=stays)
+
+    torch.manual_seed(0)
+    first = EngineDataLoader(make(), torch.device("cpu"))
+    expected, (state, numbers) = batches_of(first, 7, 2)
+    second = EngineDataLoader(make(), torch.device("cpu"))
+    second.load_state_dict(state)
+    set_random_numbers(numbers)
+    count = 3 if stays else 5
+    assert batches_of(second, count)[0] == expected[2 : 2 + count]
+
+
+def test_a_second_state_before_anything_is_iterated():
+    first = EngineDataLoader(LOADERS["shuffled"](), torch.device("cpu"))
+    expected, (state, _) = batches_of(first, 5, 3)
+    second = EngineDataLoader(LOADERS["shuffled"](), torch.device("cpu"))
+    second.load_state_dict(state)
+    again = second.state_dict()
+    third = EngineDataLoader(LOADERS["shuffled"](), torch.device("cpu"))
+    third.load_state_dict(again)
+    rest = [batches_of(each, 2)[0] for each in (second, third)]
+    assert [index for index, _ in rest[0]] == [index for index, _ in rest[1]]
+    assert [index for index, _ in rest[0]] == [index for index, _ in expected[3:]]
+
+
+def test_another_epoch_was_asked_for():
+    first = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    _, (state, _) = batches_of(first, 3, 3)
+    second = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    second.load_state_dict(state)
+    assert second.next_epoch == 0
+    second.set_epoch(4)
+    assert len(list(second)) == 7
+    assert second.epoch == 4
+
+
+def test_a_look_at_a_batch_is_no_epoch():
+    loader = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    next(iter(loader))
+    state = loader.state_dict()
+    second = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    second.load_state_dict(state)
+    assert (second.next_epoch, len(list(second))) == (1, 7)
+
+
+def test_a_pass_within_another():
+    """Over the same loader: the place is that of the outer one."""
+    loader = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    for _ in loader:
+        loader.note_training()
+        if loader.epoch == 0:
+            assert len(list(loader)) == 7
+            break_off = loader.state_dict()
+        break
+    assert (break_off["epoch"], break_off["trained"], break_off["finished"]) == (0, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "batches", "expected"),
+    [
+        (Share("in order", 8), Share("in order", 8), 3, 3),
+        (Share("own", 8), Share("own", 8), 3, 3),
+        (Share("in order", 4), Share("in order", 8), 3, 6),
+        (Share("seed 1", 8), Share("seed 1", 4), 6, 3),
+        (Share("seed 1", 8), Share("seed 1", 4), 3, None),
+        (Share("own", 8), Share("own", 4), 6, None),
+        (Share("seed 1", 8), Share("seed 2", 4), 6, None),
+        (Share("in order", 8), Share("own", 8), 6, None),
+    ],
+)
+def test_places_of_other_shares(mine, theirs, batches, expected):
+    assert mine.same_place(theirs, batches) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("shuffled", Share("own", 4)),
+        ("in order", Share("in order", 3)),
+        ("pairs", Share("own", 1)),
+        ("sharded", Share("seed 7", 4)),
+        ("sharded pairs", Share("batches, seed 7", 2)),
+        ("strided stream", Share("batches, seed 7", 2)),
+        ("a list", Share("own", 1)),
+    ],
+)
+def test_shares(kind, expected):
+    assert share(LOADERS[kind]()) == expected
+
+
+def test_an_order_that_has_no_such_place():
+    """Said, and the next epoch begins."""
+    first = EngineDataLoader(LOADERS["shuffled"](), torch.device("cpu"))
+    _, (state, _) = batches_of(first, 3, 3)
+    second = EngineDataLoader(LOADERS["sharded"](), torch.device("cpu"))
+    said = second.load_state_dict(state, own=False)
+    assert said == (
+        "3 batches of epoch 0 were trained on, which is not a place in this run's order of the data: the data go on "
+        "with epoch 1"
+    )
+    assert len(list(second)) == 5
+    assert second.epoch == 1
+
+
+def test_an_epoch_that_has_no_batch_left_ends():
+    """Saved in the last batch of an epoch: the scheduler is advanced at its end, once."""
+
+    def make():
+        engine = make_engine(
+            {"lr_interval": "epoch"},
+            model=MLP(),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        )
+        return engine, engine.lr_scheduler
+
+    engine, scheduler = make()
+    for number, (x, y) in enumerate(engine.dataloader):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        if number == 5:
+            state = copy.deepcopy(engine.state_dict())
+    assert scheduler.last_epoch == 1
+    other, its = make()
+    other.load_state_dict(state)
+    assert (its.last_epoch, other.dataloader.next_epoch) == (0, 0)
+    assert list(other.dataloader) == []
+    assert (its.last_epoch, other.dataloader.next_epoch) == (1, 1)
+    assert isinstance(other, halfmesh.Engine)
