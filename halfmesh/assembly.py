@@ -16,7 +16,7 @@ from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
 from .amp.rules import UpdateRules
-from .deferred.adoption import adopt, refuse_late_state
+from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
 from .distribution import batch_seed, make_reduction, refuse_uneven_evaluation, shard
@@ -103,27 +103,31 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     world_size = launching.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
     recipe = recipe_of(settings)
-    given = _build(given)
-    plans = _refuse_problems(given, recipe, settings, place, world_size)
     parallel = settings.parallel
-    group = launching.ensure_process_group(
-        place,
-        settings.timeout,
-        launching.choose_backend(settings, place),
-        pipeline=parallel.pipeline.size,
-        tensor=parallel.tensor.size,
-    )
-    return _assemble(given, recipe, settings, place, group, plans)
+    with Adoption() as adoption:
+        given = _build(given, adoption)
+        plans = _refuse_problems(given, recipe, settings, place, world_size)
+        group = launching.ensure_process_group(
+            place,
+            settings.timeout,
+            launching.choose_backend(settings, place),
+            pipeline=parallel.pipeline.size,
+            tensor=parallel.tensor.size,
+        )
+        ready = _prepare(given, recipe, settings, place, group, plans)
+    with _no_longer_usable():
+        return _convert(given, recipe, settings, *ready)
 
 
-def _assemble(
+def _prepare(
     given: _Given,
     recipe: Recipe,
     config: Config,
     device: torch.device,
     group: launching.OwnedGroup | None,
     plans: Plans,
-) -> Engine:
+) -> tuple[ParallelContext, list[Any], Plans, Late | None]:
+    """What all ranks find out together, before anything is changed."""
     parallel = config.parallel
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
@@ -138,8 +142,7 @@ def _assemble(
     late = arrange(given.model, context)
     if late is not None:
         late.check = inputs.overflow_check(given.model, recipe)
-    with _no_longer_usable():
-        return _convert(given, recipe, config, context, loaders, plans, late)
+    return context, loaders, plans, late
 
 
 def _convert(
@@ -210,15 +213,15 @@ def _load(config: Any) -> Config:
     return load_config(config)
 
 
-def _build(given: _Given) -> _Given:
+def _build(given: _Given, adoption: Adoption) -> _Given:
     """Call what was given as a callable."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = build(given.model)
     if isinstance(given.model, nn.Module):
-        adopt(given.model, given.optimizer)
+        adopt(given.model, given.optimizer, adoption)
     if not isinstance(given.optimizer, optim.Optimizer) and callable(given.optimizer) and _has_params(given.model):
         given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
-        refuse_late_state(given.optimizer)
+        refuse_late_use(given.optimizer, given.model)
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
     if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
         given.lr_scheduler = given.lr_scheduler(given.optimizer)

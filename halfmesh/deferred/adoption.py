@@ -46,7 +46,27 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def adopt(model: nn.Module, optimizer: Any = None) -> None:
+class Adoption:
+    """Tensors that were put on the meta device, and what they were before. As a scope it is undone by an error."""
+
+    def __init__(self) -> None:
+        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def swap(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """`tensor` stays the same object, and becomes `new`."""
+        torch.utils.swap_tensors(tensor, new)
+        self._swapped.append((tensor, new))
+
+    def __enter__(self) -> Adoption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What is done to them is written down again."""
+        while self._swapped and kind is not None:
+            torch.utils.swap_tensors(*self._swapped.pop())
+
+
+def adopt(model: nn.Module, optimizer: Any, adoption: Adoption) -> None:
     """Make those tensors of `model` that have no memory ordinary ones on the meta device. They stay the same objects,
     but for those to which somebody has weak references (nn.LSTM's), which get their values at once; `optimizer` holds
     the new ones. Does nothing to another model.
@@ -64,15 +84,19 @@ def adopt(model: nn.Module, optimizer: Any = None) -> None:
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
                 if tensor is not None and recording_of(tensor) is not None:
-                    _replace(module, name, tensor, new)
+                    _replace(module, name, tensor, new, adoption)
+    internal = vars(nn.Module()).keys()
+    for module in model.modules():  # after all parameters: an attribute may be one of them
         for name, value in list(vars(module).items()):
-            if not name.startswith("_"):
+            if name not in internal:
                 _complete(module, name, value, new)
     for group in optimizer.param_groups if isinstance(optimizer, optim.Optimizer) else ():
         group["params"][:] = [new.get(id(param), param) for param in group["params"]]
 
 
-def _replace(module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor]) -> None:
+def _replace(
+    module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], adoption: Adoption
+) -> None:
     if weakref.getweakrefcount(tensor):
         if id(tensor) not in new:
             new[id(tensor)] = _like(tensor, _where(tensor).value())
@@ -80,12 +104,15 @@ def _replace(module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, 
         return
     made = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
     setattr(made, _MARK, _where(tensor))
-    torch.utils.swap_tensors(tensor, made)
+    adoption.swap(tensor, made)
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value` as a parameter if `tensor` is one, with what is set on it."""
-    made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    if isinstance(tensor, nn.Parameter):
+        made: torch.Tensor = nn.Parameter(value, tensor.requires_grad)
+    else:
+        made = value.requires_grad_(tensor.requires_grad)
     vars(made).update(torch_private.own_attributes(tensor))
     return made
 
@@ -108,7 +135,8 @@ def _complete(module: nn.Module, name: str, value: Any, new: dict[int, torch.Ten
                 f"{type(module).__name__}.{name} holds random numbers, and is neither a parameter nor a buffer, which "
                 "rank 0 would send; use register_buffer"
             )
-        return recording.value(tensor)
+        new[id(tensor)] = _like(tensor, recording.value(tensor))
+        return new[id(tensor)]
 
     if isinstance(value, (torch.Tensor, list, tuple, dict)):
         completed = map_tensors(complete, value)
@@ -132,10 +160,16 @@ def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
             yield f"{shorten(names)} are views of one memory; make each a parameter of its own, or build as usual"
 
 
-def refuse_late_state(optimizer: Any) -> None:
-    """Raise InputError if `optimizer` has state that was made from weights without values."""
+def refuse_late_use(optimizer: Any, model: nn.Module) -> None:
+    """Raise InputError if `optimizer`, just made, has used weights that have no values yet."""
     for problem in _find_state(optimizer):
         raise InputError(problem)
+    written = [name for name, p in model.named_parameters() if recorded(p) is not None and p._version > 0]
+    if written:
+        raise InputError(
+            f"optimizer: the callable has written into {shorten(written)}, which have no values yet; do that where the "
+            "model is built, or after initialize"
+        )
 
 
 def _find_state(optimizer: Any) -> Iterator[str]:

@@ -27,7 +27,7 @@ def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
 
     Args:
         from_rank0: the values of an ordinary build: rank 0 does that, in host memory, and sends the others what they
-            hold. Take it, too, for models that cannot be built without memory.
+            hold, which build the model without memory.
 
     Example:
         with halfmesh.deferred_init():
@@ -86,7 +86,7 @@ def build(model: Callable[[], Any]) -> nn.Module:
         raise InputError(
             f"model: the callable {name} raised {type(error).__name__}: {error}. It is called without arguments, and "
             "what it builds has no memory (halfmesh.deferred_init); if that is the reason, build the model first and "
-            "pass it, or build it under halfmesh.deferred_init(from_rank0=True)"
+            "pass the model itself"
         ) from error
     return built
 

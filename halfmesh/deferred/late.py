@@ -62,17 +62,28 @@ class Late:
         source: of values.
         device: where they go.
 
+        everyone: what each rank gives.
+
     Attributes:
         words: where the values come from, for people.
         check: is called with each value that this rank holds, and its name; raises if it cannot be used.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], source: _Source, device: torch.device, words: str) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        source: _Source,
+        device: torch.device,
+        words: str,
+        everyone: Callable[[Any], list[Any]],
+    ) -> None:
         self.words = words
         self._left = dict(tensors)
         self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        self._source = source
+        self._source: _Source | None = source
         self._device = device
+        self._everyone = everyone
+        self._problems: list[str] = []
         self._held: set[int] = set()
         self._cuts: Mapping[Any, Cut] = {}
         self.check: Callable[[str, torch.Tensor], None] = lambda name, value: None
@@ -101,20 +112,31 @@ class Late:
             waiting.discard(self._make_next())
 
     def finish(self) -> None:
-        """Make the rest."""
+        """Make the rest. All ranks together.
+
+        Raises:
+            InputError: a value cannot be used; on all ranks.
+        """
         while self._left:
             self._make_next()
+        self._source = None  # it may hold what values were made of
+        for problem in (problem for theirs in self._everyone(self._problems) for problem in theirs):
+            raise InputError(problem)
 
     def _make_next(self) -> int:
         name = next(iter(self._left))
         tensor = self._left.pop(name)
         wanted = id(tensor) in self._held
+        assert self._source is not None
         whole = self._source.whole(name, self._shapes.pop(name), wanted)
         if whole is not None:
             value = self._cuts[tensor](whole) if tensor in self._cuts else whole
             if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                 value = value.clone(memory_format=torch.preserve_format)
-            self.check(name, value)
+            try:
+                self.check(name, value)
+            except InputError as error:
+                self._problems.append(str(error))
             _give(name, tensor, value.to(self._device, tensor.dtype))
         return id(tensor)
 
@@ -135,12 +157,15 @@ def arrange(model: nn.Module, context: ParallelContext) -> Late | None:
         return None
     if everyone[-1][2] and not everyone[0][0]:
         _refuse_differences(everyone[1:], 1)
+        for recording in recordings:
+            recording.end()
         return _from_first(model, everyone[-1][0], context)
     _refuse_differences(everyone, 0)
     for recording in recordings:
+        recording.end()
         recording.seeds = context.from_first(recording.seeds)  # whoever has not seeded torch has others on each rank
     words = f"made where they are held, one of {len(tensors)} tensors at a time"
-    return Late(tensors, _Replay(marks), context.device, words)
+    return Late(tensors, _Replay(marks), context.device, words, context.everyone)
 
 
 def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Late:
@@ -164,7 +189,7 @@ def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext
             values[name] = tensor.data
             _give(name, tensor, torch.empty_like(tensor, device="meta"))
     words = f"built by rank 0, which had all {readable(size)} of them in host memory, and sent one by one"
-    return Late(late, _FromFirst(values, context), context.device, words)
+    return Late(late, _FromFirst(values, context), context.device, words, context.everyone)
 
 
 def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import torch_private
+from ..errors import InputError
 from ..tree import map_tensors
 from .tape import Constant, Made, Op, Tape, View, find, map_leaves, tensors_in
 
@@ -33,6 +34,7 @@ class Recording(torch_private.FakeMode):
         self._alive: list[torch.UntypedStorage] = []  # or numbers would be given twice
         self._answers = hashlib.sha256()
         self._is_inside = False
+        self._is_over = False
         self._latest: Made | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,14 +54,15 @@ class Recording(torch_private.FakeMode):
         """The build is over: what was kept to answer its questions is not needed any more."""
         self._latest = None
 
+    def end(self) -> None:
+        """A model of it has its values now: what still has none, gets none."""
+        self._is_over = True
+
     def digest(self) -> str:
         """The same where all values will be the same, if the seeds are."""
         known = self._answers.copy()
         for op in self._tape.ops:
             known.update(op.describe().encode())
-        for constant in {id(c): c for op in self._tape.ops for c in find((op.args, op.kwargs), Constant)}.values():
-            data = constant.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            known.update(data.numpy().data)
         return known.hexdigest()
 
     @property
@@ -77,6 +80,7 @@ class Recording(torch_private.FakeMode):
         """The value of a tensor of this recording, in memory of its own."""
         return self.value_of(self.view(tensor))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def value_of(self, view: View) -> torch.Tensor:
         """The value of what `view` has said of a tensor of this recording."""
@@ -88,9 +92,15 @@ class Recording(torch_private.FakeMode):
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
-        key = torch_private.storage_id(tensor)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return View(self._numbers[key], tensor.dtype, shape, stride, int(tensor.storage_offset()))
+        key, shape = torch_private.storage_id(tensor), tuple(tensor.shape)
+        if key not in self._numbers:
+            raise _unknown(shape)
+        if tensor.is_conj() or tensor.is_neg():
+            raise InputError(
+                f"a tensor of shape {shape} is a conjugated or negated view, which cannot be made later; build the "
+                "model as usual, and pass the model itself"
+            )
+        return View(self._numbers[key], tensor.dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()))
 
     # -- recording ---------------------------------------------------------------------------------------------
 
@@ -99,6 +109,17 @@ class Recording(torch_private.FakeMode):
         ours = [t for t in found if torch_private.fake_mode_of(t) is self]
         if found and not ours:
             return func(*args, **kwargs)
+        if ours and self._is_over:
+            raise InputError(
+                f"a tensor of shape {tuple(ours[0].shape)} has no value: it was made under halfmesh.deferred_init(), "
+                "and initialize, which gives values to parameters, buffers and attributes of modules, has not seen it; "
+                "make copies of a model (an average of its weights), criteria and data outside, or after initialize"
+            )
+        self._refuse_odd(found)
+        if find((args, kwargs), torch.UntypedStorage):
+            raise _unknown(tuple(found[0].shape))
+        if len({recording_of(t) for t in found} - {None}) > 1:
+            args, kwargs = map_tensors(self._take_over, (args, kwargs))
         written = tensors_in(torch_private.written_arguments(func, args, kwargs))
         if any(torch_private.fake_mode_of(t) is not self for t in written):
             return func(*self._with_values(args), **self._with_values(kwargs))
@@ -106,8 +127,23 @@ class Recording(torch_private.FakeMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except torch_private.DATA_NEEDED:
             return self._answer(func, args, kwargs)
+        self._refuse_odd(tensors_in(result))
         self._note(func, args, kwargs, written, result)
         return result
+
+    def _refuse_odd(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                kind = str(tensor.layout).removeprefix("torch.")
+                raise InputError(
+                    f"a tensor of shape {tuple(tensor.shape)} is {kind}, which cannot be made later; build the model "
+                    "as usual, and pass the model itself"
+                )
+
+    def _take_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of another recording: its value."""
+        other = recording_of(tensor)
+        return tensor if other is None or other is self else other.value(tensor)
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What somebody asks of values, which are made for it."""
@@ -156,9 +192,17 @@ class Recording(torch_private.FakeMode):
         def describe(tensor: torch.Tensor) -> Any:
             if torch_private.fake_mode_of(tensor) is self:
                 return self.view(tensor)
-            return Constant(tensor, tensor._version)
+            return Constant.of(tensor)
 
         return map_tensors(describe, tree)
+
+
+def _unknown(shape: tuple[int, ...]) -> InputError:
+    return InputError(
+        f"a tensor of shape {shape} got its memory in a way that cannot be written down (torch.load or safetensors "
+        "while the model is built without memory, or `tensor.data = ...` of one with values); load before, or after it "
+        "is built: model.load_state_dict"
+    )
 
 
 def recording_of(tensor: object) -> Recording | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +31,32 @@ class View:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor with values, from outside."""
+    """A tensor with values, from outside. A large one is not copied, and may not change until it was used."""
 
     tensor: torch.Tensor
-    version: int
+    digest: str
+    is_copy: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Constant:
+        is_copy = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        return cls(tensor.detach().clone() if is_copy else tensor, _digest(tensor), is_copy)
+
+    def value(self) -> torch.Tensor:
+        if not self.is_copy and _digest(self.tensor) != self.digest:
+            raise InputError(
+                f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
+                "changed after the model had taken it; leave it as it is until initialize has returned, or copy it"
+            )
+        return self.tensor
+
+
+_COPIED_BYTES = 2**20
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
 
 
 @dataclass
@@ -47,10 +71,25 @@ class Op:
     writes: set[int] = field(default_factory=set)
     reads: set[int] = field(default_factory=set)
     seed: int | None = None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def describe(self) -> str:
         """The same on all ranks that do the same."""
-        return repr((str(self.function), self.seed is None, plain((self.args, self.kwargs)), self.makes))
+        arguments = plain((self.args, self.kwargs))
+        return repr((str(self.function), self.seed is None, arguments, self.makes, self.default_dtype))
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """What decides on dtypes is as it was when this was written down, below autograd and autocast."""
+        now = torch.get_default_dtype()
+        with ExitStack() as scopes:
+            scopes.enter_context(torch.inference_mode(False))
+            scopes.enter_context(torch.no_grad())
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                scopes.enter_context(torch.autocast(kind, enabled=False))
+            torch.set_default_dtype(self.default_dtype)
+            scopes.callback(torch.set_default_dtype, now)
+            yield
 
 
 @dataclass
@@ -130,28 +169,21 @@ class Tape:
                 return leaf.of(storages[leaf.memory])
             if isinstance(leaf, torch.Generator):
                 return torch.Generator(leaf.device).manual_seed(op.seed or 0)
-            if not isinstance(leaf, Constant):
-                return leaf
-            if leaf.tensor._version != leaf.version:
-                raise InputError(
-                    f"a tensor of shape {tuple(leaf.tensor.shape)}, from which weights of the deferred model are made, "
-                    "was changed after the model was built; leave it as it is until initialize has returned, or copy it"
-                )
-            return leaf.tensor
+            return leaf.value() if isinstance(leaf, Constant) else leaf
 
         args, kwargs = map_leaves(value, op.args), map_leaves(value, op.kwargs)
         devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
         cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
-        with torch.random.fork_rng(cuda, enabled=op.seed is not None):
+        with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
             if op.seed is not None:
                 torch.manual_seed(op.seed)
             results = tensors_in(op.function(*args, **kwargs))
         for place, view in op.makes:
             result = results[place]
-            if (tuple(result.shape), result.stride()) != (view.shape, view.stride):
+            if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
                 raise InputError(
-                    f"{op.function} laid {tuple(result.shape)} out otherwise than was foreseen while the deferred "
-                    "model was built; build it as usual, and pass the model itself"
+                    f"{op.function} made {tuple(result.shape)} of {result.dtype} otherwise than was foreseen while the "
+                    "deferred model was built; build it as usual, and pass the model itself"
                 )
             if torch_private.leaves_unset(op.function):
                 result.zero_()  # or ranks would start from different leftovers
@@ -185,7 +217,7 @@ def plain(tree: Any) -> Any:
 
     def word(leaf: Any) -> Any:
         if isinstance(leaf, Constant):
-            return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype)
+            return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype), leaf.digest
         return "generator" if isinstance(leaf, torch.Generator) else leaf
 
     return map_leaves(word, tree)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -160,6 +162,94 @@ def test_a_model_that_was_refused_can_be_given_again():
     assert torch.equal(start(model).model[0].weight, start(deferred()).model[0].weight)
 
 
+def test_what_is_done_after_a_refusal_counts():
+    model = deferred()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="the class CrossEntropyLoss was given"):
+        halfmesh.initialize(model, sgd, nn.CrossEntropyLoss, config={}, device="cpu")
+    nn.init.constant_(model[0].weight, 2.0)
+    model[3].load_state_dict(nn.Linear(16, 16).state_dict())
+    assert start(model).model[0].weight.eq(2).all()
+
+
+def test_copies_that_initialize_has_not_seen_say_so():
+    model = deferred()
+    average = copy.deepcopy(model)
+    engine = start(model)
+    with torch.no_grad(), pytest.raises(InputError, match=r"shape \(16, 7\) has no value: it was made under"):
+        average[0].weight.lerp_(engine.model[0].weight, 0.5)
+
+
+def test_values_that_were_taken_are_not_held():
+    large = torch.ones(1000, 1000)
+
+    def build():
+        layer = nn.Linear(1000, 1000)
+        layer.weight.data.copy_(large)
+        return layer
+
+    held = sys.getrefcount(large)
+    engine = halfmesh.initialize(build, lambda params: torch.optim.SGD(params, lr=0.1), config={}, device="cpu")
+    gc.collect()
+    assert sys.getrefcount(large) == held
+    engine.close()
+
+
+def test_an_optimizer_that_writes_into_weights():
+    def write(params):
+        with torch.no_grad():
+            params[0].fill_(0.5)
+        return torch.optim.SGD(params, lr=0.1)
+
+    with pytest.raises(
+        InputError, match=r"optimizer: the callable has written into 0\.weight, which have no values yet"
+    ):
+        halfmesh.initialize(build, write, config={}, device="cpu")
+
+
+class Attributes(nn.Module):
+    """Some are parameters, some are random, some are private, one is there twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.no_decay = [self.layer.bias]
+        self._scale = torch.arange(4.0)
+        self.other = self._scale
+        self.free = {"shift": nn.Parameter(torch.ones(4))}
+
+
+def test_attributes_are_what_they_were():
+    engine = halfmesh.initialize(Attributes, lambda p: torch.optim.SGD(p, lr=0.1), config={}, device="cpu")
+    model = engine.model
+    assert model.no_decay[0] is model.layer.bias
+    assert model._scale.tolist() == [0, 1, 2, 3]
+    assert model.other is model._scale
+    assert type(model.free["shift"]) is nn.Parameter
+
+
+def overflow(rank, world_size):
+    def large():
+        layers = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 4))
+        nn.init.constant_(layers[1].weight, 1e6)
+        return layers
+
+    pipeline = {"size": 2, "microbatches": 2}
+    return said(
+        halfmesh.initialize,
+        large,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        nn.CrossEntropyLoss(),
+        config={"parallel": {"pipeline": pipeline}, "fp16": {"mode": "naive"}},
+        device="cpu",
+    )
+
+
+@pytest.mark.distributed
+def test_a_value_that_one_stage_cannot_hold_is_said_on_all():
+    assert all("'1.weight' holds values up to 1e+06" in found for found in run_ranks(overflow, 2))
+
+
 class Holder(nn.Module):
     """Tensors that are neither parameters nor buffers, a tied weight, and an LSTM, which has weak references."""
 
@@ -255,7 +345,7 @@ def views():
             fails,
             "model: the callable fails raised ValueError: no such file: weights.pt. It is called without arguments",
         ),
-        (reads, "model: the callable reads raised .*build the model first and pass it, or build it under"),
+        (reads, "model: the callable reads raised .*build the model first and pass the model itself"),
         (hooked, "weight have hooks on the gradient, which would be lost; register them after initialize"),
         (views, "0.weight, 1.weight are views of one memory; make each a parameter of its own"),
         (meta, "on the meta device"),

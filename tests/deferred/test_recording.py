@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -139,17 +140,20 @@ def test_weights_that_are_loaded_while_or_after_the_model_is_built():
 
 
 def test_what_values_come_from_may_not_change_before_they_are_made():
-    source = torch.ones(4)
+    """Small ones are copied."""
+    large, small = torch.ones(600, 600), torch.ones(600)
 
     def build():
-        linear = nn.Linear(4, 4)
-        linear.bias.data.copy_(source)
+        linear = nn.Linear(600, 600)
+        linear.weight.data.copy_(large)
+        linear.bias.data.copy_(small)
         return linear
 
     recording, built = record(build)
-    source.add_(1)
-    with pytest.raises(InputError, match=r"shape \(4,\).*was changed after the model was built; leave it"):
-        recording.value(built.bias)
+    large.data.add_(1), small.data.add_(1)
+    assert recording.value(built.bias).eq(1).all()
+    with pytest.raises(InputError, match=r"shape \(600, 600\).*was changed after the model had taken it; leave it"):
+        recording.value(built.weight)
 
 
 def test_values_from_outside_are_in_the_digest():
@@ -280,3 +284,104 @@ def test_only_what_a_value_is_made_of_is_made():
     with Watch():
         recording.value(built[49].bias)
     assert sum("uniform_" in call for call in calls) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_build_counts(dtype):
+    def build():
+        torch.set_default_dtype(dtype)
+        made = torch.full((3,), 0.02), torch.linspace(0, 1, 4), torch.eye(2), torch.randn(4), torch.arange(4) / 4
+        torch.set_default_dtype(torch.float32)
+        return made
+
+    recording, (full, line, eye, drawn, quarters) = record(build)
+    assert {t.dtype for t in (full, line, eye, drawn, quarters)} == {dtype}
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert torch.equal(recording.value(full), torch.full((3,), 0.02, dtype=dtype))
+        assert torch.equal(recording.value(line), torch.linspace(0, 1, 4, dtype=dtype))
+        assert torch.equal(recording.value(eye), torch.eye(2, dtype=dtype))
+        assert recording.value(quarters).tolist() == [0, 0.25, 0.5, 0.75]
+        assert 0 < recording.value(drawn).std() < 5
+        assert not recording.value(full).is_inference()
+
+
+def test_autocast_where_values_are_made_changes_nothing():
+    def build():
+        weight = torch.linspace(0, 1, 36).view(6, 6).clone()
+        return weight.copy_(weight @ weight.T)
+
+    recording, made = record(build)
+    expected = build()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(recording.value(made), expected)
+
+
+def test_one_buffer_that_is_filled_again_and_again():
+    def build():
+        layers, buffer = [nn.Linear(4, 3) for _ in range(2)], np.zeros((3, 4), "float32")
+        for index, layer in enumerate(layers):
+            buffer[:] = index + 1
+            layer.weight.data.copy_(torch.from_numpy(buffer))
+        return layers
+
+    recording, layers = record(build)
+    assert [recording.value(layer.weight).mean().item() for layer in layers] == [1, 2]
+
+
+def test_tensors_of_another_recording():
+    first, one = record(lambda: nn.Linear(4, 4), seed=1)
+    second, two = record(lambda: nn.Linear(4, 4), seed=2)
+    with torch.no_grad():
+        two.weight.copy_(one.weight)
+    assert torch.equal(second.value(two.weight), first.value(one.weight))
+    assert second.digest() != Recording().digest()
+
+
+def conjugated():
+    linear = nn.Linear(4, 4)
+    linear.weight.data.copy_(torch.polar(torch.rand(4), torch.arange(4.0)).conj().imag)
+    return linear
+
+
+def quantised():
+    linear = nn.Linear(4, 4)
+    linear.bias.data.copy_(torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8).dequantize())
+    return linear
+
+
+def sparse():
+    linear = nn.Linear(4, 4)
+    linear.register_buffer("adjacency", torch.eye(4).to_sparse())
+    return linear
+
+
+def replaced():
+    linear = nn.Linear(4, 4)
+    linear.bias.data = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (conjugated, r"shape \(4,\) is a conjugated or negated view, which cannot be made later; build"),
+        (quantised, r"made \(4,\) of torch\.qint8 otherwise than was foreseen"),
+        (sparse, r"shape \(4, 4\) is sparse_coo, which cannot be made later"),
+        (replaced, r"shape \(4,\) got its memory in a way that cannot be written down .*load before, or after"),
+    ],
+)
+def test_what_cannot_be_written_down(build, words):
+    with pytest.raises(InputError, match=words):
+        values(*record(build))
+
+
+def test_a_checkpoint_that_is_loaded_within(tmp_path):
+    torch.save(nn.Linear(4, 4).state_dict(), tmp_path / "weights.pt")
+
+    def build():
+        linear = nn.Linear(4, 4)
+        linear.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+        return linear
+
+    with pytest.raises(InputError, match=r"got its memory in a way that cannot be written down \(torch\.load or"):
+        record(build)
