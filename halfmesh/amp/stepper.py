@@ -50,7 +50,11 @@ class Stepper:
         parts = [grads] if fits and self.publisher is None else self._parts(grads)
         everything = [shard for part in parts for shard, _ in part]
         if fits and len(parts) == 1:
-            self._try_part(everything, everything, total, found_inf)
+            try:
+                self.step_part(everything, total, found_inf)
+            except Exception:
+                self._give_up(everything)
+                raise
             self._publish(everything)
             self._end()
             return
@@ -61,7 +65,11 @@ class Stepper:
         for number, part in enumerate(parts):
             shards = [shard for shard, _ in part]
             self._attach(part, self._staging if self.holdings.streams else None, number)
-            self._try_part(shards, everything, total, found_inf)
+            try:
+                self.step_part(shards, total, found_inf)
+            except Exception:
+                self._give_up(everything)
+                raise
             self._publish(shards)
             for shard in shards:
                 holdings.target(shard).grad = None
@@ -99,24 +107,14 @@ class Stepper:
         if self.publisher is not None:
             self.publisher.stepped(shards)
 
-    def _try_part(
-        self,
-        shards: Sequence[ParamShard],
-        everything: Sequence[ParamShard],
-        total: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        """`step_part`. If a hook of the user's fails in it, the model gets what its masters are all the same, and the
-        others, who wait for it, what this rank has of `everything` that the update steps."""
-        try:
-            self.step_part(shards, total, found_inf)
-        except Exception:
-            for shard in everything:
-                if self.holdings.target(shard) is not shard.param:
-                    self.holdings.target(shard).grad = None
-            self._publish(everything)
-            self._end()
-            raise
+    def _give_up(self, everything: Sequence[ParamShard]) -> None:
+        """A hook of the user's has failed in a part. The model gets what its masters are all the same, and the others,
+        who wait for it, what this rank has of `everything` that the update steps."""
+        for shard in everything:
+            if self.holdings.target(shard) is not shard.param:
+                self.holdings.target(shard).grad = None
+        self._publish(everything)
+        self._end()
 
     def _end(self) -> None:
         if self.publisher is not None:

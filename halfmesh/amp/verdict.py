@@ -121,7 +121,7 @@ def _local_norm(
         each = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
         norm = norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type)
-        norms.append(norm.to(device))
+        norms.append(norm if norm.device == device else norm.to(device))
     if len(norms) == 1:
         return norms[0]
     if not norms:
