@@ -313,4 +313,5 @@ def steps_at_their_own_pace(rank, world_size):
 def test_all_ranks_are_told_by_the_same_step():
     found = run_ranks(steps_at_their_own_pace, 2)
     assert found[0] == found[1]
-    assert 0 < min(found[0]) and max(found[0]) < 4000
+    assert min(found[0]) > 0
+    assert max(found[0]) < 4000  # told, not at the deadline
