@@ -27,7 +27,7 @@ class HostBuffers:
         page-locked, so that the copies go at the speed of the bus."""
         buffers = {name: self._fitting(name, piece.held) for name, piece in pieces.items()}
         for name, piece in pieces.items():
-            buffers[name].copy_(piece.held, non_blocking=True)
+            buffers[name].copy_(piece.held, non_blocking=piece.held.is_cuda)
         for device in {piece.held.device for piece in pieces.values() if piece.held.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         self._buffers = buffers
