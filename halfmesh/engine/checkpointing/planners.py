@@ -98,11 +98,14 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def write(pieces: Pieces, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write what the ranks of `group` hold into `folder`, which is there and empty. All of them together; None: what
-    this rank holds, alone."""
+def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`.
+
+    Args:
+        group: of all ranks, for what they tell each other; None: torch's default one.
+    """
     writer, planner = dcp.FileSystemWriter(folder, sync_files=True), PieceSavePlanner()
-    if group is None:
+    if alone:
         _write_alone(pieces, writer, planner)
     else:
         dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)

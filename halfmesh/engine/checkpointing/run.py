@@ -23,7 +23,7 @@ from . import finding, loading, progress, saving
 from . import folder as folders
 from .background import Background
 from .contents import Holding
-from .together import HostRanks, together
+from .together import together
 
 _log = get_logger(__name__)
 
@@ -59,7 +59,7 @@ def save(run: Run, directory: Path, step: int, keep: int | None, background: Bac
     snapshot = _snapshot(run, step)
     if background is None:
         place = saving.begin(directory, step, run.context)
-        return saving.write(place, snapshot, HostRanks.of(run.context), keep)
+        return saving.write(place, snapshot, run.context, keep)
     copied = together(run.context, "engine.save", lambda: background.buffers.copy(snapshot.pieces))
     snapshot = replace(snapshot, pieces=copied)
     place = saving.begin(directory, step, run.context)

@@ -80,7 +80,7 @@ def begin(directory: Path, step: int, context: ParallelContext) -> Path:
     return place
 
 
-def write(place: Path, snapshot: Snapshot, ranks: HostRanks, keep: int | None) -> Path:
+def write(place: Path, snapshot: Snapshot, ranks: Ranks, keep: int | None) -> Path:
     """Write a checkpoint into `place`, which `begin` made. All ranks together; returns where it is then.
 
     Raises:
@@ -108,7 +108,7 @@ def _failed(directory: Path, step: int) -> str:
     return f"saving step {step} to {directory} failed, and what was saved before is as it was"
 
 
-def _fill(place: Path, what: str, snapshot: Snapshot, ranks: HostRanks, keep: int | None) -> tuple[Path, int]:
+def _fill(place: Path, what: str, snapshot: Snapshot, ranks: Ranks, keep: int | None) -> tuple[Path, int]:
     """Write all files into `place`, and give it its name. Returns that, and the bytes of all of them."""
     together(ranks, what, lambda: _write_rest(place, snapshot, ranks))
     together(ranks, what, lambda: _write_tensors(place, snapshot, ranks))  # with collectives of its own
@@ -125,15 +125,16 @@ def _fill(place: Path, what: str, snapshot: Snapshot, ranks: HostRanks, keep: in
     return final, sum(size for size, _ in files.values())
 
 
-def _write_rest(place: Path, snapshot: Snapshot, ranks: HostRanks) -> None:
+def _write_rest(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
     if ranks.rank == 0:
         progress.write(place / progress.COMMON, snapshot.common)
     progress.write(place / progress.rank_file(ranks.rank), snapshot.own)
 
 
-def _write_tensors(place: Path, snapshot: Snapshot, ranks: HostRanks) -> None:
+def _write_tensors(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+    group = ranks.group if isinstance(ranks, HostRanks) else None
     try:
-        planners.write(snapshot.pieces, place, ranks.group)
+        planners.write(snapshot.pieces, place, ranks.size == 1, group)
     except CheckpointException as error:  # on all ranks, with the reasons of those that failed
         mine = error.failures.get(ranks.rank)
         if mine is not None:
