@@ -6,7 +6,7 @@ from benchmarks import checkpoint_times
 
 
 def test_a_small_one(tmp_path, capsys):
-    subject = checkpoint_times.Subject(1, 32, tmp_path)
+    subject = checkpoint_times.Subject(1, 64, tmp_path)
     found = checkpoint_times.measure(subject, rounds=2)
     assert {len(seconds) for seconds in found.values()} == {2}
     assert all(seconds > 0 for row in found.values() for seconds in row)
