@@ -79,6 +79,7 @@ class Engine(Saving):
         self._division = division
         self._last: StepResult | None = None
         self._closed = False
+        self._background = None
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -142,9 +143,12 @@ class Engine(Saving):
         Raises:
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
+            CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
         if self._closed:
             self._refuse_if_closed()
+        if self._background is not None:
+            self._background.before_step()
         cycle = self._cycle
         if not cycle.fresh and not (last and cycle.begun):
             raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
@@ -215,9 +219,16 @@ class Engine(Saving):
 
         A model that was fp32 is fp32 again, with the masters' values, and whole on every rank where its layers were
         divided (all ranks call this together); the optimizer holds its parameters again.
+
+        Raises:
+            CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
-        self._give_back()
-        self.context.close()
+        try:
+            self.wait_for_save()
+        finally:
+            self._give_back()
+            self.context.close()
+            self._background = None
 
     def _give_back(self, whole: bool = True) -> None:
         """Without `whole`, divided layers stay so: other ranks may be gone."""

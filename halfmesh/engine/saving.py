@@ -16,6 +16,7 @@ from .readings import Readings
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
+    from .checkpointing.background import Background
     from .checkpointing.run import Run
 
 _log = get_logger(__name__)
@@ -29,6 +30,8 @@ class Saving(Readings):
     global_step: int
     _division: Division
     _closed: bool
+    _background: Background | None
+    """Since the first save that did not hold up training."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -69,7 +72,7 @@ class Saving(Readings):
             self._cycle.reducer.note_buffers()
         rank_random.set_rank_random(state["random"], self.context, self._division)
 
-    def save(self, directory: str | Path, *, keep: int | None = None) -> Path:
+    def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
         """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
 
         It holds the tensors of the whole, undivided model, and can be loaded in any layout and precision.
@@ -77,19 +80,38 @@ class Saving(Readings):
         Args:
             directory: a folder that all ranks share; it is made if it is not there.
             keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
+            in_background: return as soon as the state is copied to the host, and write it while training goes on. The
+                copy takes as much memory as what is saved of this rank, and is kept for the next save. The next save,
+                `load`, `close`, `wait_for_save` and the end of the process wait until it is written.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder. With `in_background` it is there when it is complete.
 
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
-            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact.
+            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact. In the
+                background it is raised by the next `step` on all ranks, or by what waits before that.
         """
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.save()")
-        from .checkpointing.run import save  # torch.distributed.checkpoint: only when there is something to save
+        # torch.distributed.checkpoint: only when there is something to save.
+        from .checkpointing.background import Background
+        from .checkpointing.run import save
 
-        return save(self._run, Path(directory), self.global_step, keep)
+        self.wait_for_save()
+        if in_background and self._background is None:
+            self._background = Background(self.context)
+        background = self._background if in_background else None
+        return save(self._run, Path(directory), self.global_step, keep, background)
+
+    def wait_for_save(self) -> None:
+        """Return when what `save(in_background=True)` began is complete, at once if there is nothing.
+
+        Raises:
+            CheckpointError: it failed; raised on all ranks, which call this together.
+        """
+        if self._background is not None:
+            self._background.wait()
 
     def load(self, directory: str | Path) -> Path:
         """Go on from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
@@ -110,6 +132,7 @@ class Saving(Readings):
         self._refuse_if_closed()
         from .checkpointing.run import load
 
+        self.wait_for_save()
         place, self.global_step = load(self._run, Path(directory))
         return place
 

@@ -120,6 +120,14 @@ class ParallelContext:
         return self._axis_groups[axis]
 
     @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All ranks, over gloo, for what hosts do beside training. Made when first asked for, by all ranks together;
+        None in a world of one rank."""
+        if self.size > 1 and "host" not in self._axis_groups:
+            self._axis_groups["host"] = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._axis_groups.get("host")
+
+    @property
     def groups(self) -> dict[str, str]:
         """The axis of each group that was made so far, by the group's name."""
         return {

@@ -18,7 +18,7 @@ def make_engine(mode, device):
     return halfmesh.initialize(MLP(dropout=0.3), adamw, nn.CrossEntropyLoss(), loader, config, device=device)
 
 
-def losses_from(engine, batches, save_at=None, folder=None):
+def losses_from(engine, batches, save_at=None, folder=None, **how):
     seen = []
     while True:
         for x, y in engine.dataloader:
@@ -28,14 +28,16 @@ def losses_from(engine, batches, save_at=None, folder=None):
             engine.step()
             seen.append(loss.item())
             if len(seen) == save_at:
-                engine.save(folder)
+                engine.save(folder, **how)
             if len(seen) == batches:
+                engine.wait_for_save()
                 return seen
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_it_goes_on_bit_by_bit(mode, tmp_path):
-    expected = losses_from(make_engine(mode, "cuda"), 26, 6, tmp_path)[6:]
+def test_it_goes_on_bit_by_bit(mode, in_background, tmp_path):
+    expected = losses_from(make_engine(mode, "cuda"), 26, 6, tmp_path, in_background=in_background)[6:]
     other = make_engine(mode, "cuda")
     losses_from(other, 2)
     other.load(tmp_path)

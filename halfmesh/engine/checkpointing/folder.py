@@ -128,6 +128,11 @@ def begin(folder: Path, step: int) -> Path:
     return unfinished
 
 
+def final_place(unfinished: Path) -> Path:
+    """Where a checkpoint that `begin` began is when it is complete."""
+    return unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))
+
+
 def finish(unfinished: Path, keep: int | None) -> Path:
     """Give a complete checkpoint its name, and remove those that it takes the place of.
 
@@ -135,7 +140,7 @@ def finish(unfinished: Path, keep: int | None) -> Path:
         keep: how many to keep, this one included; None: all, but one for each step.
     """
     sync(unfinished)
-    final = unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))
+    final = final_place(unfinished)
     unfinished.rename(final)
     sync(final.parent)
     step = final.name.partition(".")[0]

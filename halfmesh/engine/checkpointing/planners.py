@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -97,11 +98,27 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def write(pieces: Pieces, folder: Path, alone: bool) -> None:
-    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`."""
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
-    with _no_word_of_being(alone):
-        dcp.save(dict(pieces), storage_writer=writer, planner=PieceSavePlanner(), no_dist=alone)
+def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`.
+
+    Args:
+        group: of all ranks, for what they tell each other; None: torch's default one.
+    """
+    writer, planner = dcp.FileSystemWriter(folder, sync_files=True), PieceSavePlanner()
+    if alone:
+        _write_alone(pieces, writer, planner)
+    else:
+        dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+
+
+def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSavePlanner) -> None:
+    """(`dcp.save` warns of a single process, and a thread cannot silence that for itself.)"""
+    planner.set_up_planner(dict(pieces), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(final, planner).wait()])
 
 
 def read(pieces: Pieces, reader: SafeReader, alone: bool) -> None:

@@ -20,8 +20,8 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values and tensors; on disk when this returns.
+def as_bytes(content: Mapping[str, Any]) -> bytes:
+    """Plain values and tensors as they stand in a file.
 
     Raises:
         InputError: something in `content` is an object that only code could make again.
@@ -30,14 +30,19 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         refuse_objects(key, value)
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
+    return buffer.getvalue()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write what `as_bytes` made; on disk when this returns."""
     with open(path, "wb") as file:
-        file.write(buffer.getbuffer())
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote, on the CPU."""
+    """What `as_bytes` was given, on the CPU."""
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from .. import rank_random
 from ..cycle import GradientCycle
 from ..dataloader import EngineDataLoader
 from ..scheduling import LRAdvance
-from . import finding, loading, saving
+from . import finding, loading, progress, saving
+from . import folder as folders
+from .background import Background
 from .contents import Holding
+from .together import together
 
 _log = get_logger(__name__)
 
@@ -50,8 +53,22 @@ class Run:
         return dict(zip(("pipeline", "data", "tensor"), self.context.shape, strict=True))
 
 
-def save(run: Run, directory: Path, step: int, keep: int | None) -> Path:
-    """`Engine.save`."""
+def save(run: Run, directory: Path, step: int, keep: int | None, background: Background | None) -> Path:
+    """`Engine.save`: in `background`, where there is one."""
+    saving.refuse_arguments(directory, keep, background is not None, run.context)
+    snapshot = _snapshot(run, step)
+    if background is None:
+        place = saving.begin(directory, step, run.context)
+        return saving.write(place, snapshot, run.context, keep)
+    copied = together(run.context, "engine.save", lambda: background.buffers.copy(snapshot.pieces))
+    snapshot = replace(snapshot, pieces=copied)
+    place = saving.begin(directory, step, run.context)
+    background.start(lambda ranks: saving.write(place, snapshot, ranks, keep))
+    return folders.final_place(place)
+
+
+def _snapshot(run: Run, step: int) -> saving.Snapshot:
+    """All that is saved; the tensors of model and optimizer are not copied."""
     run.lr.settle()
     scheduler = run.lr.scheduler
     pieces, common = saving.collect(
@@ -76,7 +93,8 @@ def save(run: Run, directory: Path, step: int, keep: int | None) -> Path:
         "config": run.config.model_dump(mode="json"),
         "versions": saving.versions(),
     }
-    return saving.save(directory, saving.Snapshot(pieces, common, own, about), run.context, keep)
+    plain = together(run.context, "engine.save", lambda: (progress.as_bytes(common), progress.as_bytes(own)))
+    return saving.Snapshot(pieces, *plain, about)
 
 
 def load(run: Run, directory: Path) -> tuple[Path, int]:

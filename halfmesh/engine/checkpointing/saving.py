@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ...parallel.context import ParallelContext
 from . import folder as folders
 from . import planners, progress
 from .contents import MODEL, Holding, Pieces, join_groups, without_empty
-from .together import together
+from .together import HostRanks, Ranks, together
 
 _log = get_logger(__name__)
 
@@ -29,14 +30,14 @@ class Snapshot:
 
     Attributes:
         pieces: of the model and the optimizer's state.
-        common: the same on all ranks.
-        own: of this rank alone.
+        common: `common.pt`, the same on all ranks.
+        own: `rank-00000.pt`, of this rank alone.
         about: for `manifest.json`.
     """
 
     pieces: Pieces
-    common: Mapping[str, Any]
-    own: Mapping[str, Any]
+    common: bytes
+    own: bytes
     about: Mapping[str, Any]
 
 
@@ -65,57 +66,77 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     }
 
 
-def save(directory: Path, snapshot: Snapshot, context: ParallelContext, keep: int | None) -> Path:
-    """Write a checkpoint into `directory`. All ranks together; returns where it is.
+def begin(directory: Path, step: int, context: ParallelContext) -> Path:
+    """Make the folder that a checkpoint is written into. All ranks together.
+
+    Raises:
+        CheckpointError: it could not be made, or is not there on some rank; raised on all of them.
+    """
+    what = _failed(directory, step)
+    unfinished = together(context, what, lambda: folders.begin(directory, step) if context.rank == 0 else None)
+    place: Path = context.from_first(unfinished)
+    with _removed_after_an_error(place, context):
+        together(context, what, lambda: _refuse_unseen(place))
+    return place
+
+
+def write(place: Path, snapshot: Snapshot, ranks: Ranks, keep: int | None) -> Path:
+    """Write a checkpoint into `place`, which `begin` made. All ranks together; returns where it is then.
 
     Raises:
         CheckpointError: it could not be written, on some rank; raised on all of them. What was there before is intact.
     """
-    _refuse_other_arguments(directory, keep, context)
-    what = f"saving to {directory} failed, and what was saved before is as it was"
     step = snapshot.about["step"]
-    unfinished = together(context, what, lambda: folders.begin(directory, step) if context.rank == 0 else None)
-    place: Path = context.from_first(unfinished)
-    try:
-        final, size = _fill(place, what, snapshot, context, keep)
-    except HalfmeshError:
-        if context.rank == 0:  # the disk may be full
-            shutil.rmtree(place, ignore_errors=True)
-        raise
-    if context.rank == 0:
+    with _removed_after_an_error(place, ranks):
+        final, size = _fill(place, _failed(place.parent, step), snapshot, ranks, keep)
+    if ranks.rank == 0:
         _log.info("saved step %d to %s: %.1f MB", step, final, size / 2**20)
     return final
 
 
-def _fill(place: Path, what: str, snapshot: Snapshot, context: ParallelContext, keep: int | None) -> tuple[Path, int]:
+@contextmanager
+def _removed_after_an_error(place: Path, ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except HalfmeshError:
+        if ranks.rank == 0:  # the disk may be full
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def _failed(directory: Path, step: int) -> str:
+    return f"saving step {step} to {directory} failed, and what was saved before is as it was"
+
+
+def _fill(place: Path, what: str, snapshot: Snapshot, ranks: Ranks, keep: int | None) -> tuple[Path, int]:
     """Write all files into `place`, and give it its name. Returns that, and the bytes of all of them."""
-    together(context, what, lambda: _refuse_unseen(place))
-    together(context, what, lambda: _write_rest(place, snapshot, context))
-    together(context, what, lambda: _write_tensors(place, snapshot, context))  # with collectives of its own
-    mine = together(context, what, lambda: folders.describe(place, _written(place, context.rank)))
-    files = {name: known for theirs in context.everyone(mine) for name, known in theirs.items()}
+    together(ranks, what, lambda: _write_rest(place, snapshot, ranks))
+    together(ranks, what, lambda: _write_tensors(place, snapshot, ranks))  # with collectives of its own
+    mine = together(ranks, what, lambda: folders.describe(place, _written(place, ranks.rank)))
+    files = {name: known for theirs in ranks.everyone(mine) for name, known in theirs.items()}
 
     def complete() -> Path | None:
-        if context.rank != 0:
+        if ranks.rank != 0:
             return None
         folders.Manifest(files, snapshot.about).write(place)
         return folders.finish(place, keep)
 
-    final: Path = context.from_first(together(context, what, complete))
+    final: Path = ranks.from_first(together(ranks, what, complete))
     return final, sum(size for size, _ in files.values())
 
 
-def _write_rest(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
-    if context.rank == 0:
+def _write_rest(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+    if ranks.rank == 0:
         progress.write(place / progress.COMMON, snapshot.common)
-    progress.write(place / progress.rank_file(context.rank), snapshot.own)
+    progress.write(place / progress.rank_file(ranks.rank), snapshot.own)
 
 
-def _write_tensors(place: Path, snapshot: Snapshot, context: ParallelContext) -> None:
+def _write_tensors(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+    group = ranks.group if isinstance(ranks, HostRanks) else None
     try:
-        planners.write(snapshot.pieces, place, alone=context.size == 1)
+        planners.write(snapshot.pieces, place, ranks.size == 1, group)
     except CheckpointException as error:  # on all ranks, with the reasons of those that failed
-        mine = error.failures.get(context.rank)
+        mine = error.failures.get(ranks.rank)
         if mine is not None:
             raise mine[0] from error
 
@@ -133,10 +154,11 @@ def _refuse_unseen(place: Path) -> None:
         )
 
 
-def _refuse_other_arguments(directory: Path, keep: int | None, context: ParallelContext) -> None:
+def refuse_arguments(directory: Path, keep: int | None, in_background: bool, context: ParallelContext) -> None:
+    """Raise InputError if they are wrong, or not the same on all ranks."""
     if keep is not None and (type(keep) is not int or keep < 1):
         raise InputError(f"engine.save: keep={keep!r} is not a number of checkpoints; give 1 or more, or None for all")
-    if not context.agree(json.dumps([str(directory), keep])):
+    if not context.agree(json.dumps([str(directory), keep, in_background])):
         raise InputError("engine.save was called with different arguments on each rank; give the same on all of them")
 
 
