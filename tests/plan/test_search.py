@@ -130,6 +130,30 @@ def build():
     assert "no repeated blocks" in checkpoint
 
 
+PICKY = """
+import torch
+from torch import nn
+class Picky(nn.Linear):
+    def forward(self, x):
+        if len(x) in {rows}:
+            raise ValueError(f"{{len(x)}} rows")
+        return super().forward(x)
+def build():
+    return nn.Sequential(Picky(64, 64), nn.Linear(64, 64)), torch.zeros(4, 64)
+"""
+
+
+def test_what_a_dry_run_refuses_is_not_listed(tmp_path, monkeypatch):
+    (tmp_path / "picky.py").write_text(PICKY.format(rows=(1, 3)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, found = find(8000, 2, model="picky:build", rows=6, modes=("naive-bf16", "torch-bf16"))
+    assert {row.candidate.mesh for row in found.listed} == {Mesh(2, 1, 1, 8)}
+    assert {row.candidate.rows // row.candidate.microbatches for row in found.listed} == {2}
+    refused = [note for note in found.notes if "raised ValueError: 3 rows" in note]
+    assert [note.partition(",")[0] for note in refused if "dp 2 zero1" in note] == ["naive-bf16"]
+    assert "dp 2 zero1, 3 rows, and what is divided and called alike: " in refused[0]
+
+
 def test_without_inputs(tmp_path, monkeypatch):
     (tmp_path / "bare.py").write_text("import llama\ndef build(): return llama.small()[0]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
