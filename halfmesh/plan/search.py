@@ -39,6 +39,7 @@ class Found:
         counted: candidates that were looked at.
         runs: dry runs that were made.
         notes: what was left out, and why.
+        problems: if nothing could be run at all, whatever the memory: why, each reason once.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class Found:
     counted: int = 0
     runs: int = 0
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def search(wish: Wish, workers: Workers, say: Callable[[str], None] = lambda text: None) -> Found:
@@ -97,6 +99,7 @@ class _Search:
         self._tried: list[Row] = []
         self._refused: set[tuple[object, ...]] = set()
         self._composing: dict[Candidate, bool] = {}
+        self._reasons: dict[str, None] = {}
         self._errors: dict[tuple[object, ...], float] = {}
         """Of a family of layouts: what a dry run needed, by what was estimated."""
 
@@ -120,6 +123,11 @@ class _Search:
             more = order([row for row in rest if row.fits], max(0, self._wish.top - len(tried)))
             found.listed = [*tried[: self._wish.top], *more]
         else:
+            if not self._tried:
+                found.problems = list(self._reasons) or [
+                    f"none of the layouts that divide {found.rows} row(s) can be had with --mode "
+                    f"{', '.join(self._wish.modes)}; change --global-batch, or leave --mode out"
+                ]
             found.closest = min(self._tried, key=lambda row: row.memory, default=None)
         found.runs = len(self._tried)
         return found
@@ -138,7 +146,8 @@ class _Search:
         again = "" if kinds[0][1] == "off" else f", activation_checkpoint {kinds[0][1]}"
         self._say(f"{names}{again}: dry runs of single ranks to estimate from")
         profiles, problems = find_profiles(kinds, self._workers, wish.model, wish.batch, self._facts, self._composes)
-        self._found.notes += problems
+        self._found.notes += [f"{name} is left out: {problem}" for name, problem in problems.items()]
+        self._reasons |= dict.fromkeys(problems.values())
         before = len(self._estimates)
         for (mode, checkpoint), profile in profiles.items():
             for candidate in choices.make_candidates(mode, checkpoint, self._meshes, self._found.rows, self._facts):
@@ -181,6 +190,7 @@ class _Search:
         run = dry_run_with(self._workers, c.config, wish.world_size, wish.model, wish.batch, c.rows)
         if run.problems:
             self._refused.add(_likeness(c))
+            self._reasons |= dict.fromkeys(run.problems)
             self._found.notes.append(f"{c}, and what is divided and called alike: {run.problems[0]}")
             return
         real = measured(row, run)

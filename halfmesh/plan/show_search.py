@@ -12,11 +12,16 @@ from .writing import short
 if TYPE_CHECKING:
     from .search import Found, Wish
 
+_MOST_REASONS = 5
 _TITLES = ("", "", "memory", "bubble", "between nodes", "within a node", "")
 
 
 def lines(found: Found, wish: Wish) -> Iterator[str]:
     """The list of the best, and why the first is the first."""
+    if found.problems:
+        yield f"nothing of this can be run, with any memory, so there is nothing to compare; {found.counted} candidates"
+        yield from (f"  {problem}" for problem in found.problems[:_MOST_REASONS])
+        return
     yield (
         f"{found.counted} candidates on {wish.world_size} rank(s), {wish.node} to a node, each with {found.rows} rows "
         f"in an update; {found.runs} dry run(s)"
@@ -62,6 +67,7 @@ def as_json(found: Found, wish: Wish) -> dict[str, Any]:
         "candidates": found.counted,
         "dry_runs": found.runs,
         "notes": found.notes,
+        "problems": found.problems,
         "reason": found.reason,
         "chosen": None if found.chosen is None else _row(found.chosen),
         "closest": None if found.closest is None else _row(found.closest),

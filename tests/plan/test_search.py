@@ -12,6 +12,7 @@ from halfmesh.errors import InputError
 from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh, read_modes
 from halfmesh.plan.dry_run import dry_run_with, needed
 from halfmesh.plan.search import search
+from halfmesh.plan.show_search import lines
 from halfmesh.plan.wish import Wish
 from halfmesh.plan.workers import Workers
 from halfmesh.plan.writing import write
@@ -154,6 +155,32 @@ def test_what_a_dry_run_refuses_is_not_listed(tmp_path, monkeypatch):
     assert "dp 2 zero1, 3 rows, and what is divided and called alike: " in refused[0]
 
 
+def test_nothing_can_be_run(tmp_path, monkeypatch):
+    (tmp_path / "never.py").write_text(PICKY.format(rows=(1, 2, 3, 4)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wish, found = find(8000, 1, model="never:build", modes=("naive-bf16", "fp32"))
+    assert (found.chosen, found.closest, found.counted, found.runs) == (None, None, 0, 0)
+    assert found.problems == ["--model: calling the model with [2, 64] torch.float32 raised ValueError: 2 rows"]
+    first, *reasons = lines(found, wish)
+    assert first.startswith("nothing of this can be run, with any memory")
+    assert reasons == [f"  {found.problems[0]}"]
+
+
+def test_dry_runs_that_all_fail(tmp_path, monkeypatch):
+    (tmp_path / "hardly.py").write_text(PICKY.format(rows=(1, 3)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, found = find(8000, 1, model="hardly:build", rows=3)
+    assert (found.chosen, found.closest, found.counted, found.runs) == (None, None, 2, 0)
+    assert {problem.rpartition(": ")[2] for problem in found.problems} == {"1 rows", "3 rows"}
+
+
+def test_without_parameters(tmp_path, monkeypatch):
+    (tmp_path / "hollow.py").write_text("from torch import nn\ndef build(): return nn.Sequential()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=r"hollow:build: Sequential has no parameters, .* return a model with weights"):
+        find(8000, 1, model="hollow:build")
+
+
 def test_without_inputs(tmp_path, monkeypatch):
     (tmp_path / "bare.py").write_text("import llama\ndef build(): return llama.small()[0]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -191,6 +218,13 @@ def test_modes():
 def test_apex_is_for_whole_models():
     _, found = find(10000, 2, modes=("apex-fp16",))
     assert {(row.candidate.strategy, row.candidate.mesh) for row in found.listed} == {("replicate", Mesh(1, 2, 1, 8))}
+
+
+def test_no_layout_composes():
+    _, found = find(10000, 2, modes=("apex-fp16",), rows=1)
+    assert (found.chosen, found.counted) == (None, 0)
+    (problem,) = found.problems
+    assert problem.startswith("none of the layouts that divide 1 row(s) can be had with --mode apex-fp16")
 
 
 def test_schedules():
