@@ -9,7 +9,7 @@ import halfmesh
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError
-from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh, read_modes
+from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh, divisors, read_modes
 from halfmesh.plan.dry_run import dry_run_with, needed
 from halfmesh.plan.search import search
 from halfmesh.plan.show_search import lines
@@ -200,12 +200,21 @@ def test_rows_that_cannot_be_divided():
         ({"node": 0}, "--gpus-per-node 0"),
         ({"rows": 0}, "--global-batch 0"),
         ({"top": 0}, "--top 0"),
+        ({"world_size": 2 * 10**9}, "--world-size 2000000000: at most 16,384, or"),
+        ({"rows": 2 * 10**9}, "--global-batch 2000000000: at most 16,777,216, or"),
         ({"device": "cdua"}, "--device cdua: allowed: cpu, cuda; did you mean 'cuda'"),
     ],
 )
 def test_what_is_no_wish(keys, words):
     with pytest.raises(InputError, match=words):
         Wish("llama:small", **({"world_size": 4, "limit": 1} | keys))
+
+
+def test_divisors():
+    assert divisors(1) == (1,)
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert divisors(13) == (1, 13)
+    assert len(divisors(2 * 10**9)) == 110
 
 
 def test_modes():
