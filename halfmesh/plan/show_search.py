@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..key_checks import find_advice
 from ..memory import readable
 from .ranking import CRITERIA, Row, find_best
 from .writing import short
@@ -47,8 +48,14 @@ def lines(found: Found, wish: Wish) -> Iterator[str]:
     yield f"chosen: {found.chosen.candidate}"
     if found.reason:
         yield f"  before the second by {found.reason}"
+    yield from (f"  advice: {finding}" for finding in _advice(found.chosen))
     if not found.chosen.has_room:
         yield f"  it fits, with less than a tenth to spare: {readable(found.chosen.memory)} of {readable(wish.limit)}"
+
+
+def _advice(row: Row) -> list[str]:
+    """What `check` would say of a config: keys that are not searched, and could do better."""
+    return [str(finding) for finding in find_advice(row.candidate.config)]
 
 
 def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
@@ -70,6 +77,7 @@ def as_json(found: Found, wish: Wish) -> dict[str, Any]:
         "problems": found.problems,
         "reason": found.reason,
         "chosen": None if found.chosen is None else _row(found.chosen),
+        "advice": [] if found.chosen is None else _advice(found.chosen),
         "closest": None if found.closest is None else _row(found.closest),
         "listed": [_row(row) | {"not_dominated": is_best} for row, is_best in zip(found.listed, best, strict=True)],
     }

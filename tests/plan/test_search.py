@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from dist_harness import run_ranks
 
@@ -12,7 +14,7 @@ from halfmesh.errors import InputError
 from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh, divisors, read_modes
 from halfmesh.plan.dry_run import dry_run_with, needed
 from halfmesh.plan.search import search
-from halfmesh.plan.show_search import lines
+from halfmesh.plan.show_search import as_json, lines
 from halfmesh.plan.wish import Wish
 from halfmesh.plan.workers import Workers
 from halfmesh.plan.writing import write
@@ -234,6 +236,17 @@ def test_no_layout_composes():
     assert (found.chosen, found.counted) == (None, 0)
     (problem,) = found.problems
     assert problem.startswith("none of the layouts that divide 1 row(s) can be had with --mode apex-fp16")
+
+
+def test_advice_on_the_choice():
+    wish, found = find(10000, 2, modes=("torch-bf16",))
+    gathered = replace(found.chosen.candidate, strategy="fsdp")
+    assert not any("advice:" in line for line in lines(found, wish))
+    assert as_json(found, wish)["advice"] == []
+    found.chosen = replace(found.chosen, candidate=gathered)
+    (advice,) = [line for line in lines(found, wish) if "advice:" in line]
+    assert advice.startswith("  advice: parallel.data.param_dtype: weights are gathered in float32; ")
+    assert as_json(found, wish)["advice"] == [advice.removeprefix("  advice: ")]
 
 
 def test_schedules():
