@@ -10,8 +10,8 @@ from .candidates import DEFAULT_MODES
 
 MOST_RANKS = 2**14
 MOST_ROWS = 2**24
-"""A dry run makes the groups of all ranks, and fsdp a piece of each parameter for each data rank: with thousands of these
-it takes minutes. Rows up to so many have a few hundred divisors at most."""
+"""A dry run makes the groups of all ranks, and fsdp a piece of each parameter for each data rank: with thousands
+of them it takes minutes. Rows up to so many have a few hundred divisors at most."""
 
 
 @dataclass(frozen=True)
