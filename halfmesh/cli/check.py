@@ -37,6 +37,7 @@ def check(
     gpus_per_node: Annotated[
         int | None, typer.Option(help="With --picture: mark the nodes, of so many devices.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="With --picture: replace a file that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say whether a config can run, and list everything that is wrong with it.
@@ -57,8 +58,9 @@ def check(
     right = bool(loaded) and not problems and not findings
     if loaded and get_layout(loaded, world_size).data > 1:
         findings += find_advice(loaded)
-    if gpus_per_node is not None and picture is None:
-        raise typer.BadParameter("--gpus-per-node says something about --picture, which is missing")
+    for option, is_given in (("--gpus-per-node", gpus_per_node is not None), ("--force", force)):
+        if is_given and picture is None:
+            raise typer.BadParameter(f"{option} says something about --picture, which is missing")
     if model is None:
         if batch or gpu_memory or picture:
             raise typer.BadParameter(
@@ -68,7 +70,7 @@ def check(
     else:
         with contextlib.redirect_stdout(sys.stderr):
             if picture is not None:
-                _refuse_picture(picture, gpus_per_node)
+                _refuse_picture(picture, gpus_per_node, force)
             planned = _Planned(
                 loaded, right, world_size, device, model, tuple(batch or ()), gpu_memory, bool(context.obj)
             )
@@ -84,14 +86,14 @@ def check(
     raise typer.Exit(0 if plan and (planned is None or planned.fits) else 1)
 
 
-def _refuse_picture(path: Path, node: int | None) -> None:
+def _refuse_picture(path: Path, node: int | None, may_replace: bool) -> None:
     from ..errors import InputError
     from ..plan import picture
 
     if node is not None and node < 1:
         raise typer.BadParameter(f"--gpus-per-node {node}: it must be at least 1")
     try:
-        picture.refuse_path(path)
+        picture.refuse_path(path, may_replace)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -35,7 +35,7 @@ def plan(
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
     top: Annotated[int, typer.Option(help="Layouts that are listed.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Write the chosen config there, a .py file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw who holds what: a .png or .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -62,7 +62,7 @@ def plan(
         if out is not None:
             writing.refuse_path(out, force)
         if picture is not None:
-            pictures.refuse_path(picture)
+            pictures.refuse_path(picture, force)
         with (
             contextlib.redirect_stdout(sys.stderr),  # what the model prints is not part of the answer
             Workers(max(2, count_cores()) if is_fresh else 1, is_fresh) as workers,

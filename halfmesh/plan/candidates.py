@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from ..compat import get_rows
@@ -143,9 +145,11 @@ def make_meshes(world_size: int, node: int, facts: ModelFacts) -> list[Mesh]:
     ]
 
 
-def divisors(number: int) -> list[int]:
+@cache
+def divisors(number: int) -> tuple[int, ...]:
     """All of them, in order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def refuse_batch(rows: int, meshes: Sequence[Mesh]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,11 +158,11 @@ def choose_counts(config: Config) -> tuple[int, int] | None:
     pipeline = config.parallel.pipeline
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
-    fitting = [n for n in range(2, wanted) if not any(schedule.find_problems(size, pipeline.chunks, n))]
     # One more than what is under way on the first rank: then forwards meet gradients. An interleaved one has up to
     # 2 (p - 1) + (v - 1) p forwards of stages under way, of which a microbatch has v.
     least = {"gpipe": 2}.get(pipeline.schedule, 3 * size if pipeline.chunks > 1 else size + 1)
-    enough = [n for n in fitting if n >= least]
+    fitting = (n for n in range(least, wanted) if not any(schedule.find_problems(size, pipeline.chunks, n)))
+    enough = list(islice(fitting, 2))
     if len(enough) < 2 or enough[0] + enough[1] > 0.75 * wanted:
         return None
     return enough[0], enough[1]

@@ -14,7 +14,7 @@ from .. import torch_private
 from ..compilation import find_blocks
 from ..config.load import load_config
 from ..division_plans import Plans, make_plans
-from ..errors import ConfigError, HalfmeshError
+from ..errors import ConfigError, HalfmeshError, InputError
 from . import subject
 from .candidates import CHECKPOINTS, CHUNKS, STRATEGIES
 from .tracker import Tracker
@@ -61,17 +61,22 @@ def find_facts(reference: str, batch: Sequence[str], tensors: Sequence[int], pip
     """Look at the model that `reference` builds (see `subject.make`), with these sizes of the axes.
 
     Raises:
-        InputError: it cannot be built.
+        InputError: it cannot be built, or has no parameters.
     """
     with torch_private.dry_run_mode(), Tracker():
         given = subject.make(reference, batch)
         model = given.model
         sizes = [param.numel() for param in model.parameters()]
+        if not sizes:
+            raise InputError(
+                f"--model {reference}: {type(model).__name__} has no parameters, so there is nothing to train; let it "
+                "return a model with weights"
+            )
         blocks = [
             sum(p.numel() for p in model.get_submodule(n).parameters()) for n in dict.fromkeys(find_blocks(model))
         ]
         facts = ModelFacts(
-            sum(sizes), max(sizes, default=0), max(blocks, default=0), max(0, sum(sizes) - sum(blocks)), given.rows, {}
+            sum(sizes), max(sizes), max(blocks, default=0), max(0, sum(sizes) - sum(blocks)), given.rows, {}
         )
         facts.stages[1] = (Stage(float(facts.numel), 1.0),)
         trial = _Trial(model, facts)

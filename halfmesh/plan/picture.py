@@ -12,6 +12,7 @@ from ..errors import InputError, did_you_mean
 from ..memory import readable
 from .dry_run import DryRun, needed
 from .holdings import compress, find_holdings
+from .writing import refuse_target
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -54,17 +55,16 @@ class Grid:
     cells: list[list[Cell | None]]
 
 
-def refuse_path(path: Path) -> None:
+def refuse_path(path: Path, may_replace: bool) -> None:
     """Before anything is drawn.
 
     Raises:
-        InputError: the ending is another, the directory is not there, or matplotlib is missing.
+        InputError: the ending is another, matplotlib is missing, or see `writing.refuse_target`.
     """
     if path.suffix.lower() not in ENDINGS:
         near = did_you_mean(path.suffix, ENDINGS)
         raise InputError(f"--picture {path}: a name that ends in {' or '.join(ENDINGS)} says the format{near}")
-    if not path.resolve().parent.is_dir():
-        raise InputError(f"--picture {path}: there is no directory {path.resolve().parent}")
+    refuse_target(path, "--picture", may_replace)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -82,7 +82,7 @@ def draw(
         run: of this config; has the bytes of some ranks.
         node: devices of a node, if that is known.
     """
-    refuse_path(path)
+    refuse_path(path, may_replace=True)  # whoever asks for a picture has been asked before
     _draw(path, make_grid(config, run, find_holdings(config, model, batch), node))
 
 

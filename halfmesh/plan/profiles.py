@@ -28,8 +28,12 @@ def find_profiles(
     batch: tuple[str, ...],
     facts: ModelFacts,
     composes: Callable[[Candidate], bool] = lambda candidate: True,
-) -> tuple[dict[Kind, Profile], list[str]]:
-    """The profile of each kind, and why there is none of the others. `composes`: whether a mode has such a layout."""
+) -> tuple[dict[Kind, Profile], dict[str, str]]:
+    """The profile of each kind, and why there is none of the others, by their names.
+
+    Args:
+        composes: whether a mode has such a layout.
+    """
     calls, owners = [], []
     for kind in kinds:
         for candidate in filter(composes, _probes(kind, facts)):
@@ -45,7 +49,7 @@ def find_profiles(
         else:
             problems.setdefault(kind, figures[0])
     profiles = {kind: _make(kind, found[kind], facts) for kind in kinds if kind not in problems}
-    return profiles, [f"{_name(kind)} is left out: {problem}" for kind, problem in problems.items()]
+    return profiles, {_name(kind): problem for kind, problem in problems.items()}
 
 
 def _name(kind: Kind) -> str:

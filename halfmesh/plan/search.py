@@ -22,6 +22,8 @@ _AT_ONCE = 4
 """Layouts whose dry runs are made before they are compared."""
 _ROUNDS = 3
 """Of these, for each precision and recomputation, if none fits."""
+_MOST_REFUSED = 32
+"""Dry runs that may fail, in a whole search, before no more are tried."""
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Found:
         counted: candidates that were looked at.
         runs: dry runs that were made.
         notes: what was left out, and why.
+        problems: if nothing could be run at all, whatever the memory: why, each reason once.
     """
 
     rows: int
@@ -47,6 +50,7 @@ class Found:
     counted: int = 0
     runs: int = 0
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def search(wish: Wish, workers: Workers, say: Callable[[str], None] = lambda text: None) -> Found:
@@ -93,8 +97,9 @@ class _Search:
         self._found = found
         self._estimates: list[Row] = []
         self._tried: list[Row] = []
-        self._refused: set[Candidate] = set()
+        self._refused: set[tuple[object, ...]] = set()
         self._composing: dict[Candidate, bool] = {}
+        self._reasons: dict[str, None] = {}
         self._errors: dict[tuple[object, ...], float] = {}
         """Of a family of layouts: what a dry run needed, by what was estimated."""
 
@@ -105,17 +110,25 @@ class _Search:
             self._try_best(kinds)
             if any(row.has_room for row in self._tried):
                 break
+        if not any(row.fits for row in self._tried):
+            self._try_smallest()
         fitting = [row for row in self._tried if row.fits]
         if fitting:
             tried = order(fitting, len(fitting))
             found.chosen = tried[0]
             found.reason = why(tried[0], tried[1], tried) if len(tried) > 1 else ""
             layouts = {row.candidate.layout for row in tried}
-            rest = [row for row in map(self._corrected, self._estimates) if row.candidate.layout not in layouts]
+            others = (row for row in self._estimates if row.candidate.layout not in layouts)
+            rest = [self._corrected(row) for row in others if _likeness(row.candidate) not in self._refused]
             more = order([row for row in rest if row.fits], max(0, self._wish.top - len(tried)))
             found.listed = [*tried[: self._wish.top], *more]
         else:
-            found.closest = self._find_closest()
+            if not self._tried:
+                found.problems = list(self._reasons) or [
+                    f"none of the layouts that divide {found.rows} row(s) can be had with --mode "
+                    f"{', '.join(self._wish.modes)}; change --global-batch, or leave --mode out"
+                ]
+            found.closest = min(self._tried, key=lambda row: row.memory, default=None)
         found.runs = len(self._tried)
         return found
 
@@ -133,7 +146,8 @@ class _Search:
         again = "" if kinds[0][1] == "off" else f", activation_checkpoint {kinds[0][1]}"
         self._say(f"{names}{again}: dry runs of single ranks to estimate from")
         profiles, problems = find_profiles(kinds, self._workers, wish.model, wish.batch, self._facts, self._composes)
-        self._found.notes += problems
+        self._found.notes += [f"{name} is left out: {problem}" for name, problem in problems.items()]
+        self._reasons |= dict.fromkeys(problems.values())
         before = len(self._estimates)
         for (mode, checkpoint), profile in profiles.items():
             for candidate in choices.make_candidates(mode, checkpoint, self._meshes, self._found.rows, self._facts):
@@ -155,26 +169,29 @@ class _Search:
 
     def _try_best(self, kinds: list[Kind]) -> None:
         """Dry runs of the best of a class, a few at a time, until one fits with room."""
-        for _ in range(_ROUNDS):
+        rounds = 0
+        while rounds < _ROUNDS and len(self._refused) < _MOST_REFUSED:
             rows = [self._corrected(row) for row in self._estimates if _kind(row) in kinds and self._is_new(row)]
             rows = [row for row in rows if row.fits]
-            best = order(rows, _AT_ONCE)
-            for row in best:
+            best, before = order(rows, _AT_ONCE), len(self._tried)
+            for row in filter(self._is_new, best):  # one that is refused may take others of these with it
                 self._try(row)
+            rounds += len(self._tried) > before
             if not best or any(row.has_room and _kind(row) in kinds for row in self._tried):
                 return
 
     def _is_new(self, row: Row) -> bool:
         tried = [other.candidate for other in self._tried]
-        return row.candidate not in tried and row.candidate not in self._refused
+        return row.candidate not in tried and _likeness(row.candidate) not in self._refused
 
     def _try(self, row: Row) -> None:
         self._say(f"dry run of {row.candidate}")
         wish, c = self._wish, row.candidate
         run = dry_run_with(self._workers, c.config, wish.world_size, wish.model, wish.batch, c.rows)
         if run.problems:
-            self._refused.add(c)
-            self._found.notes.append(f"{c}: {run.problems[0]}")
+            self._refused.add(_likeness(c))
+            self._reasons |= dict.fromkeys(run.problems)
+            self._found.notes.append(f"{c}, and what is divided and called alike: {run.problems[0]}")
             return
         real = measured(row, run)
         family = _family(c)
@@ -186,11 +203,14 @@ class _Search:
         """With what dry runs of such layouts have shown."""
         return replace(row, memory=row.memory * self._errors.get(_family(row.candidate), 1.0))
 
-    def _find_closest(self) -> Row | None:
-        least = sorted((row for row in self._estimates if self._is_new(row)), key=lambda row: row.memory)
-        if least:
-            self._try(least[0])
-        return min(self._tried, key=lambda row: row.memory, default=None)
+    def _try_smallest(self) -> None:
+        """A dry run of what is estimated to need least; or, if it is refused, of the next."""
+        for row in sorted(self._estimates, key=lambda row: row.memory):
+            before = len(self._tried)
+            if self._is_new(row):
+                self._try(row)
+            if len(self._tried) > before or len(self._refused) >= _MOST_REFUSED + _AT_ONCE:
+                return
 
 
 def _kind(row: Row) -> Kind:
@@ -199,6 +219,14 @@ def _kind(row: Row) -> Kind:
 
 def _family(c: Candidate) -> tuple[object, ...]:
     return c.mode, c.checkpoint, c.strategy, c.mesh.pipeline > 1, c.schedule, c.passes > 1
+
+
+def _likeness(c: Candidate) -> tuple[object, ...]:
+    """What is refused alike: ranks have the same parts of the model, and call it with the same rows.
+
+    Single ranks have shown that the precision and the recomputation work, so it is not these.
+    """
+    return c.mesh, c.strategy, c.rows // c.microbatches
 
 
 def estimated(c: Candidate, profile: Profile, facts: ModelFacts, limit: int) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..key_checks import find_advice
 from ..memory import readable
 from .ranking import CRITERIA, Row, find_best
 from .writing import short
@@ -12,11 +13,16 @@ from .writing import short
 if TYPE_CHECKING:
     from .search import Found, Wish
 
+_MOST_REASONS = 5
 _TITLES = ("", "", "memory", "bubble", "between nodes", "within a node", "")
 
 
 def lines(found: Found, wish: Wish) -> Iterator[str]:
     """The list of the best, and why the first is the first."""
+    if found.problems:
+        yield f"nothing of this can be run, with any memory, so there is nothing to compare; {found.counted} candidates"
+        yield from (f"  {problem}" for problem in found.problems[:_MOST_REASONS])
+        return
     yield (
         f"{found.counted} candidates on {wish.world_size} rank(s), {wish.node} to a node, each with {found.rows} rows "
         f"in an update; {found.runs} dry run(s)"
@@ -42,8 +48,14 @@ def lines(found: Found, wish: Wish) -> Iterator[str]:
     yield f"chosen: {found.chosen.candidate}"
     if found.reason:
         yield f"  before the second by {found.reason}"
+    yield from (f"  advice: {finding}" for finding in _advice(found.chosen))
     if not found.chosen.has_room:
         yield f"  it fits, with less than a tenth to spare: {readable(found.chosen.memory)} of {readable(wish.limit)}"
+
+
+def _advice(row: Row) -> list[str]:
+    """What `check` would say of a config: keys that are not searched, and could do better."""
+    return [str(finding) for finding in find_advice(row.candidate.config)]
 
 
 def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
@@ -62,8 +74,10 @@ def as_json(found: Found, wish: Wish) -> dict[str, Any]:
         "candidates": found.counted,
         "dry_runs": found.runs,
         "notes": found.notes,
+        "problems": found.problems,
         "reason": found.reason,
         "chosen": None if found.chosen is None else _row(found.chosen),
+        "advice": [] if found.chosen is None else _advice(found.chosen),
         "closest": None if found.closest is None else _row(found.closest),
         "listed": [_row(row) | {"not_dominated": is_best} for row, is_best in zip(found.listed, best, strict=True)],
     }

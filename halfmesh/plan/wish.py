@@ -8,6 +8,11 @@ from ..compat import DEVICES
 from ..errors import InputError, did_you_mean
 from .candidates import DEFAULT_MODES
 
+MOST_RANKS = 2**14
+MOST_ROWS = 2**24
+"""A dry run makes the groups of all ranks, and fsdp a piece of each parameter for each data rank: with thousands
+of them it takes minutes. Rows up to so many have a few hundred divisors at most."""
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -24,7 +29,7 @@ class Wish:
         top: layouts that are listed.
 
     Raises:
-        InputError: a number is below 1, or there is no such device.
+        InputError: a number is below 1, or beyond MOST_RANKS or MOST_ROWS; or there is no such device.
     """
 
     model: str
@@ -47,6 +52,11 @@ class Wish:
         for option, number in numbers.items():
             if number is not None and number < 1:
                 raise InputError(f"--{option} {number}: it must be at least 1")
+        for option, most in (("world-size", MOST_RANKS), ("global-batch", MOST_ROWS)):
+            if (numbers[option] or 0) > most:
+                raise InputError(
+                    f"--{option} {numbers[option]}: at most {most:,}, or the search would not end; plan less"
+                )
         if self.device not in DEVICES:
             near = did_you_mean(self.device, DEVICES)
             raise InputError(f"--device {self.device}: allowed: {', '.join(DEVICES)}{near}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,29 @@ def refuse_path(path: Path, may_replace: bool) -> None:
     """Before anything is searched: whether the config can be written there.
 
     Raises:
-        InputError: the file is there already, its directory is not, or its ending is not .py.
+        InputError: its ending is not .py, or see `refuse_target`.
     """
     if path.suffix != ".py":
         raise InputError(f"--out {path}: the config is written as Python; give a name that ends in .py")
-    if not path.resolve().parent.is_dir():
-        raise InputError(f"--out {path}: there is no directory {path.resolve().parent}")
+    refuse_target(path, "--out", may_replace)
+
+
+def refuse_target(path: Path, option: str, may_replace: bool) -> None:
+    """Whether a file can be written there, before anything is computed for it.
+
+    Raises:
+        InputError: the file is there already and may not be replaced, its directory is not there, it is a directory
+            itself, or one of them cannot be written to.
+    """
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise InputError(f"{option} {path}: this is a directory; name a file in it")
+    if not folder.is_dir():
+        raise InputError(f"{option} {path}: there is no directory {folder}")
     if path.exists() and not may_replace:
-        raise InputError(f"--out {path}: the file exists; --force replaces it")
+        raise InputError(f"{option} {path}: the file exists; --force replaces it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"{option} {path}: it cannot be written; you need the right to, or another place")
 
 
 def write(path: Path, row: Row, wish: Wish, rows: int) -> None:

@@ -76,6 +76,10 @@ def test_a_picture(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "node 1" in (tmp_path / "mesh.svg").read_text()
     assert run("", *args, "mesh.pdf").exit_code == 2
+    again = run("", *args, str(tmp_path / "mesh.svg"))
+    assert again.exit_code == 2
+    assert "the file exists; --force replaces it" in " ".join(again.output.replace("\u2502", "").split())
+    assert "--force says something about --picture" in run("", *args[:-1], "--force").output
     nodes = run("", *args, str(tmp_path / "two.svg"), "--gpus-per-node", "0")
     assert nodes.exit_code == 2
     assert "it must be at least 1" in nodes.output

@@ -1,6 +1,7 @@
 """halfmesh plan: what it prints and writes, and its exit status."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -57,6 +58,16 @@ def test_nothing_fits(run, tmp_path):
     assert not out.exists()
 
 
+def test_nothing_can_be_run(run, tmp_path, monkeypatch):
+    text = "import llama\ndef build():\n    m, i, c = llama.small()\n    return m.requires_grad_(False), i, c\n"
+    (tmp_path / "frozen_llama.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = run(*ARGS, "1GB", model="frozen_llama:build")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("nothing of this can be run, with any memory")
+    assert "fits" not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -72,6 +83,31 @@ def test_what_is_refused(run, args, words):
     result = run(*args)
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("\u2502", "").split())
+
+
+@pytest.mark.parametrize(("option", "name"), [("--out", "config.py"), ("--picture", "mesh.svg")])
+def test_files_that_cannot_be_written(run, tmp_path, monkeypatch, option, name):
+    if option == "--picture":
+        pytest.importorskip("matplotlib")
+
+    def refusal(*more):
+        result = run(*ARGS, "1GB", option, str(path), *more, model="none:build")
+        assert result.exit_code == 2
+        return " ".join(result.output.replace("\u2502", "").split())
+
+    path = tmp_path / name
+    path.mkdir()
+    assert "this is a directory" in refusal("--force")
+    path = tmp_path / f"old_{name}"
+    path.write_text("mine")
+    assert "the file exists; --force replaces it" in refusal()
+    assert "there is no module 'none'" in refusal("--force")  # the next thing that is wrong
+    monkeypatch.setattr("os.access", lambda place, mode: mode != os.W_OK or place != path)  # root may write to all
+    assert "it cannot be written" in refusal("--force")
+    assert path.read_text() == "mine"
+    path = tmp_path / f"new_{name}"
+    monkeypatch.setattr("os.access", lambda place, mode: mode != os.W_OK or place != tmp_path.resolve())
+    assert "it cannot be written" in refusal()
 
 
 def test_a_model_that_fails(run):

@@ -38,6 +38,7 @@ def test_what_is_extrapolated_is_what_is_run(schedule, stage):
 def test_few_microbatches_are_all_run():
     assert choose_counts(pipeline(4)) is None
     assert choose_counts(pipeline(64)) == (3, 4)
+    assert choose_counts(pipeline(2 * 10**9)) == (3, 4)
     assert choose_counts(pipeline(64, "interleaved")) == (6, 8)
     assert choose_counts(pipeline(64, "gpipe")) == (2, 3)
 

@@ -30,7 +30,7 @@ LAYOUTS = [
 def known():
     facts = find_facts("llama:small", (), [1, 2, 4], [1, 2, 4])
     profiles, problems = find_profiles(KINDS, Workers(1, False), "llama:small", (), facts)
-    assert problems == []
+    assert problems == {}
     return facts, profiles
 
 

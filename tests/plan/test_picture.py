@@ -90,9 +90,9 @@ def test_files(tmp_path):
 
 def test_what_is_no_picture(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"a name that ends in \.png or \.svg says the format"):
-        refuse_path(tmp_path / "mesh.pdf")
+        refuse_path(tmp_path / "mesh.pdf", False)
     with pytest.raises(InputError, match="there is no directory"):
-        refuse_path(tmp_path / "none" / "mesh.png")
+        refuse_path(tmp_path / "none" / "mesh.png", False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match=r"matplotlib draws it, and cannot be imported .*pip install matplotlib"):
-        refuse_path(tmp_path / "mesh.png")
+        refuse_path(tmp_path / "mesh.png", False)

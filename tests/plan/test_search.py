@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from dist_harness import run_ranks
 
@@ -9,9 +11,10 @@ import halfmesh
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError
-from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh, read_modes
+from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh, divisors, read_modes
 from halfmesh.plan.dry_run import dry_run_with, needed
 from halfmesh.plan.search import search
+from halfmesh.plan.show_search import as_json, lines
 from halfmesh.plan.wish import Wish
 from halfmesh.plan.workers import Workers
 from halfmesh.plan.writing import write
@@ -130,6 +133,56 @@ def build():
     assert "no repeated blocks" in checkpoint
 
 
+PICKY = """
+import torch
+from torch import nn
+class Picky(nn.Linear):
+    def forward(self, x):
+        if len(x) in {rows}:
+            raise ValueError(f"{{len(x)}} rows")
+        return super().forward(x)
+def build():
+    return nn.Sequential(Picky(64, 64), nn.Linear(64, 64)), torch.zeros(4, 64)
+"""
+
+
+def test_what_a_dry_run_refuses_is_not_listed(tmp_path, monkeypatch):
+    (tmp_path / "picky.py").write_text(PICKY.format(rows=(1, 3)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, found = find(8000, 2, model="picky:build", rows=6, modes=("naive-bf16", "torch-bf16"))
+    assert {row.candidate.mesh for row in found.listed} == {Mesh(2, 1, 1, 8)}
+    assert {row.candidate.rows // row.candidate.microbatches for row in found.listed} == {2}
+    refused = [note for note in found.notes if "raised ValueError: 3 rows" in note]
+    assert [note.partition(",")[0] for note in refused if "dp 2 zero1" in note] == ["naive-bf16"]
+    assert "dp 2 zero1, 3 rows, and what is divided and called alike: " in refused[0]
+
+
+def test_nothing_can_be_run(tmp_path, monkeypatch):
+    (tmp_path / "never.py").write_text(PICKY.format(rows=(1, 2, 3, 4)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wish, found = find(8000, 1, model="never:build", modes=("naive-bf16", "fp32"))
+    assert (found.chosen, found.closest, found.counted, found.runs) == (None, None, 0, 0)
+    assert found.problems == ["--model: calling the model with [2, 64] torch.float32 raised ValueError: 2 rows"]
+    first, *reasons = lines(found, wish)
+    assert first.startswith("nothing of this can be run, with any memory")
+    assert reasons == [f"  {found.problems[0]}"]
+
+
+def test_dry_runs_that_all_fail(tmp_path, monkeypatch):
+    (tmp_path / "hardly.py").write_text(PICKY.format(rows=(1, 3)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, found = find(8000, 1, model="hardly:build", rows=3)
+    assert (found.chosen, found.closest, found.counted, found.runs) == (None, None, 2, 0)
+    assert {problem.rpartition(": ")[2] for problem in found.problems} == {"1 rows", "3 rows"}
+
+
+def test_without_parameters(tmp_path, monkeypatch):
+    (tmp_path / "hollow.py").write_text("from torch import nn\ndef build(): return nn.Sequential()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=r"hollow:build: Sequential has no parameters, .* return a model with weights"):
+        find(8000, 1, model="hollow:build")
+
+
 def test_without_inputs(tmp_path, monkeypatch):
     (tmp_path / "bare.py").write_text("import llama\ndef build(): return llama.small()[0]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -149,12 +202,21 @@ def test_rows_that_cannot_be_divided():
         ({"node": 0}, "--gpus-per-node 0"),
         ({"rows": 0}, "--global-batch 0"),
         ({"top": 0}, "--top 0"),
+        ({"world_size": 2 * 10**9}, "--world-size 2000000000: at most 16,384, or"),
+        ({"rows": 2 * 10**9}, "--global-batch 2000000000: at most 16,777,216, or"),
         ({"device": "cdua"}, "--device cdua: allowed: cpu, cuda; did you mean 'cuda'"),
     ],
 )
 def test_what_is_no_wish(keys, words):
     with pytest.raises(InputError, match=words):
         Wish("llama:small", **({"world_size": 4, "limit": 1} | keys))
+
+
+def test_divisors():
+    assert divisors(1) == (1,)
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert divisors(13) == (1, 13)
+    assert len(divisors(2 * 10**9)) == 110
 
 
 def test_modes():
@@ -167,6 +229,24 @@ def test_modes():
 def test_apex_is_for_whole_models():
     _, found = find(10000, 2, modes=("apex-fp16",))
     assert {(row.candidate.strategy, row.candidate.mesh) for row in found.listed} == {("replicate", Mesh(1, 2, 1, 8))}
+
+
+def test_no_layout_composes():
+    _, found = find(10000, 2, modes=("apex-fp16",), rows=1)
+    assert (found.chosen, found.counted) == (None, 0)
+    (problem,) = found.problems
+    assert problem.startswith("none of the layouts that divide 1 row(s) can be had with --mode apex-fp16")
+
+
+def test_advice_on_the_choice():
+    wish, found = find(10000, 2, modes=("torch-bf16",))
+    gathered = replace(found.chosen.candidate, strategy="fsdp")
+    assert not any("advice:" in line for line in lines(found, wish))
+    assert as_json(found, wish)["advice"] == []
+    found.chosen = replace(found.chosen, candidate=gathered)
+    (advice,) = [line for line in lines(found, wish) if "advice:" in line]
+    assert advice.startswith("  advice: parallel.data.param_dtype: weights are gathered in float32; ")
+    assert as_json(found, wish)["advice"] == [advice.removeprefix("  advice: ")]
 
 
 def test_schedules():
