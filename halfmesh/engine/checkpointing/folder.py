@@ -2,7 +2,7 @@
 
 checkpoints/
     step-00001200/
-        manifest.json     format, versions, layout, device, config; size and sha256 of every other file
+        manifest.json     format, versions, layout, device, model, config; size and sha256 of every other file
         .metadata         of torch.distributed.checkpoint
         __0_0.distcp      tensors that rank 0 has written
         common.pt         what is the same on all ranks
@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...log import get_logger
+
+_log = get_logger(__name__)
 
 FORMAT = 1
 """Raised by what an older reader cannot read."""
@@ -37,7 +40,7 @@ class Manifest:
 
     Attributes:
         files: size in bytes and sha256 of every other file, by name.
-        about: what is told of the run: step, layout, device, config, versions.
+        about: what is told of the run: step, layout, device, model (a digest of names and shapes), config, versions.
         format: of the checkpoint; where it is another than `FORMAT`, the rest is empty.
     """
 
@@ -120,16 +123,18 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path)
-    taken = [match for path in checkpoints(folder) if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step]
-    again = f".{_order(taken[0])[1] + 1}" if taken else ""  # never in the place of one that is complete
+            _remove(path)
+    names = [path.name.removeprefix(".").removesuffix(".tmp") for path in folder.iterdir()]
+    taken = [_order(match)[1] for name in names if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
+    again = f".{max(taken) + 1}" if taken else ""  # never in the place of anything
     unfinished = folder / f".step-{step:08d}{again}.tmp"
     unfinished.mkdir()
     return unfinished
 
 
 def finish(unfinished: Path, keep: int | None) -> Path:
-    """Give a complete checkpoint its name, and remove those that it takes the place of.
+    """Give a complete checkpoint its name, and remove those that it takes the place of. Folders without a manifest,
+    checkpoints of another model and links stay; so does what cannot be removed, with a warning.
 
     Args:
         keep: how many to keep, this one included; None: all, but one for each step.
@@ -139,14 +144,36 @@ def finish(unfinished: Path, keep: int | None) -> Path:
     unfinished.rename(final)
     sync(final.parent)
     step = final.name.partition(".")[0]
-    older = [path for path in checkpoints(final.parent) if path != final]
+    model = _model(final)
+    older = [path for path in checkpoints(final.parent) if path != final and _model(path) == model]
     same = [path for path in older if path.name.partition(".")[0] == step]
     rest = [path for path in older if path not in same]
     for path in same + ([] if keep is None else rest[keep - 1 :]):
-        removed = path.with_name(f".{path.name}.tmp")  # first, so that no half of one has the name of a whole one
-        path.rename(removed)
-        shutil.rmtree(removed)
+        _remove(path)
     return final
+
+
+def _model(path: Path) -> str | None:
+    """The model that the checkpoint at `path` is of; None: it is none of ours."""
+    try:
+        return None if path.is_symlink() else Manifest.read(path).about.get("model")
+    except (CheckpointError, OSError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    """Remove what is no longer needed. A save that is complete does not fail because that cannot be done."""
+    try:
+        if not _UNFINISHED.fullmatch(path.name):  # first, so that no half of one has the name of a whole one
+            path = path.rename(path.with_name(f".{path.name}.tmp"))
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning(
+            "%s is no longer needed and cannot be removed (%s: %s); remove it yourself",
+            path,
+            type(error).__name__,
+            error,
+        )
 
 
 def sync(path: Path) -> None:

@@ -73,6 +73,7 @@ def save(run: Run, directory: Path, step: int, keep: int | None) -> Path:
         "step": step,
         "layout": run.layout,
         "device": run.context.device.type,
+        "model": common["model"],
         "config": run.config.model_dump(mode="json"),
         "versions": saving.versions(),
     }

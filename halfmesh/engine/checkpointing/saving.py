@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -53,15 +54,18 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
         return pieces, plain, (holding.groups(), holding.extras())
 
     pieces, plain, (groups, extras) = together(context, "engine.save", collected)
-    everyone = context.everyone(([group["params"] for group in groups], plain, extras))
-    joined = join_groups([names for names, _, _ in everyone])
+    shapes = {name: tuple(piece.placement.shape) for name, piece in pieces.items() if name.startswith(MODEL)}
+    everyone = context.everyone(([group["params"] for group in groups], plain, extras, shapes))
+    joined = join_groups([names for names, *_ in everyone])
+    model = sorted({named for *_, theirs in everyone for named in theirs.items()})
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return without_empty(pieces), {
         **common,
         "optimizer": class_name(holding.update.optimizer),
         "groups": [group | {"params": names} for group, names in zip(settings, joined, strict=True)],
-        "plain_state": _merged(theirs for _, theirs, _ in everyone),
-        "extras": _merged(theirs for _, _, theirs in everyone),
+        "plain_state": _merged(theirs for _, theirs, *_ in everyone),
+        "extras": _merged(theirs for _, _, theirs, _ in everyone),
+        "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
     }
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoint_runs import Net, make_engine, train
 from dist_harness import RankFailure, run_ranks
+from models import CLASSES, FEATURES
 from torch import nn, optim
 
 from halfmesh.errors import CheckpointError, InputError
@@ -343,3 +344,45 @@ def test_keep(tmp_path):
     assert engine.save(tmp_path).name == "step-00000004.1"  # of the same step: never in the place of a complete one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004.1"]
     assert made().load(tmp_path).name == "step-00000004.1"
+
+
+def test_only_checkpoints_of_this_model_are_removed(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}").mkdir()
+        (tmp_path / f"step-0000000{step}" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000003").write_text("a file")
+    other = made(model=nn.Sequential(nn.Linear(FEATURES, CLASSES)))
+    engine = made()
+    for number in range(3):
+        train(other, 1)
+        train(engine, 1)
+        places = other.save(tmp_path, keep=1), engine.save(tmp_path, keep=1)
+        assert [place.name for place in places] == [f"step-0000000{number + 1}.{again}" for again in (1, 2)]
+    kept = ["step-00000001", "step-00000002", "step-00000003", "step-00000003.1", "step-00000003.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert len(list(tmp_path.glob("*/notes.txt"))) == 2
+
+
+def test_what_cannot_be_removed_stays(tmp_path, monkeypatch, caplog):
+    """The save is good, and so is the next one."""
+    engine, remove = made(), shutil.rmtree
+
+    def busy(path, *args, **options):
+        if Path(path).name.startswith(".step-00000001"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    train(engine, 1)
+    engine.save(tmp_path / "run", keep=1)
+    with caplog.at_level(logging.WARNING):
+        assert engine.save(tmp_path / "run", keep=1).name == "step-00000001.1"
+        assert engine.save(tmp_path / "run", keep=1).name == "step-00000001.2"
+    assert ".step-00000001.tmp is no longer needed and cannot be removed (OSError: [Errno 16] Device or" in caplog.text
+    train(engine, 1)
+    moved = (tmp_path / "run" / "step-00000001.2").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "step-00000001.2").symlink_to(moved)
+    place = engine.save(tmp_path / "run", keep=1)
+    train(engine, 1)
+    assert made().load(place).name == "step-00000002"
+    assert (moved.is_dir(), (tmp_path / "run" / "step-00000001.2").is_symlink()) == (True, True)
