@@ -88,7 +88,7 @@ class EngineDataLoader:
         Returns:
             What is otherwise, if it was saved with other data ranks, whose order has no such place.
         """
-        self._rest = None
+        self._rest, self._course = None, Course()
         self.set_epoch(state["next_epoch"] if state["finished"] else state["epoch"])
         mine = share(self.loader)
         set_generators(self.loader, state["generators"], own)

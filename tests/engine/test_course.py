@@ -165,6 +165,22 @@ def test_a_second_state_before_anything_is_iterated():
     assert [index for index, _ in rest[0]] == [index for index, _ in expected[3:]]
 
 
+@pytest.mark.parametrize("trained", [3, 7])
+def test_a_state_of_a_loader_that_ran_before(trained):
+    """Of what was loaded, not of the epoch that ran before it: in the middle of an epoch, and at its end."""
+    first = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    if trained == 7:
+        list(first)
+    else:
+        batches_of(first, trained, trained)
+    second = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    batches_of(second, 2, 2)
+    second.load_state_dict(first.state_dict())
+    third = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    third.load_state_dict(second.state_dict())
+    assert (third.next_epoch, len(list(third))) == ((1, 7) if trained == 7 else (0, 7 - trained))
+
+
 def test_another_epoch_was_asked_for():
     first = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
     _, (state, _) = batches_of(first, 3, 3)
