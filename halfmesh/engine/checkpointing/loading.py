@@ -87,15 +87,19 @@ def look_into(found: Found, context: ParallelContext) -> Stored:
     return together(context, f"loading {found.folder} failed", looked)
 
 
-def refuse_other(stored: Stored, holding: Holding, context: ParallelContext) -> None:
-    """Raise InputError, on all ranks, if the checkpoint is of another model or optimizer."""
+def refuse_other(stored: Stored, holding: Holding, scheduled: bool, context: ParallelContext) -> None:
+    """Raise InputError, on all ranks, if the checkpoint is of another model or optimizer.
+
+    Args:
+        scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
+    """
     weights = without_empty(holding.weight_targets())
     mine = {name: tuple(piece.placement.shape) for name, piece in weights.items()}
     everyone = context.everyone((mine, [group["params"] for group in holding.groups()]))
     model = {name: shape for shapes, _ in everyone for name, shape in shapes.items()}
     groups = join_groups([names for _, names in everyone])
     saved = {name: tuple(shape) for name, shape in stored.shapes(MODEL).items()}
-    problems = [*model_problems(model, saved), *_optimizer_problems(groups, stored.common, holding)]
+    problems = [*model_problems(model, saved), *_optimizer_problems(groups, stored.common, holding, scheduled)]
     if problems:
         raise InputError(
             bullet_list(f"{stored.found.folder} does not fit the model and optimizer of this engine:", problems)
@@ -123,7 +127,9 @@ def _near(name: str, others: Sequence[str]) -> str:
     return f"{name} (but {near})" if near else name
 
 
-def _optimizer_problems(groups: list[list[str]], common: Mapping[str, Any], holding: Holding) -> Iterator[str]:
+def _optimizer_problems(
+    groups: list[list[str]], common: Mapping[str, Any], holding: Holding, scheduled: bool
+) -> Iterator[str]:
     own = class_name(holding.update.optimizer)
     if common["optimizer"] != own:
         yield (
@@ -132,7 +138,15 @@ def _optimizer_problems(groups: list[list[str]], common: Mapping[str, Any], hold
         )
         return
     saved = [group["params"] for group in common["groups"]]
-    if sorted(map(sorted, groups)) == sorted(map(sorted, saved)):
+    mine, theirs = list(map(sorted, groups)), list(map(sorted, saved))
+    if sorted(mine) == sorted(theirs):
+        if scheduled and mine != theirs:
+            order = [str(theirs.index(group)) for group in mine]
+            yield (
+                f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
+                "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
+                "order of then, or give initialize no lr_scheduler"
+            )
         return
     here, there = ({name for names in each for name in names} for each in (groups, saved))
     words = [f"only {where}: {shorten(sorted(names))}" for where, names in _named(here - there, there - here)]

@@ -293,6 +293,39 @@ def test_of_other_groups_or_another_scheduler(saved, tmp_path):
         made(lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "scheduled")
 
 
+def in_groups(*order):
+    """AdamW, with the first and the other parameters in groups of this order."""
+
+    def build(params):
+        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.001}]
+        return optim.AdamW([groups[number] for number in order])
+
+    return build
+
+
+def halved(optimizer):
+    return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def test_groups_in_another_order(tmp_path):
+    """Settings come back by names; a scheduler knows groups by their number."""
+    engine = made(optimizer=in_groups(0, 1), lr_scheduler=halved)
+    train(engine, 2)
+    engine.save(tmp_path)
+    other = made(optimizer=in_groups(1, 0), lr_scheduler=halved)
+    before = weights(other)
+    with pytest.raises(InputError, match=r"has the same groups in another order: here are its 1, 0, and the lr_sched"):
+        other.load(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in weights(other).items())
+    same = made(optimizer=in_groups(0, 1), lr_scheduler=halved)
+    same.load(tmp_path)
+    alone = made(optimizer=in_groups(1, 0))
+    alone.load(tmp_path)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert [group["lr"] for group in same.optimizer.param_groups] == rates
+    assert [group["lr"] for group in alone.optimizer.param_groups] == rates[::-1]
+
+
 class Odd:
     """A scheduler with state that only code can make again."""
 
