@@ -93,6 +93,7 @@ def refuse_other(stored: Stored, holding: Holding, scheduled: bool, context: Par
     Args:
         scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
     """
+    together(context, f"loading {stored.found.folder} failed", holding.update.take_in_new)
     weights = without_empty(holding.weight_targets())
     mine = {name: tuple(piece.placement.shape) for name, piece in weights.items()}
     everyone = context.everyone((mine, [group["params"] for group in holding.groups()]))

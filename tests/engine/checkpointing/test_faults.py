@@ -326,6 +326,32 @@ def test_groups_in_another_order(tmp_path):
     assert [group["lr"] for group in alone.optimizer.param_groups] == rates[::-1]
 
 
+@pytest.mark.parametrize("mode", ["none", "naive"])
+def test_a_group_that_was_added(tmp_path, mode):
+    """Saved and loaded before the step that would take it in."""
+
+    def grown():
+        engine = make_engine("one", mode, samples=16, batch=4, optimizer=lambda params: optim.AdamW(params[:4], lr=0.1))
+        train(engine, 1)
+        head = engine.model.head
+        engine.optimizer.add_param_group({"params": [head.weight, head.bias], "lr": 0.5})
+        return engine
+
+    engine = grown()
+    engine.save(tmp_path / "early")
+    train(engine, 1)
+    engine.save(tmp_path / "later")
+    for folder in ("early", "later"):
+        other = grown()
+        other.load(tmp_path / folder)
+        assert [len(group["params"]) for group in other.optimizer.param_groups] == [4, 2]
+        assert other.optimizer.param_groups[1]["lr"] == 0.5
+    expected = weights(engine)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+    head = other.optimizer.param_groups[1]["params"][0]
+    assert other.optimizer.state[head]["step"] == 1
+
+
 class Odd:
     """A scheduler with state that only code can make again."""
 
