@@ -2,7 +2,7 @@
 
 checkpoints/
     step-00001200/
-        manifest.json     format, versions, layout, device, model, config; size and sha256 of every other file
+        manifest.json     format, versions, layout, device, model, config, its sha256; size and sha256 of other files
         .metadata         of torch.distributed.checkpoint
         __0_0.distcp      tensors that rank 0 has written
         common.pt         what is the same on all ranks
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shorten
 from ...log import get_logger
+from . import progress
 
 _log = get_logger(__name__)
 
@@ -50,7 +52,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Make it the manifest of `folder`, on disk when this returns."""
-        content = {"format": FORMAT, "files": self.files, **self.about}
+        content = json.loads(json.dumps({"format": FORMAT, "files": self.files, **self.about}))
+        content["sha256"] = digest_of(content)
         with open(folder / MANIFEST, "w") as file:
             json.dump(content, file, indent=1)
             file.flush()
@@ -69,11 +72,15 @@ class Manifest:
             saved_as = content.pop("format")
             if saved_as != FORMAT:
                 return Manifest({}, {}, saved_as)
-            pairs = content.pop("files").items()
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in pairs}
+            if content.pop("sha256") != digest_of({"format": FORMAT, **content}):
+                raise ValueError("its content has another sha256 than when it was written")
+            files = {name: (int(size), str(digest)) for name, (size, digest) in content.pop("files").items()}
+            _refuse_incomplete(files, content)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except KeyError as error:
+            raise CheckpointError(f"{path} is damaged (it has no {error}); take another checkpoint") from error
+        except (ValueError, OverflowError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); take another checkpoint") from error
         for name in files:
             if not _PLAIN.fullmatch(name) or name in (".", "..") or (folder / name).is_symlink():
@@ -82,6 +89,22 @@ class Manifest:
                     "belong here: take another checkpoint"
                 )
         return Manifest(files, content)
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """sha256 of what stands in a manifest, besides itself."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _refuse_incomplete(files: Mapping[str, object], about: Mapping[str, Any]) -> None:
+    """Raise if something that `load` needs is not in a manifest: nothing may have changed when that is found."""
+    sizes = [about["layout"][axis] for axis in ("pipeline", "data", "tensor")]
+    if not all(type(size) is int and size > 0 for size in sizes) or type(about["device"]) is not str:
+        raise ValueError(f"its layout is {about['layout']}, and its device {about['device']!r}")
+    needed = [".metadata", progress.COMMON, *map(progress.rank_file, range(math.prod(sizes)))]
+    missing = [name for name in needed if name not in files]
+    if missing:
+        raise ValueError(f"its files are without {shorten(missing)}")
 
 
 def describe(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:

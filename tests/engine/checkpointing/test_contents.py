@@ -11,7 +11,7 @@ import sys
 import pytest
 import sharding
 import torch
-from checkpoint_runs import FP16, Net, make_engine, train
+from checkpoint_runs import FP16, Net, change_manifest, make_engine, train
 from dist_harness import RankFailure, run_ranks
 from models import CLASSES, FEATURES
 from torch import nn
@@ -178,8 +178,7 @@ def test_random_numbers_in_another_layout_are_others(tmp_path):
 def test_notes(tmp_path, caplog):
     """Of a checkpoint that has less than this run, from a GPU."""
     halfmesh.initialize(Net(), lambda params: torch.optim.AdamW(params), config={}, device="cpu").save(tmp_path)
-    manifest = tmp_path / "step-00000000" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    change_manifest(tmp_path / "step-00000000", device="cuda")
     engine = make_engine("one", "naive", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     with caplog.at_level(logging.INFO):
         engine.load(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import pickle
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import Net, make_engine, train
+from checkpoint_runs import Net, change_manifest, make_engine, train
 from dist_harness import RankFailure, run_ranks
 from models import CLASSES, FEATURES
 from torch import nn, optim
@@ -181,11 +180,43 @@ def test_what_is_no_checkpoint(tmp_path, saved):
         made().load(folder / "step-00000002")
 
 
-def change_manifest(place, **changes):
-    path = place / "manifest.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | changes))
-    return content
+LAYOUT = {"pipeline": 1, "data": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("without", "changes", "words"),
+    [
+        (["layout"], {}, "it has no 'layout'"),
+        (["device"], {}, "it has no 'device'"),
+        (["files"], {}, "it has no 'files'"),
+        ([], {"files": {}}, "its files are without .metadata, common.pt, rank-00000.pt"),
+        ([], {"files": {"common.pt": [float("inf"), ""]}}, "cannot convert float infinity to integer"),
+        ([], {"files": {"common.pt": 3}}, "cannot unpack"),
+        ([], {"layout": LAYOUT | {"data": "2"}}, "its layout is {.*'data': '2'.*}, and its device 'cpu'"),
+        ([], {"layout": LAYOUT | {"data": 2}}, "its files are without rank-00001.pt"),
+        ([], {"layout": 1}, "not subscriptable"),
+        ([], {"device": None}, "and its device None"),
+    ],
+)
+def test_a_manifest_that_is_not_whole(saved, without, changes, words, caplog):
+    """Found before anything changes: the older checkpoint is loaded, and the reason is said."""
+    folder, states = saved
+    place = folder / "step-00000002"
+    change_manifest(place, *without, **changes)
+    with pytest.raises(CheckpointError, match=rf"manifest.json is damaged \(.*{words}.*\); take another checkpoint"):
+        made().load(place)
+    with caplog.at_level(logging.WARNING):
+        loads(folder, states[0], 1)
+    assert "step-00000001 is loaded, because what is newer is damaged:" in caplog.text
+
+
+def test_a_manifest_that_was_changed(saved):
+    path = saved[0] / "step-00000002" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.raises(
+        CheckpointError, match=r"is damaged \(its content has another sha256 than when it was written\)"
+    ):
+        made().load(path.parent)
 
 
 def test_a_newer_format(saved):
