@@ -18,7 +18,7 @@ from ...log import get_logger
 from ...parallel.context import ParallelContext
 from . import folder as folders
 from . import planners, progress
-from .contents import MODEL, Holding, Pieces, join_groups, without_empty
+from .contents import MODEL, Holding, Pieces, join_groups, refuse_differing, without_empty
 from .together import together
 
 _log = get_logger(__name__)
@@ -57,6 +57,7 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     pieces, plain, (groups, extras) = together(context, "engine.save", collected)
     shapes = {name: tuple(piece.placement.shape) for name, piece in pieces.items() if name.startswith(MODEL)}
     everyone = context.everyone(([group["params"] for group in groups], plain, extras, shapes))
+    refuse_differing(holding.update.optimizer, [theirs for _, theirs, *_ in everyone])
     joined = join_groups([names for names, *_ in everyone])
     model = sorted({named for *_, theirs in everyone for named in theirs.items()})
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]

@@ -231,6 +231,84 @@ class RowSums(torch.optim.Optimizer):
                     self.state[param]["note"] = 3
 
 
+class Keeps(torch.optim.SGD):
+    """Keeps `entries` as state of each parameter, `own` as state of none."""
+
+    entries = own = added = None
+
+    def __init__(self, params, entries, own=None, added=None):
+        super().__init__(params, lr=0.1)
+        self.entries, self.own, self.added = entries, own, added
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update({key: make(param) for key, make in (self.entries or {}).items()})
+        self.state.update(self.own or {})
+
+    def state_dict(self):
+        return super().state_dict() | (self.added or {})
+
+
+def says(engine, folder):
+    try:
+        engine.save(folder)
+    except halfmesh.errors.InputError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"entries": {"ema.fast": torch.zeros_like}},
+            "Keeps keeps state of first.weight under 'ema.fast', which cannot",
+        ),
+        ({"entries": {0: torch.zeros_like}}, "Keeps keeps state of first.weight under 0, which cannot be saved"),
+        ({"entries": {}, "own": {"all": {"k": 1}}}, "Keeps keeps state of no parameter, 'all', which cannot be saved"),
+        ({"entries": {}, "added": {"k": 3}}, "Keeps keeps state of no parameter, 'k', which cannot be saved"),
+    ],
+)
+def test_state_that_has_no_place(tmp_path, options, words):
+    engine = make_engine("one", "none", optimizer=lambda params: Keeps(params, **options))
+    train(engine, 1)
+    assert words in says(engine, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_of_tensors_of_whole_parameters(tmp_path):
+    engine = make_engine("one", "none", optimizer=lambda params: Keeps(params, {"past": lambda param: [param + 1]}))
+    train(engine, 1)
+    engine.save(tmp_path)
+    other = make_engine("one", "none", optimizer=lambda params: Keeps(params, {}), seed=4)
+    other.load(tmp_path)
+    weight = other.model.first.weight
+    assert torch.equal(other.optimizer.state[weight]["past"][0], engine.model.first.weight + 1)
+
+
+def state_of_parts(rank, world_size, folder):
+    said = []
+    for name, make in (
+        ("past", lambda param: [param]),
+        ("norm", lambda param: float(rank)),
+        ("count", lambda param: 3),
+    ):
+        engine = make_engine("tp2", "none", optimizer=lambda params, e={name: make}: Keeps(params, e))
+        train(engine, 1)
+        said.append(says(engine, folder))
+    return said
+
+
+@pytest.mark.distributed
+def test_state_of_parts(tmp_path):
+    for past, norm, count in run_ranks(state_of_parts, 2, str(tmp_path)):
+        assert "Keeps keeps a list as state 'past' of up.weight, of which this rank holds a part" in past
+        assert "Keeps keeps 'norm' of first.weight, which is 0.0 on one rank and 1.0 on another, so it cannot" in norm
+        assert count == "saved"
+
+
 def test_state_of_another_shape(tmp_path):
     """Comes back where parameters are whole, and values that are no tensors, too."""
     engine = make_engine("one", "none", optimizer=RowSums)
