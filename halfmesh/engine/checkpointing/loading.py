@@ -4,7 +4,7 @@ fit."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,13 @@ def refuse_other(stored: Stored, holding: Holding, scheduled: bool, context: Par
     together(context, f"loading {stored.found.folder} failed", holding.update.take_in_new)
     weights = without_empty(holding.weight_targets())
     mine = {name: tuple(piece.placement.shape) for name, piece in weights.items()}
-    everyone = context.everyone((mine, [group["params"] for group in holding.groups()]))
-    model = {name: shape for shapes, _ in everyone for name, shape in shapes.items()}
-    groups = join_groups([names for _, names in everyone])
+    everyone = context.everyone((mine, [group["params"] for group in holding.groups()], list(holding.extras())))
+    model = {name: shape for shapes, *_ in everyone for name, shape in shapes.items()}
+    groups = join_groups([names for _, names, _ in everyone])
+    extras = {name for *_, names in everyone for name in names}
     saved = {name: tuple(shape) for name, shape in stored.shapes(MODEL).items()}
-    problems = [*model_problems(model, saved), *_optimizer_problems(groups, stored.common, holding, scheduled)]
+    problems = [*model_problems(model, saved), *_extra_problems(extras, stored.common["extras"].keys())]
+    problems += _optimizer_problems(groups, stored.common, holding, scheduled)
     if problems:
         raise InputError(
             bullet_list(f"{stored.found.folder} does not fit the model and optimizer of this engine:", problems)
@@ -121,6 +123,14 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
     ]
     if other:
         yield f"other shapes: {shorten(other)}"
+
+
+def _extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
+    """What modules give and take with `get_extra_state` and `set_extra_state`."""
+    if mine - saved:
+        yield f"the checkpoint has no {shorten(sorted(mine - saved))} (of get_extra_state)"
+    if saved - mine:
+        yield f"the model has no {shorten(sorted(saved - mine))} (of get_extra_state)"
 
 
 def _near(name: str, others: Sequence[str]) -> str:

@@ -217,6 +217,16 @@ def test_extra_state_and_counters(tmp_path):
     assert (other.model.seen, other.skipped_steps, other.global_step) == (7, 1, 3)
 
 
+@pytest.mark.parametrize(("saved", "mine", "where"), [(Net, Counting, "checkpoint"), (Counting, Net, "model")])
+def test_extra_state_that_only_one_has(tmp_path, saved, mine, where):
+    make_engine("one", "none", model=saved(seed=1)).save(tmp_path)
+    engine = make_engine("one", "none", model=mine())
+    before = engine.model.head.weight.clone()
+    with pytest.raises(halfmesh.errors.InputError, match=rf"the {where} has no _extra_state \(of get_extra_state\)"):
+        engine.load(tmp_path)
+    assert torch.equal(engine.model.head.weight, before)
+
+
 class RowSums(torch.optim.Optimizer):
     """Keeps a number for each row."""
 
