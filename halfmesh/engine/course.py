@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from .. import torch_private
 from .checkpoint import random_state, set_random_state
-from .samplers import generators
+from .samplers import generators, set_generators
 
 _CPU = torch.device("cpu")
 _REMEMBERED = 2
@@ -68,7 +68,7 @@ def draw(course: Course, loader: Any, drawn: AbstractContextManager[Any]) -> Ite
         drawn: a scope in which batches are fetched.
     """
     with drawn:
-        course.start = {"random": random_state(_CPU), "generators": [g.get_state() for g in generators(loader)]}
+        course.start = _start(loader)
         batches = iter(loader)
     yield from _fetch(course, batches, drawn, 0)
 
@@ -83,10 +83,10 @@ def draw_rest(
 
     Args:
         is_own: whether it was saved by the same rank of the same layout. Else the order does not depend on the rank's
-            random numbers, and they are left as they are.
+            random numbers, and they are left as they are; it may depend on its samplers' generators.
     """
     number = course.handed = course.trained = saved["trained"]
-    course.start, course.fetches = saved["start"], dict(saved["fetches"]) if is_own else {}
+    course.fetches = dict(saved["fetches"]) if is_own else {}
     fetches, aside = dict(course.fetches), _aside if is_own else nullcontext
 
     def go_on() -> None:
@@ -95,9 +95,9 @@ def draw_rest(
 
     with aside(), drawn:
         if is_own:
-            set_random_state(course.start["random"], _CPU)
-            for generator, state in zip(generators(loader), course.start["generators"], strict=False):
-                generator.set_state(state)
+            set_random_state(saved["start"]["random"], _CPU)
+        set_generators(loader, saved["start"]["generators"], is_own)
+        course.start = _start(loader)
         batches = _skipping(loader, number, go_on)
         batch = next(batches, _NOTHING)
     while batch is not _NOTHING:
@@ -109,6 +109,11 @@ def draw_rest(
         with aside(), drawn:
             go_on()
             batch = next(batches, _NOTHING)
+
+
+def _start(loader: Any) -> dict[str, Any]:
+    """What the order of an epoch depends on, before it is drawn."""
+    return {"random": random_state(_CPU), "generators": [generator.get_state() for generator in generators(loader)]}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ..errors import InputError
 from .course import Course, draw, draw_rest
 from .loader_watch import LoaderWatch
-from .samplers import OwnRandomness, Share, generators, set_epoch, share
+from .samplers import OwnRandomness, Share, generators, set_epoch, set_generators, share
 from .transfer import Transfer
 
 _EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
@@ -88,15 +88,13 @@ class EngineDataLoader:
         Returns:
             What is otherwise, if it was saved with other data ranks, whose order has no such place.
         """
-        self._rest = None
+        self._rest, self._course = None, Course()
         self.set_epoch(state["next_epoch"] if state["finished"] else state["epoch"])
         mine = share(self.loader)
-        for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
-            if own or generator is not getattr(self.loader, "generator", None):
-                generator.set_state(saved.cpu())
+        set_generators(self.loader, state["generators"], own)
         if state["finished"]:
             return None
-        trained = mine.same_place(Share(*state["share"]), state["trained"])
+        trained = mine.same_place(Share(*state["share"]), state["trained"], own)
         if trained is None:
             self.next_epoch += 1
             return (

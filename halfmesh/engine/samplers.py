@@ -250,20 +250,33 @@ def generators(loader: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
+def set_generators(loader: Any, states: Iterable[torch.Tensor], own: bool) -> None:
+    """Give the `generators` of `loader` these states. Not `own`: they are another rank's, whose workers' seeds must not
+    be repeated here; what the samplers draw from is the same on all."""
+    for generator, state in zip(generators(loader), states, strict=False):
+        if own or generator is not getattr(loader, "generator", None):
+            generator.set_state(state.cpu())
+
+
 class Share(NamedTuple):
     """What of an order of the data one batch of every data rank is.
 
     Attributes:
-        order: "in order", "seed 1024", or "own" where it depends on what this rank draws.
+        order: "in order", "seed 1024", or "own" where it depends on what this rank draws. "seed 1024, 1 generator(s)"
+            where samplers draw from generators of their own, whose state has to be the same, too.
         step: how many items of it all data ranks take together.
     """
 
     order: str
     step: int
 
-    def same_place(self, other: Share, batches: int) -> int | None:
-        """How many batches of this share see what `batches` of the `other` have seen; None if none do."""
-        if self == other:
+    def same_place(self, other: Share, batches: int, own: bool = True) -> int | None:
+        """How many batches of this share see what `batches` of the `other` have seen; None if none do.
+
+        Args:
+            own: whether the other is of the same rank of the same layout, with its random numbers.
+        """
+        if self == other and (own or self.order != "own"):
             return batches
         if self.order != other.order or self.order == "own" or batches * other.step % self.step:
             return None
@@ -276,14 +289,19 @@ def share(loader: Any) -> Share:
         return Share(f"batches, seed {loader.seed}", loader.size)
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, ShardedSampler):
-        return Share(f"batches, seed {batches.seed}", batches.size)
+        return Share(f"batches, {_seeds(batches)}", batches.size)
     sampler, size = getattr(loader, "sampler", None), getattr(batches, "batch_size", None) or 1
     if isinstance(sampler, ShardedSampler):
         in_order = isinstance(sampler.inner, SequentialSampler)
-        return Share("in order" if in_order else f"seed {sampler.seed}", size * sampler.size)
+        return Share("in order" if in_order else _seeds(sampler), size * sampler.size)
     if isinstance(sampler, SequentialSampler) and type(batches) in (BatchSampler, type(None)):
         return Share("in order", size)
     return Share("own", size)
+
+
+def _seeds(sampler: ShardedSampler) -> str:
+    count = len(generators(sampler))
+    return f"seed {sampler.seed}" + (f", {count} generator(s)" if count else "")
 
 
 def _is_sharded(loader: DataLoader[Any], rank: int, size: int) -> bool:

@@ -165,6 +165,22 @@ def test_a_second_state_before_anything_is_iterated():
     assert [index for index, _ in rest[0]] == [index for index, _ in expected[3:]]
 
 
+@pytest.mark.parametrize("trained", [3, 7])
+def test_a_state_of_a_loader_that_ran_before(trained):
+    """Of what was loaded, not of the epoch that ran before it: in the middle of an epoch, and at its end."""
+    first = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    if trained == 7:
+        list(first)
+    else:
+        batches_of(first, trained, trained)
+    second = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    batches_of(second, 2, 2)
+    second.load_state_dict(first.state_dict())
+    third = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
+    third.load_state_dict(second.state_dict())
+    assert (third.next_epoch, len(list(third))) == ((1, 7) if trained == 7 else (0, 7 - trained))
+
+
 def test_another_epoch_was_asked_for():
     first = EngineDataLoader(LOADERS["in order"](), torch.device("cpu"))
     _, (state, _) = batches_of(first, 3, 3)
@@ -208,10 +224,76 @@ def test_a_pass_within_another():
         (Share("own", 8), Share("own", 4), 6, None),
         (Share("seed 1", 8), Share("seed 2", 4), 6, None),
         (Share("in order", 8), Share("own", 8), 6, None),
+        (Share("seed 1, 1 generator(s)", 8), Share("seed 1", 8), 3, None),
     ],
 )
 def test_places_of_other_shares(mine, theirs, batches, expected):
     assert mine.same_place(theirs, batches) == expected
+
+
+def test_the_own_order_of_another_rank_has_no_place():
+    """Not even where it takes as many: its random numbers are not there."""
+    assert Share("own", 8).same_place(Share("own", 8), 3, own=False) is None
+    assert Share("seed 1", 8).same_place(Share("seed 1", 8), 3, own=False) == 3
+
+
+def sharded(size, rank, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    loader = DataLoader(range(24), 8 // size, shuffle=True, generator=generator)
+    return EngineDataLoader(shard_loader(loader, rank, size, 7, pad=True), torch.device("cpu"))
+
+
+def read(loaders, batches):
+    """The samples of so many batches of all data ranks."""
+    return sorted(sample for loader in loaders for batch in batches_read(loader, batches) for sample in batch.tolist())
+
+
+def batches_read(loader, count):
+    for number, batch in enumerate(loader):
+        loader.note_training()
+        yield batch
+        if number == count - 1:
+            return
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_generator_of_the_samplers_on_other_data_ranks(ranks, epoch):
+    """Every sample once, in the epoch that was interrupted, and the order of the next is as it would have been."""
+    first = [sharded(2, rank) for rank in range(2)]
+    for _ in range(epoch):
+        read(first, 3)
+    seen = read(first, 1)
+    state = copy.deepcopy(first[0].state_dict())
+    read(first, 3)  # the next epoch
+    second = [sharded(ranks, rank, seed=8) for rank in range(ranks)]
+    assert [loader.load_state_dict(state, own=False) for loader in second] == [None] * ranks
+    assert sorted(seen + read(second, 2)) == list(range(24))
+    again = [sharded(2, rank) for rank in range(2)]
+    for _ in range(epoch + 1):
+        read(again, 3)
+    assert read(second, 1) == read(again, 1)
+
+
+def test_a_generator_that_a_single_rank_draws_seeds_from_too():
+    """Another order: said, and the next epoch begins."""
+    first = [sharded(2, rank) for rank in range(2)]
+    read(first, 1)
+    alone = sharded(1, 0)
+    assert "the data go on with epoch 1" in alone.load_state_dict(first[0].state_dict(), own=False)
+    assert read([alone], 3) == list(range(24))
+
+
+def test_workers_seeds_of_another_rank_are_not_repeated():
+    first = sharded(2, 0)
+    read([first], 1)
+    state = copy.deepcopy(first.state_dict())
+    second, untouched = sharded(2, 1), sharded(2, 1)
+    before = untouched.loader.generator.get_state()
+    second.load_state_dict(state, own=False)
+    assert torch.equal(second.loader.generator.get_state(), before)
+    read([second], 1), read([untouched], 1)
+    assert torch.equal(second.loader.generator.get_state(), untouched.loader.generator.get_state())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from ...amp.master_weights import current_value
 from ...amp.optimizer import MixedPrecisionOptimizer
 from ...division import Division
-from ...errors import InputError
+from ...errors import InputError, shorten
 from ...parallel.regions import Placement, whole
 from ...shard import ParamShard
 
@@ -32,6 +32,9 @@ class Piece:
 
 
 Pieces = dict[str, Piece]
+
+_SAME_ON_ALL = (bool, int, float, str, type(None))
+"""State that is one value for all of a parameter, which ranks that hold parts of it can compare."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,28 @@ class Holding:
         """The tensors of the optimizer's state; and the rest, by parameter and key.
 
         Raises:
-            InputError: state of another shape than the parameter's, of which this rank holds a part.
+            InputError: state that has no place in a checkpoint: of another shape than the parameter's, of which this
+                rank holds a part; of no parameter; under a name that is none.
         """
         holdings, pieces = self.update.holdings, Pieces()
+        _refuse_own_entries(holdings.optimizer)
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
             target, placement = holdings.target(shard), self.division.placement(shard)
             for key, value in holdings.optimizer.state.get(target, {}).items():
+                if type(key) is not str or "." in key:
+                    raise InputError(
+                        f"{type(holdings.optimizer).__name__} keeps state of {name} under {key!r}, which cannot be "
+                        "saved: names of state are text without a dot; rename it in the optimizer"
+                    )
                 if not isinstance(value, torch.Tensor):
+                    if not placement.is_whole and not isinstance(value, _SAME_ON_ALL):
+                        raise InputError(
+                            f"{type(holdings.optimizer).__name__} keeps a {type(value).__name__} as state {key!r} of "
+                            f"{name}, of which this rank holds a part: which part of the state that is is not known, "
+                            "so it cannot be saved; use an optimizer that keeps tensors and numbers, such as AdamW, or "
+                            "data='replicate' with tensor=1"
+                        )
                     plain.setdefault(name, {})[key] = value
                 elif value.shape == target.shape and key != "step":
                     pieces[f"{STATE}{key}.{name}"] = Piece(value.detach(), placement)
@@ -137,6 +154,31 @@ class Holding:
             {**group, "params": [names[id(param)] for param in group["params"]]}
             for group in holdings.optimizer.param_groups
         ]
+
+
+def _refuse_own_entries(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputError if `optimizer` has state besides that of its parameters: nothing says how ranks share it."""
+    own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if own:
+        raise InputError(
+            f"{type(optimizer).__name__} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it "
+            "in the state of each parameter or in the groups, or save engine.state_dict() yourself"
+        )
+
+
+def refuse_differing(optimizer: torch.optim.Optimizer, by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Raise InputError if numbers of the optimizer's state, as `Holding.optimizer_state` gives them, differ by rank."""
+    seen: dict[tuple[str, str], Any] = {}
+    for name, key, value in ((n, k, v) for plain in by_rank for n, state in plain.items() for k, v in state.items()):
+        first = seen.setdefault((name, key), value)
+        if isinstance(value, _SAME_ON_ALL) and repr(first) != repr(value):  # nan is itself
+            raise InputError(
+                f"{type(optimizer).__name__} keeps {key!r} of {name}, which is {first!r} on one rank and {value!r} on "
+                "another, so it cannot be saved; use an elementwise optimizer, such as AdamW, or data='replicate' with "
+                "tensor=1"
+            )
 
 
 def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:

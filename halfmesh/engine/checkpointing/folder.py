@@ -2,7 +2,7 @@
 
 checkpoints/
     step-00001200/
-        manifest.json     format, versions, layout, device, config; size and sha256 of every other file
+        manifest.json     format, versions, layout, device, model, config, its sha256; size and sha256 of other files
         .metadata         of torch.distributed.checkpoint
         __0_0.distcp      tensors that rank 0 has written
         common.pt         what is the same on all ranks
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, shorten
+from ...log import get_logger
+from . import progress
+
+_log = get_logger(__name__)
 
 FORMAT = 1
 """Raised by what an older reader cannot read."""
@@ -37,7 +42,7 @@ class Manifest:
 
     Attributes:
         files: size in bytes and sha256 of every other file, by name.
-        about: what is told of the run: step, layout, device, config, versions.
+        about: what is told of the run: step, layout, device, model (a digest of names and shapes), config, versions.
         format: of the checkpoint; where it is another than `FORMAT`, the rest is empty.
     """
 
@@ -47,7 +52,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Make it the manifest of `folder`, on disk when this returns."""
-        content = {"format": FORMAT, "files": self.files, **self.about}
+        content = json.loads(json.dumps({"format": FORMAT, "files": self.files, **self.about}))
+        content["sha256"] = digest_of(content)
         with open(folder / MANIFEST, "w") as file:
             json.dump(content, file, indent=1)
             file.flush()
@@ -66,11 +72,15 @@ class Manifest:
             saved_as = content.pop("format")
             if saved_as != FORMAT:
                 return Manifest({}, {}, saved_as)
-            pairs = content.pop("files").items()
-            files = {str(name): (int(size), str(digest)) for name, (size, digest) in pairs}
+            if content.pop("sha256") != digest_of({"format": FORMAT, **content}):
+                raise ValueError("its content has another sha256 than when it was written")
+            files = {name: (int(size), str(digest)) for name, (size, digest) in content.pop("files").items()}
+            _refuse_incomplete(files, content)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except KeyError as error:
+            raise CheckpointError(f"{path} is damaged (it has no {error}); take another checkpoint") from error
+        except (ValueError, OverflowError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); take another checkpoint") from error
         for name in files:
             if not _PLAIN.fullmatch(name) or name in (".", "..") or (folder / name).is_symlink():
@@ -79,6 +89,22 @@ class Manifest:
                     "belong here: take another checkpoint"
                 )
         return Manifest(files, content)
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """sha256 of what stands in a manifest, besides itself."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _refuse_incomplete(files: Mapping[str, object], about: Mapping[str, Any]) -> None:
+    """Raise if something that `load` needs is not in a manifest: nothing may have changed when that is found."""
+    sizes = [about["layout"][axis] for axis in ("pipeline", "data", "tensor")]
+    if not all(type(size) is int and size > 0 for size in sizes) or type(about["device"]) is not str:
+        raise ValueError(f"its layout is {about['layout']}, and its device {about['device']!r}")
+    needed = [".metadata", progress.COMMON, *map(progress.rank_file, range(math.prod(sizes)))]
+    missing = [name for name in needed if name not in files]
+    if missing:
+        raise ValueError(f"its files are without {shorten(missing)}")
 
 
 def describe(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, str]]:
@@ -120,9 +146,10 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path)
-    taken = [match for path in checkpoints(folder) if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step]
-    again = f".{_order(taken[0])[1] + 1}" if taken else ""  # never in the place of one that is complete
+            _remove(path)
+    names = [path.name.removeprefix(".").removesuffix(".tmp") for path in folder.iterdir()]
+    taken = [_order(match)[1] for name in names if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
+    again = f".{max(taken) + 1}" if taken else ""  # never in the place of anything
     unfinished = folder / f".step-{step:08d}{again}.tmp"
     unfinished.mkdir()
     return unfinished
@@ -134,7 +161,8 @@ def final_place(unfinished: Path) -> Path:
 
 
 def finish(unfinished: Path, keep: int | None) -> Path:
-    """Give a complete checkpoint its name, and remove those that it takes the place of.
+    """Give a complete checkpoint its name, and remove those that it takes the place of. Folders without a manifest,
+    checkpoints of another model and links stay; so does what cannot be removed, with a warning.
 
     Args:
         keep: how many to keep, this one included; None: all, but one for each step.
@@ -144,14 +172,36 @@ def finish(unfinished: Path, keep: int | None) -> Path:
     unfinished.rename(final)
     sync(final.parent)
     step = final.name.partition(".")[0]
-    older = [path for path in checkpoints(final.parent) if path != final]
+    model = _model(final)
+    older = [path for path in checkpoints(final.parent) if path != final and _model(path) == model]
     same = [path for path in older if path.name.partition(".")[0] == step]
     rest = [path for path in older if path not in same]
     for path in same + ([] if keep is None else rest[keep - 1 :]):
-        removed = path.with_name(f".{path.name}.tmp")  # first, so that no half of one has the name of a whole one
-        path.rename(removed)
-        shutil.rmtree(removed)
+        _remove(path)
     return final
+
+
+def _model(path: Path) -> str | None:
+    """The model that the checkpoint at `path` is of; None: it is none of ours."""
+    try:
+        return None if path.is_symlink() else Manifest.read(path).about.get("model")
+    except (CheckpointError, OSError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    """Remove what is no longer needed. A save that is complete does not fail because that cannot be done."""
+    try:
+        if not _UNFINISHED.fullmatch(path.name):  # first, so that no half of one has the name of a whole one
+            path = path.rename(path.with_name(f".{path.name}.tmp"))
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning(
+            "%s is no longer needed and cannot be removed (%s: %s); remove it yourself",
+            path,
+            type(error).__name__,
+            error,
+        )
 
 
 def sync(path: Path) -> None:

@@ -4,7 +4,7 @@ fit."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +87,22 @@ def look_into(found: Found, context: ParallelContext) -> Stored:
     return together(context, f"loading {found.folder} failed", looked)
 
 
-def refuse_other(stored: Stored, holding: Holding, context: ParallelContext) -> None:
-    """Raise InputError, on all ranks, if the checkpoint is of another model or optimizer."""
+def refuse_other(stored: Stored, holding: Holding, scheduled: bool, context: ParallelContext) -> None:
+    """Raise InputError, on all ranks, if the checkpoint is of another model or optimizer.
+
+    Args:
+        scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
+    """
+    together(context, f"loading {stored.found.folder} failed", holding.update.take_in_new)
     weights = without_empty(holding.weight_targets())
     mine = {name: tuple(piece.placement.shape) for name, piece in weights.items()}
-    everyone = context.everyone((mine, [group["params"] for group in holding.groups()]))
-    model = {name: shape for shapes, _ in everyone for name, shape in shapes.items()}
-    groups = join_groups([names for _, names in everyone])
+    everyone = context.everyone((mine, [group["params"] for group in holding.groups()], list(holding.extras())))
+    model = {name: shape for shapes, *_ in everyone for name, shape in shapes.items()}
+    groups = join_groups([names for _, names, _ in everyone])
+    extras = {name for *_, names in everyone for name in names}
     saved = {name: tuple(shape) for name, shape in stored.shapes(MODEL).items()}
-    problems = [*model_problems(model, saved), *_optimizer_problems(groups, stored.common, holding)]
+    problems = [*model_problems(model, saved), *_extra_problems(extras, stored.common["extras"].keys())]
+    problems += _optimizer_problems(groups, stored.common, holding, scheduled)
     if problems:
         raise InputError(
             bullet_list(f"{stored.found.folder} does not fit the model and optimizer of this engine:", problems)
@@ -118,12 +125,22 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
         yield f"other shapes: {shorten(other)}"
 
 
+def _extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
+    """What modules give and take with `get_extra_state` and `set_extra_state`."""
+    if mine - saved:
+        yield f"the checkpoint has no {shorten(sorted(mine - saved))} (of get_extra_state)"
+    if saved - mine:
+        yield f"the model has no {shorten(sorted(saved - mine))} (of get_extra_state)"
+
+
 def _near(name: str, others: Sequence[str]) -> str:
     near = find_near(name, others)
     return f"{name} (but {near})" if near else name
 
 
-def _optimizer_problems(groups: list[list[str]], common: Mapping[str, Any], holding: Holding) -> Iterator[str]:
+def _optimizer_problems(
+    groups: list[list[str]], common: Mapping[str, Any], holding: Holding, scheduled: bool
+) -> Iterator[str]:
     own = class_name(holding.update.optimizer)
     if common["optimizer"] != own:
         yield (
@@ -132,7 +149,15 @@ def _optimizer_problems(groups: list[list[str]], common: Mapping[str, Any], hold
         )
         return
     saved = [group["params"] for group in common["groups"]]
-    if sorted(map(sorted, groups)) == sorted(map(sorted, saved)):
+    mine, theirs = list(map(sorted, groups)), list(map(sorted, saved))
+    if sorted(mine) == sorted(theirs):
+        if scheduled and mine != theirs:
+            order = [str(theirs.index(group)) for group in mine]
+            yield (
+                f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
+                "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
+                "order of then, or give initialize no lr_scheduler"
+            )
         return
     here, there = ({name for names in each for name in names} for each in (groups, saved))
     words = [f"only {where}: {shorten(sorted(names))}" for where, names in _named(here - there, there - here)]

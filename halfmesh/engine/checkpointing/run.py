@@ -90,6 +90,7 @@ def _snapshot(run: Run, step: int) -> saving.Snapshot:
         "step": step,
         "layout": run.layout,
         "device": run.context.device.type,
+        "model": common["model"],
         "config": run.config.model_dump(mode="json"),
         "versions": saving.versions(),
     }
@@ -102,7 +103,8 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     found = finding.find(directory, run.context)
     stored = loading.look_into(found, run.context)
     _refuse_other_scheduler(run, stored)
-    loading.refuse_other(stored, run.holding, run.context)
+    scheduled = run.lr.scheduler is not None and stored.common["lr_scheduler"] is not None
+    loading.refuse_other(stored, run.holding, scheduled, run.context)
     run.cycle.clear()
     loading.read_tensors(stored, run.holding, run.context)
     common = stored.common

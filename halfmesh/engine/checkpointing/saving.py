@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from ...log import get_logger
 from ...parallel.context import ParallelContext
 from . import folder as folders
 from . import planners, progress
-from .contents import MODEL, Holding, Pieces, join_groups, without_empty
+from .contents import MODEL, Holding, Pieces, join_groups, refuse_differing, without_empty
 from .together import HostRanks, Ranks, together
 
 _log = get_logger(__name__)
@@ -49,20 +50,25 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     """
 
     def collected() -> tuple[Pieces, dict[str, Any], Any]:
+        holding.update.take_in_new()  # groups added since the last step
         pieces, plain = holding.optimizer_state()
         pieces |= {MODEL + name: piece for name, piece in holding.weights().items()}
         return pieces, plain, (holding.groups(), holding.extras())
 
     pieces, plain, (groups, extras) = together(context, "engine.save", collected)
-    everyone = context.everyone(([group["params"] for group in groups], plain, extras))
-    joined = join_groups([names for names, _, _ in everyone])
+    shapes = {name: tuple(piece.placement.shape) for name, piece in pieces.items() if name.startswith(MODEL)}
+    everyone = context.everyone(([group["params"] for group in groups], plain, extras, shapes))
+    refuse_differing(holding.update.optimizer, [theirs for _, theirs, *_ in everyone])
+    joined = join_groups([names for names, *_ in everyone])
+    model = sorted({named for *_, theirs in everyone for named in theirs.items()})
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return without_empty(pieces), {
         **common,
         "optimizer": class_name(holding.update.optimizer),
         "groups": [group | {"params": names} for group, names in zip(settings, joined, strict=True)],
-        "plain_state": _merged(theirs for _, theirs, _ in everyone),
-        "extras": _merged(theirs for _, _, theirs in everyone),
+        "plain_state": _merged(theirs for _, theirs, *_ in everyone),
+        "extras": _merged(theirs for _, _, theirs, _ in everyone),
+        "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
     }
 
 

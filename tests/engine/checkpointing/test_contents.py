@@ -11,7 +11,7 @@ import sys
 import pytest
 import sharding
 import torch
-from checkpoint_runs import FP16, Net, make_engine, train
+from checkpoint_runs import FP16, Net, change_manifest, make_engine, train
 from dist_harness import RankFailure, run_ranks
 from models import CLASSES, FEATURES
 from torch import nn
@@ -178,8 +178,7 @@ def test_random_numbers_in_another_layout_are_others(tmp_path):
 def test_notes(tmp_path, caplog):
     """Of a checkpoint that has less than this run, from a GPU."""
     halfmesh.initialize(Net(), lambda params: torch.optim.AdamW(params), config={}, device="cpu").save(tmp_path)
-    manifest = tmp_path / "step-00000000" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    change_manifest(tmp_path / "step-00000000", device="cuda")
     engine = make_engine("one", "naive", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
     with caplog.at_level(logging.INFO):
         engine.load(tmp_path)
@@ -218,6 +217,16 @@ def test_extra_state_and_counters(tmp_path):
     assert (other.model.seen, other.skipped_steps, other.global_step) == (7, 1, 3)
 
 
+@pytest.mark.parametrize(("saved", "mine", "where"), [(Net, Counting, "checkpoint"), (Counting, Net, "model")])
+def test_extra_state_that_only_one_has(tmp_path, saved, mine, where):
+    make_engine("one", "none", model=saved(seed=1)).save(tmp_path)
+    engine = make_engine("one", "none", model=mine())
+    before = engine.model.head.weight.clone()
+    with pytest.raises(halfmesh.errors.InputError, match=rf"the {where} has no _extra_state \(of get_extra_state\)"):
+        engine.load(tmp_path)
+    assert torch.equal(engine.model.head.weight, before)
+
+
 class RowSums(torch.optim.Optimizer):
     """Keeps a number for each row."""
 
@@ -230,6 +239,84 @@ class RowSums(torch.optim.Optimizer):
                 if param.grad is not None:
                     self.state[param]["rows"] = param.grad.flatten(1).sum(1) if param.dim() > 1 else param.grad.clone()
                     self.state[param]["note"] = 3
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps `entries` as state of each parameter, `own` as state of none."""
+
+    entries = own = added = None
+
+    def __init__(self, params, entries, own=None, added=None):
+        super().__init__(params, lr=0.1)
+        self.entries, self.own, self.added = entries, own, added
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update({key: make(param) for key, make in (self.entries or {}).items()})
+        self.state.update(self.own or {})
+
+    def state_dict(self):
+        return super().state_dict() | (self.added or {})
+
+
+def says(engine, folder):
+    try:
+        engine.save(folder)
+    except halfmesh.errors.InputError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"entries": {"ema.fast": torch.zeros_like}},
+            "Keeps keeps state of first.weight under 'ema.fast', which cannot",
+        ),
+        ({"entries": {0: torch.zeros_like}}, "Keeps keeps state of first.weight under 0, which cannot be saved"),
+        ({"entries": {}, "own": {"all": {"k": 1}}}, "Keeps keeps state of no parameter, 'all', which cannot be saved"),
+        ({"entries": {}, "added": {"k": 3}}, "Keeps keeps state of no parameter, 'k', which cannot be saved"),
+    ],
+)
+def test_state_that_has_no_place(tmp_path, options, words):
+    engine = make_engine("one", "none", optimizer=lambda params: Keeps(params, **options))
+    train(engine, 1)
+    assert words in says(engine, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_of_tensors_of_whole_parameters(tmp_path):
+    engine = make_engine("one", "none", optimizer=lambda params: Keeps(params, {"past": lambda param: [param + 1]}))
+    train(engine, 1)
+    engine.save(tmp_path)
+    other = make_engine("one", "none", optimizer=lambda params: Keeps(params, {}), seed=4)
+    other.load(tmp_path)
+    weight = other.model.first.weight
+    assert torch.equal(other.optimizer.state[weight]["past"][0], engine.model.first.weight + 1)
+
+
+def state_of_parts(rank, world_size, folder):
+    said = []
+    for name, make in (
+        ("past", lambda param: [param]),
+        ("norm", lambda param: float(rank)),
+        ("count", lambda param: 3),
+    ):
+        engine = make_engine("tp2", "none", optimizer=lambda params, e={name: make}: Keeps(params, e))
+        train(engine, 1)
+        said.append(says(engine, folder))
+    return said
+
+
+@pytest.mark.distributed
+def test_state_of_parts(tmp_path):
+    for past, norm, count in run_ranks(state_of_parts, 2, str(tmp_path)):
+        assert "Keeps keeps a list as state 'past' of up.weight, of which this rank holds a part" in past
+        assert "Keeps keeps 'norm' of first.weight, which is 0.0 on one rank and 1.0 on another, so it cannot" in norm
+        assert count == "saved"
 
 
 def test_state_of_another_shape(tmp_path):

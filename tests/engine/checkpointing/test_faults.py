@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import pickle
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import Net, make_engine, train
+from checkpoint_runs import Net, change_manifest, make_engine, train
 from dist_harness import RankFailure, run_ranks
+from models import CLASSES, FEATURES
 from torch import nn, optim
 
 from halfmesh.errors import CheckpointError, InputError
@@ -182,11 +182,43 @@ def test_what_is_no_checkpoint(tmp_path, saved):
         made().load(folder / "step-00000002")
 
 
-def change_manifest(place, **changes):
-    path = place / "manifest.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | changes))
-    return content
+LAYOUT = {"pipeline": 1, "data": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("without", "changes", "words"),
+    [
+        (["layout"], {}, "it has no 'layout'"),
+        (["device"], {}, "it has no 'device'"),
+        (["files"], {}, "it has no 'files'"),
+        ([], {"files": {}}, "its files are without .metadata, common.pt, rank-00000.pt"),
+        ([], {"files": {"common.pt": [float("inf"), ""]}}, "cannot convert float infinity to integer"),
+        ([], {"files": {"common.pt": 3}}, "cannot unpack"),
+        ([], {"layout": LAYOUT | {"data": "2"}}, "its layout is {.*'data': '2'.*}, and its device 'cpu'"),
+        ([], {"layout": LAYOUT | {"data": 2}}, "its files are without rank-00001.pt"),
+        ([], {"layout": 1}, "not subscriptable"),
+        ([], {"device": None}, "and its device None"),
+    ],
+)
+def test_a_manifest_that_is_not_whole(saved, without, changes, words, caplog):
+    """Found before anything changes: the older checkpoint is loaded, and the reason is said."""
+    folder, states = saved
+    place = folder / "step-00000002"
+    change_manifest(place, *without, **changes)
+    with pytest.raises(CheckpointError, match=rf"manifest.json is damaged \(.*{words}.*\); take another checkpoint"):
+        made().load(place)
+    with caplog.at_level(logging.WARNING):
+        loads(folder, states[0], 1)
+    assert "step-00000001 is loaded, because what is newer is damaged:" in caplog.text
+
+
+def test_a_manifest_that_was_changed(saved):
+    path = saved[0] / "step-00000002" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.raises(
+        CheckpointError, match=r"is damaged \(its content has another sha256 than when it was written\)"
+    ):
+        made().load(path.parent)
 
 
 def test_a_newer_format(saved):
@@ -294,6 +326,65 @@ def test_of_other_groups_or_another_scheduler(saved, tmp_path):
         made(lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "scheduled")
 
 
+def in_groups(*order):
+    """AdamW, with the first and the other parameters in groups of this order."""
+
+    def build(params):
+        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.001}]
+        return optim.AdamW([groups[number] for number in order])
+
+    return build
+
+
+def halved(optimizer):
+    return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def test_groups_in_another_order(tmp_path):
+    """Settings come back by names; a scheduler knows groups by their number."""
+    engine = made(optimizer=in_groups(0, 1), lr_scheduler=halved)
+    train(engine, 2)
+    engine.save(tmp_path)
+    other = made(optimizer=in_groups(1, 0), lr_scheduler=halved)
+    before = weights(other)
+    with pytest.raises(InputError, match=r"has the same groups in another order: here are its 1, 0, and the lr_sched"):
+        other.load(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in weights(other).items())
+    same = made(optimizer=in_groups(0, 1), lr_scheduler=halved)
+    same.load(tmp_path)
+    alone = made(optimizer=in_groups(1, 0))
+    alone.load(tmp_path)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert [group["lr"] for group in same.optimizer.param_groups] == rates
+    assert [group["lr"] for group in alone.optimizer.param_groups] == rates[::-1]
+
+
+@pytest.mark.parametrize("mode", ["none", "naive"])
+def test_a_group_that_was_added(tmp_path, mode):
+    """Saved and loaded before the step that would take it in."""
+
+    def grown():
+        engine = make_engine("one", mode, samples=16, batch=4, optimizer=lambda params: optim.AdamW(params[:4], lr=0.1))
+        train(engine, 1)
+        head = engine.model.head
+        engine.optimizer.add_param_group({"params": [head.weight, head.bias], "lr": 0.5})
+        return engine
+
+    engine = grown()
+    engine.save(tmp_path / "early")
+    train(engine, 1)
+    engine.save(tmp_path / "later")
+    for folder in ("early", "later"):
+        other = grown()
+        other.load(tmp_path / folder)
+        assert [len(group["params"]) for group in other.optimizer.param_groups] == [4, 2]
+        assert other.optimizer.param_groups[1]["lr"] == 0.5
+    expected = weights(engine)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+    head = other.optimizer.param_groups[1]["params"][0]
+    assert other.optimizer.state[head]["step"] == 1
+
+
 class Odd:
     """A scheduler with state that only code can make again."""
 
@@ -345,3 +436,45 @@ def test_keep(tmp_path):
     assert engine.save(tmp_path).name == "step-00000004.1"  # of the same step: never in the place of a complete one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004.1"]
     assert made().load(tmp_path).name == "step-00000004.1"
+
+
+def test_only_checkpoints_of_this_model_are_removed(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step-0000000{step}").mkdir()
+        (tmp_path / f"step-0000000{step}" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000003").write_text("a file")
+    other = made(model=nn.Sequential(nn.Linear(FEATURES, CLASSES)))
+    engine = made()
+    for number in range(3):
+        train(other, 1)
+        train(engine, 1)
+        places = other.save(tmp_path, keep=1), engine.save(tmp_path, keep=1)
+        assert [place.name for place in places] == [f"step-0000000{number + 1}.{again}" for again in (1, 2)]
+    kept = ["step-00000001", "step-00000002", "step-00000003", "step-00000003.1", "step-00000003.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert len(list(tmp_path.glob("*/notes.txt"))) == 2
+
+
+def test_what_cannot_be_removed_stays(tmp_path, monkeypatch, caplog):
+    """The save is good, and so is the next one."""
+    engine, remove = made(), shutil.rmtree
+
+    def busy(path, *args, **options):
+        if Path(path).name.startswith(".step-00000001"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    train(engine, 1)
+    engine.save(tmp_path / "run", keep=1)
+    with caplog.at_level(logging.WARNING):
+        assert engine.save(tmp_path / "run", keep=1).name == "step-00000001.1"
+        assert engine.save(tmp_path / "run", keep=1).name == "step-00000001.2"
+    assert ".step-00000001.tmp is no longer needed and cannot be removed (OSError: [Errno 16] Device or" in caplog.text
+    train(engine, 1)
+    moved = (tmp_path / "run" / "step-00000001.2").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "step-00000001.2").symlink_to(moved)
+    place = engine.save(tmp_path / "run", keep=1)
+    train(engine, 1)
+    assert made().load(place).name == "step-00000002"
+    assert (moved.is_dir(), (tmp_path / "run" / "step-00000001.2").is_symlink()) == (True, True)
