@@ -95,7 +95,9 @@ class EngineDataLoader:
         if state["finished"]:
             return None
         trained = mine.same_place(Share(*state["share"]), state["trained"], own)
-        if trained is None:
+        # Workers that stay draw a seed in the first epoch only, from the generator that the order comes from.
+        stays = getattr(self.loader, "persistent_workers", False) and state["epoch"] > 0
+        if trained is None or stays:
             self.next_epoch += 1
             return (
                 f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "

@@ -152,6 +152,19 @@ def test_workers(stays):
     assert batches_of(second, count)[0] == expected[2 : 2 + count]
 
 
+def test_workers_that_stay_have_no_place_in_later_epochs():
+    def make():
+        return DataLoader(list(range(SAMPLES)), 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    first = EngineDataLoader(make(), torch.device("cpu"))
+    list(first)
+    later = iter(first)
+    next(later), first.note_training()
+    second = EngineDataLoader(make(), torch.device("cpu"))
+    assert "the data go on with epoch 2" in second.load_state_dict(first.state_dict())
+    assert second.next_epoch == 2
+
+
 def test_a_second_state_before_anything_is_iterated():
     first = EngineDataLoader(LOADERS["shuffled"](), torch.device("cpu"))
     expected, (state, _) = batches_of(first, 5, 3)
