@@ -90,7 +90,7 @@ def adopt(model: nn.Module, optimizer: Any, adoption: Adoption) -> None:
         for name, value in list(vars(module).items()):
             if name not in internal:
                 _complete(module, name, value, new)
-    for group in optimizer.param_groups if isinstance(optimizer, optim.Optimizer) else ():
+    for group in getattr(optimizer, "param_groups", ()) if isinstance(optimizer, optim.Optimizer) else ():
         group["params"][:] = [new.get(id(param), param) for param in group["params"]]
 
 
@@ -175,7 +175,8 @@ def refuse_late_use(optimizer: Any, model: nn.Module) -> None:
 def _find_state(optimizer: Any) -> Iterator[str]:
     if not isinstance(optimizer, optim.Optimizer):
         return
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    held = getattr(optimizer, "state", {})  # one that is not ready is refused elsewhere
+    state = [value for entry in held.values() for value in entry.values()]
     if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
         yield (
             f"optimizer: {type(optimizer).__name__} made its state from weights that have no values yet; take one "
