@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     )
     from .engine.registries import HOOKS
     from .errors import (
+        EXIT_PREEMPTED,
         CheckpointError,
         ConfigError,
         HalfmeshError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         InputError,
         LaunchError,
         NonFiniteError,
+        Preempted,
         RegistryError,
     )
     from .launching import (
@@ -76,6 +78,7 @@ _NAMES = {
     ),
     "engine.registries": ("HOOKS",),
     "errors": (
+        "EXIT_PREEMPTED",
         "CheckpointError",
         "ConfigError",
         "HalfmeshError",
@@ -83,6 +86,7 @@ _NAMES = {
         "InputError",
         "LaunchError",
         "NonFiniteError",
+        "Preempted",
         "RegistryError",
     ),
     "launching": (

@@ -116,7 +116,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
     with _no_longer_usable():
-        return _convert(given, recipe, settings, *ready)
+        return _begin(_convert(given, recipe, settings, *ready))
 
 
 def _prepare(
@@ -132,6 +132,10 @@ def _prepare(
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
+    if config.checkpoint is not None:
+        from .engine.checkpointing.automatic import make_folder
+
+        make_folder(config.checkpoint, context)
     plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
     loaders = [
         shard(given.dataloader, context, config.seed, training=True),
@@ -199,6 +203,15 @@ def _convert(
     _log.info("%s", describe(engine, update, recipe, given.dataloader, division))
     for advice in find_advice(config) if context.dp_size > 1 else ():
         _log.info("advice: %s", advice)
+    return engine
+
+
+def _begin(engine: Engine) -> Engine:
+    """What goes beyond the process."""
+    if engine.config.checkpoint is not None or engine.config.resume is not None:
+        from .engine.checkpointing.automatic import begin  # torch.distributed.checkpoint: only where it is used
+
+        begin(engine)
     return engine
 
 

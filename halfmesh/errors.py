@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+EXIT_PREEMPTED = 75
+"""The status of a process that was told to end, and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 
 class HalfmeshError(Exception):
@@ -44,6 +48,20 @@ class CheckpointError(HalfmeshError, RuntimeError):
 
 class NonFiniteError(HalfmeshError, RuntimeError):
     """Training met inf or nan and was told, or has to, stop."""
+
+
+class Preempted(SystemExit):
+    """The run was told to end, by a signal or `engine.preempt()`, and has saved; raised on all ranks after the same step.
+
+    It ends the process with status `EXIT_PREEMPTED`, like `sys.exit(75)`; `finally` blocks run.
+
+    Attributes:
+        folder: the checkpoint.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.folder = folder
 
 
 def bullet_list(title: str, lines: Iterable[str]) -> str:

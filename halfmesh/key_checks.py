@@ -16,7 +16,7 @@ from .parallel.registries import SCHEDULES
 
 Kind = Literal["refused", "unbuilt", "advice"]
 
-UNBUILT_KEYS = ("debug", "resume")
+UNBUILT_KEYS = ("debug",)
 """Keys that must have their default for now."""
 
 _FSDP_KEYS = (
@@ -50,6 +50,7 @@ def find_key_problems(config: Config) -> Iterator[Finding]:
     yield from _check_losses(config)
     yield from _check_compile(config)
     yield from _check_activations(config)
+    yield from _check_resume(config)
     yield from _check_keys(config)
 
 
@@ -198,6 +199,15 @@ def _check_activations(config: Config) -> Iterator[Finding]:
             "'blocks', or leave scope out"
         )
         yield Finding("refused", "compile.scope", message)
+
+
+def _check_resume(config: Config) -> Iterator[Finding]:
+    if config.resume == "auto" and config.checkpoint is None:
+        message = (
+            "'auto' goes on from the newest checkpoint of checkpoint.directory, which is not set; set "
+            "checkpoint='checkpoints', or give resume a folder"
+        )
+        yield Finding("refused", "resume", message)
 
 
 def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 EXIT_LIMIT_S = 8.0  # after an error: time to tell the others, for atexit handlers and destructors (which may block)
@@ -73,18 +73,71 @@ def watch_interrupts(name: str) -> InterruptWatch | None:
     return InterruptWatch(name) if used == -1 else None
 
 
+class StopSignals:
+    """Handlers of signals that tell a run to end: they note that the signal came, and do nothing else.
+
+    A handler runs between any two instructions of the main thread, so it takes no lock and talks to nobody. Where the
+    user, or a library, handles a signal already, that stays; `others` names these signals. `remove` puts back what was
+    there before.
+
+    Attributes:
+        came: names of what came, in order; append to it to say the same in another way.
+        others: signals of `names` that are not handled here.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.came: list[str] = []
+        self.others: list[str] = []
+        self._mine: list[signal.Signals] = []
+        for name in names:
+            if _is_free(signal.Signals[name]):
+                signal.signal(signal.Signals[name], self)
+                self._mine.append(signal.Signals[name])
+            else:
+                self.others.append(name)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came.append(signal.Signals(number).name)
+
+    @property
+    def handled(self) -> tuple[signal.Signals, ...]:
+        """The signals that are handled here."""
+        return tuple(self._mine)
+
+    def remove(self) -> None:
+        """Restore what was there before, where nobody has taken this one's place."""
+        if _in_main_thread():
+            for number in self._mine:
+                if signal.getsignal(number) is self:
+                    signal.signal(number, signal.SIG_DFL)
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether nobody handles the signal, in Python or, where /proc says so, in C (faulthandler)."""
+    if not _in_main_thread() or signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    with contextlib.suppress(OSError, StopIteration):
+        with open("/proc/self/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+        return not int(caught.split()[1], 16) >> (number - 1) & 1
+    return True
+
+
 @contextlib.contextmanager
 def sigterm_held() -> Iterator[Callable[[], bool]]:
     """SIGTERM does not end the process within the block; yields a function that says whether it came.
 
-    Does nothing where the user handles SIGTERM, or in another thread than the main one.
+    Does nothing where the user handles SIGTERM, or in another thread than the main one. The place of `StopSignals` is
+    taken for good: a run that has failed does not save any more.
     """
     came: list[int] = []
-    mine = _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    handler = signal.getsignal(signal.SIGTERM)
+    mine = _in_main_thread() and (handler is signal.SIG_DFL or isinstance(handler, StopSignals))
     if mine:
         signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    earlier = handler.came if isinstance(handler, StopSignals) else []
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(came) or "SIGTERM" in earlier
     finally:
         if mine:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

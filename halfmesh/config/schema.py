@@ -18,6 +18,7 @@ from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..registry import Registry
 from .activations import CheckpointConfig, expand_checkpoint
+from .automatic import AutomaticConfig, expand_automatic
 
 DType = Literal["float32", "float16", "bfloat16"]
 M = TypeVar("M", bound=Options)
@@ -279,6 +280,8 @@ class Settings(Options):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1024
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
-    debug: str | None = None
+    checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
     resume: str | None = None
+    """"auto": from the newest checkpoint of `checkpoint.directory`, if there is one; else the folder to load."""
+    debug: str | None = None
     track_grad_norm: bool = False

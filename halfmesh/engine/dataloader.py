@@ -32,6 +32,7 @@ class EngineDataLoader:
         epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
         next_epoch: that of the next iteration, which after a load goes on with the one that it interrupted.
         at_end: whether the batch handed out last is the last of its epoch.
+        before_fetch: called when the loop asks for a batch, before anything is drawn for it.
     """
 
     def __init__(
@@ -54,6 +55,12 @@ class EngineDataLoader:
         self.next_epoch = 0
         self._course = Course()
         self._rest: tuple[dict[str, Any], bool] | None = None
+        self.before_fetch: Callable[[], None] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is being iterated."""
+        return self._course.runs
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch` (its number decides the order of the samples when there are several
@@ -115,6 +122,10 @@ class EngineDataLoader:
         return True
 
     def __iter__(self) -> Iterator[Any]:
+        if self.before_fetch is not None:
+            if self._course.trained and not self._course.runs:
+                self._course.finished = True  # it was left, and is not gone on with
+            self.before_fetch()
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         set_epoch(self.loader, self.epoch)
         outside, course = self._course, Course(self.epoch, runs=True, here=not getattr(self.loader, "num_workers", 0))
@@ -149,9 +160,13 @@ class EngineDataLoader:
                 course.handed += 1
                 yield ready
                 del ready
+                if self.before_fetch is not None:
+                    self.before_fetch()
             self.at_end = True
             course.handed += 1
             yield transfer.finish(batch)
+            if self.before_fetch is not None:
+                self.before_fetch()
         finally:
             self.at_end = at_end_outside
         self._end(course)

@@ -80,6 +80,7 @@ class Engine(Saving):
         self._last: StepResult | None = None
         self._closed = False
         self._background = None
+        self._automatic = None
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -92,6 +93,8 @@ class Engine(Saving):
         """
         if self._closed:
             self._refuse_if_closed()
+        if self._automatic is not None:
+            self._automatic.before_forward()
         try:
             return self._passes.forward(*args, **kwargs)
         except RuntimeError as error:
@@ -224,6 +227,7 @@ class Engine(Saving):
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
         try:
+            self._end_automatic_saves()
             self.wait_for_save()
         finally:
             self._give_back()
@@ -254,6 +258,7 @@ class Engine(Saving):
         if kind is None:
             self.close()
         else:
+            self._end_automatic_saves()
             self._give_back(whole=False)
 
     def __iter__(self) -> NoReturn:

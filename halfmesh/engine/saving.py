@@ -16,6 +16,7 @@ from .readings import Readings
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
+    from .checkpointing.automatic import Automatic
     from .checkpointing.background import Background
     from .checkpointing.run import Run
 
@@ -32,6 +33,8 @@ class Saving(Readings):
     _closed: bool
     _background: Background | None
     """Since the first save that did not hold up training."""
+    _automatic: Automatic | None
+    """With the config key `checkpoint`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -71,6 +74,8 @@ class Saving(Readings):
         if self._cycle.reducer is not None:
             self._cycle.reducer.note_buffers()
         rank_random.set_rank_random(state["random"], self.context, self._division)
+        if self._automatic is not None:
+            self._automatic.forget()
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
         """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
@@ -134,7 +139,24 @@ class Saving(Readings):
 
         self.wait_for_save()
         place, self.global_step = load(self._run, Path(directory))
+        if self._automatic is not None:
+            self._automatic.forget()
         return place
+
+    def preempt(self) -> None:
+        """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: after the current step all ranks
+        save, and raise `Preempted`, which ends the process with status 75. May be called by a handler of signals.
+
+        Raises:
+            InputError: the config has no `checkpoint`.
+        """
+        self._refuse_if_closed()
+        if self._automatic is None:
+            raise InputError(
+                "engine.preempt(): the config does not say where to save; set checkpoint='checkpoints', or call "
+                "engine.save and end the loop yourself"
+            )
+        self._automatic.ask()
 
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
@@ -169,6 +191,13 @@ class Saving(Readings):
         load_weights(self._run.holding, self.context, Path(path))
         if self._cycle.reducer is not None:
             self._cycle.reducer.note_buffers()
+
+    def _end_automatic_saves(self) -> None:
+        automatic, self._automatic = self._automatic, None
+        if automatic is not None:
+            if self._dataloader is not None:
+                self._dataloader.before_fetch = None
+            automatic.close()
 
     @property
     def _run(self) -> Run:

@@ -88,7 +88,8 @@ def rehearse(
             given = given.with_rows(given.rows // wanted * microbatches)
             config = with_microbatches(config, microbatches)
         length = config.gradient_accumulation
-        config = config.model_copy(update={"gradient_accumulation": min(length, 2)})
+        without_files = {"checkpoint": None, "resume": None}
+        config = config.model_copy(update={"gradient_accumulation": min(length, 2), **without_files})
         engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
         return _Rehearsal(engine, given, tracker, length).run()
 

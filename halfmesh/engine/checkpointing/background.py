@@ -10,6 +10,7 @@ import torch
 from ...log import get_logger
 from ...parallel.context import ParallelContext
 from .contents import Piece, Pieces
+from .last_step import LastStep
 from .together import HostRanks
 
 _log = get_logger(__name__)
@@ -52,10 +53,7 @@ class Background:
         self._device = context.device
         self._ranks = HostRanks.of(context)
         self._thread: threading.Thread | None = None
-        self._turn = threading.Condition()  # of what follows
-        self._agreeing = False
-        self._steps = 0  # begun, as this rank counts them
-        self._last = 0  # that is begun with an error waiting
+        self._steps = LastStep()
         self._error: Exception | None = None
 
     def start(self, write: Callable[[HostRanks], object]) -> None:
@@ -65,12 +63,8 @@ class Background:
 
     def before_step(self) -> None:
         """Count a step; or raise why a save has failed."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._agreeing)
-            if self._error is None or self._steps < self._last:
-                self._steps += 1
-                return
-        self.wait()
+        while not self._steps.advance():
+            self.wait()
 
     def wait(self) -> None:
         """Until nothing is being saved; raise why it failed, if it did."""
@@ -78,6 +72,7 @@ class Background:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
+        self._steps.release(None)
         if error is not None:
             raise error
 
@@ -92,13 +87,10 @@ class Background:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        with self._turn:
-            self._agreeing = True
-            last = self._steps
+        last = self._steps.hold()
         try:
             last = max(self._ranks.everyone(last))
         except Exception as lost:
             _log.warning("the other ranks were not told that a save has failed: %s", lost)
-        with self._turn:
-            self._last, self._error, self._agreeing = last, error, False
-            self._turn.notify_all()
+        self._error = error
+        self._steps.release(last)

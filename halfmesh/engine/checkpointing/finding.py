@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CheckpointError, InputError, bullet_list
+from ...errors import CheckpointError, InputError, bullet_list, shorten
 from ...log import get_logger
 from ...parallel.context import ParallelContext
 from . import folder as folders
@@ -50,6 +50,22 @@ def find(directory: Path, context: ParallelContext) -> Found:
             _log.warning("%s", bullet_list(f"{place} is loaded, because what is newer is damaged:", damaged))
         return found
     raise CheckpointError(bullet_list(f"{what}: all of its checkpoints are damaged:", damaged))
+
+
+def holds_any(directory: Path, context: ParallelContext) -> bool:
+    """Whether there is a checkpoint in `directory`, whole or damaged. All ranks together.
+
+    Raises:
+        CheckpointError: there is on some ranks only.
+    """
+    found = context.everyone(directory.is_dir() and bool(folders.checkpoints(directory)))
+    if any(found) and not all(found):
+        without = [rank for rank, there in enumerate(found) if not there]
+        raise CheckpointError(
+            f"{directory} has checkpoints, but not on rank(s) {shorten([str(rank) for rank in without])}; give a folder "
+            "that all machines share"
+        )
+    return found[0]
 
 
 def _candidates(directory: Path) -> tuple[bool, list[Path]]:

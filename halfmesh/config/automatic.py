@@ -1,0 +1,58 @@
+"""The key `checkpoint`: saves that nobody calls."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from ..errors import did_you_mean
+from ..options import Names, Options, PositiveInt
+
+_REFUSED = {
+    "SIGKILL": "cannot be caught by any program",
+    "SIGSTOP": "cannot be caught by any program",
+    "SIGINT": "is Ctrl-C, which ends the run at once",
+    "SIGALRM": "is what ends a process that hangs after an error",
+    "SIGCHLD": "tells of the end of the dataloader's workers",
+    **dict.fromkeys(
+        ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"), "comes with an error that a process cannot survive"
+    ),
+}
+
+
+def _refuse_signals(names: tuple[str, ...]) -> tuple[str, ...]:
+    known = [one.name for one in signal.Signals]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name!r} is not the name of a signal here{did_you_mean(name, known)}")
+        if name in _REFUSED:
+            raise ValueError(f"{name!r} {_REFUSED[name]}; leave it out (usual ones: 'SIGTERM', 'SIGUSR1')")
+    return names
+
+
+class AutomaticConfig(Options):
+    """`checkpoint`. The shorthand is the directory."""
+
+    directory: Annotated[str, Field(min_length=1)]
+    """A folder that all ranks share; it is made if it is not there."""
+    every: PositiveInt | None = None
+    """Optimizer steps between two saves; None: only when the run is told to end."""
+    keep: PositiveInt | None = 3
+    """How many checkpoints to leave there; None: all."""
+    in_background: bool = True
+    """Whether training goes on while they are written; the one at the end of a run that is told to end is waited for."""
+    signals: Annotated[Names, AfterValidator(_refuse_signals)] = ("SIGTERM", "SIGUSR1")
+    """Those that tell a run to end: it saves after the current step, and ends with status 75."""
+
+
+def expand_automatic(value: Any) -> Any:
+    """The shorthand form as the long one."""
+    if value is None or isinstance(value, (Mapping, AutomaticConfig)):
+        return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, str) and value:
+        return {"directory": value}
+    recomputes = "; to compute activations again in backward, set activation_checkpoint" if value is True else ""
+    raise ValueError(f"{value!r} is not a folder; write 'checkpoints' or dict(directory='checkpoints'){recomputes}")

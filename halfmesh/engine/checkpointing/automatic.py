@@ -1,0 +1,170 @@
+"""Saves that nobody calls: every so many steps, and when the run is told to end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...config.automatic import AutomaticConfig
+from ...errors import CheckpointError, Preempted
+from ...log import get_logger
+from ...parallel.context import ParallelContext
+from ...signals import StopSignals
+from . import finding
+from .preemption import Preemption
+from .together import on_first
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+_log = get_logger(__name__)
+
+
+class Automatic:
+    """Saves `engine` at the boundaries of its optimizer steps.
+
+    A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that is
+    not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
+    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. It is at the same
+    boundary on all ranks that this saves.
+
+    Not in evaluation: there, ranks may be at different places.
+    """
+
+    def __init__(self, engine: Engine, options: AutomaticConfig) -> None:
+        self._engine = engine
+        self._options = options
+        self._directory = folder_of(options)
+        self._step = engine.global_step
+        self._ended = False
+        self._signals = StopSignals(options.signals)
+        self._preemption = Preemption(engine.context, self._signals.came)
+        if self._signals.others:
+            _log.warning(
+                "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; call "
+                "engine.preempt() from that handler, or leave the signal out",
+                ", ".join(self._signals.others),
+                ranks=None,
+            )
+
+    def ask(self) -> None:
+        """The run is to end, as if a signal had come. May be called by a handler of signals."""
+        self._signals.came.append("engine.preempt()")
+
+    def forget(self) -> None:
+        """What comes next is not a boundary: the state was loaded."""
+        self._step = self._engine.global_step
+
+    def before_fetch(self) -> None:
+        """The loop asks for a batch."""
+        if torch.is_grad_enabled():
+            self._pass_boundary()
+
+    def before_forward(self) -> None:
+        """The loop calls the engine."""
+        engine = self._engine
+        if engine.model.training and torch.is_grad_enabled():
+            loader = engine._dataloader
+            if loader is None or not loader.runs:
+                self._pass_boundary()
+
+    def close(self) -> None:
+        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere."""
+        try:
+            if sys.exception() is None:
+                self._pass_boundary(closes=True)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Nothing more is saved. Signals are as they were, unless the process is about to end because of one: then
+        another one changes nothing."""
+        self._preemption.stop()
+        if not self._ended:
+            self._signals.remove()
+
+    def _pass_boundary(self, closes: bool = False) -> None:
+        engine, before = self._engine, self._step
+        step = engine.global_step
+        if step == before or engine._cycle.holds_gradients:
+            return
+        self._step = step
+        every = self._options.every
+        if self._preemption.is_due(step - before):
+            self._end(closes)
+        elif every is not None and step // every > before // every:
+            engine.save(self._directory, keep=self._options.keep, in_background=self._options.in_background)
+
+    def _end(self, closes: bool) -> None:
+        engine = self._engine
+        try:
+            engine.wait_for_save()
+        except CheckpointError:  # it was logged; this one may do better
+            pass
+        place = engine.save(self._directory, keep=self._options.keep)
+        reason = self._preemption.reason
+        self._preemption.stop()
+        if closes:
+            _log.info("told to end (%s), at its end: saved to %s", reason, place)
+            return
+        _log.info("told to end (%s): saved to %s, and ends with status %d", reason, place, Preempted().code)
+        self._ended = True
+        raise Preempted(place)
+
+
+def folder_of(options: AutomaticConfig) -> Path:
+    """`checkpoint.directory`, wherever the program goes later."""
+    return Path(options.directory).expanduser().absolute()
+
+
+def make_folder(options: AutomaticConfig, context: ParallelContext) -> None:
+    """Make `checkpoint.directory`, so that a run does not learn after hours that it cannot. All ranks together.
+
+    Raises:
+        CheckpointError: it cannot be made, or not written to.
+    """
+    folder = folder_of(options)
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{folder} cannot be written to; give another folder, or change its permissions")
+
+    on_first(context, f"checkpoint.directory={options.directory!r}", make)
+
+
+def begin(engine: Engine) -> None:
+    """What the keys `checkpoint` and `resume` say. All ranks together.
+
+    Raises:
+        CheckpointError, InputError: as `engine.load`; or some ranks do not see the folder that others see.
+    """
+    options = engine.config.checkpoint
+    if options is not None:
+        engine._automatic = automatic = Automatic(engine, options)
+        if engine._dataloader is not None:
+            engine._dataloader.before_fetch = automatic.before_fetch
+    try:
+        _resume(engine, options)
+    except BaseException:
+        if engine._automatic is not None:
+            engine._automatic.stop()
+        raise
+
+
+def _resume(engine: Engine, options: AutomaticConfig | None) -> None:
+    path = engine.config.resume
+    if path is None:
+        return
+    if path != "auto" or options is None:
+        engine.load(Path(path).expanduser())
+        return
+    folder = folder_of(options)
+    if finding.holds_any(folder, engine.context):
+        engine.load(folder)
+    else:
+        _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", folder)
