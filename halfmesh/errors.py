@@ -51,7 +51,8 @@ class NonFiniteError(HalfmeshError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """The run was told to end, by a signal or `engine.preempt()`, and has saved; raised on all ranks after the same step.
+    """The run was told to end, by a signal or `engine.preempt()`, and has saved. Raised on all ranks after the same
+    step.
 
     It ends the process with status `EXIT_PREEMPTED`, like `sys.exit(75)`; `finally` blocks run.
 

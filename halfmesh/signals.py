@@ -112,6 +112,31 @@ class StopSignals:
                     signal.signal(number, signal.SIG_DFL)
 
 
+class ShelteredWorker:
+    """`worker_init_fn` of a DataLoader whose workers outlive `signals`, which launchers send to a whole group of
+    processes; without them, what ends the run well would fail. Those of the worker's parent end it, as ever.
+
+    Args:
+        then: the `worker_init_fn` that there was.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals], then: Callable[[int], object] | None) -> None:
+        self._signals = frozenset(signals)
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        # A handler of Python's does not learn who has sent the signal; a thread that waits for it does.
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        threading.Thread(target=self._wait, args=(os.getppid(),), daemon=True).start()
+        if self._then is not None:
+            self._then(worker)
+
+    def _wait(self, parent: int) -> None:
+        while signal.sigwaitinfo(self._signals).si_pid != parent:
+            pass
+        os._exit(0)
+
+
 def _is_free(number: signal.Signals) -> bool:
     """Whether nobody handles the signal, in Python or, where /proc says so, in C (faulthandler)."""
     if not _in_main_thread() or signal.getsignal(number) is not signal.SIG_DFL:

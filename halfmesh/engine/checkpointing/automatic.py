@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...signals import StopSignals
 from . import finding
 from .preemption import Preemption
 from .together import on_first
+from .workers import shelter_workers
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -27,12 +29,12 @@ _log = get_logger(__name__)
 class Automatic:
     """Saves `engine` at the boundaries of its optimizer steps.
 
-    A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that is
-    not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
-    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. It is at the same
-    boundary on all ranks that this saves.
+    A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that
+    is not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
+    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one.
 
-    Not in evaluation: there, ranks may be at different places.
+    In evaluation there is none: the loop is not through with the step then. All ranks pass the same boundaries, so what
+    depends on their numbers alone is done by all ranks.
     """
 
     def __init__(self, engine: Engine, options: AutomaticConfig) -> None:
@@ -43,10 +45,15 @@ class Automatic:
         self._ended = False
         self._signals = StopSignals(options.signals)
         self._preemption = Preemption(engine.context, self._signals.came)
+        for loader in (engine._dataloader, engine._eval_dataloader):
+            if loader is not None:
+                loader.loader = shelter_workers(loader.loader, self._signals.handled)
+        if engine._dataloader is not None:
+            engine._dataloader.before_fetch = self.before_fetch
         if self._signals.others:
             _log.warning(
-                "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; call "
-                "engine.preempt() from that handler, or leave the signal out",
+                "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "
+                "call engine.preempt() from that handler, or leave the signal out",
                 ", ".join(self._signals.others),
                 ranks=None,
             )
@@ -101,10 +108,8 @@ class Automatic:
 
     def _end(self, closes: bool) -> None:
         engine = self._engine
-        try:
+        with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             engine.wait_for_save()
-        except CheckpointError:  # it was logged; this one may do better
-            pass
         place = engine.save(self._directory, keep=self._options.keep)
         reason = self._preemption.reason
         self._preemption.stop()
@@ -145,9 +150,7 @@ def begin(engine: Engine) -> None:
     """
     options = engine.config.checkpoint
     if options is not None:
-        engine._automatic = automatic = Automatic(engine, options)
-        if engine._dataloader is not None:
-            engine._dataloader.before_fetch = automatic.before_fetch
+        engine._automatic = Automatic(engine, options)
     try:
         _resume(engine, options)
     except BaseException:

@@ -62,8 +62,8 @@ def holds_any(directory: Path, context: ParallelContext) -> bool:
     if any(found) and not all(found):
         without = [rank for rank, there in enumerate(found) if not there]
         raise CheckpointError(
-            f"{directory} has checkpoints, but not on rank(s) {shorten([str(rank) for rank in without])}; give a folder "
-            "that all machines share"
+            f"{directory} has checkpoints, but not on rank(s) {shorten([str(rank) for rank in without])}; give a "
+            "folder that all machines share"
         )
     return found[0]
 

@@ -8,8 +8,8 @@ import threading
 class LastStep:
     """Counts what this rank has begun, until it comes to the last one.
 
-    Another thread asks all ranks for their counts: `hold`, which keeps this one from growing, and then `release` with the
-    largest of them. So every rank goes on up to the same one, and no further.
+    Another thread asks all ranks for their counts: `hold`, which keeps this one from growing, and then `release` with
+    the largest of them. So every rank goes on up to the same one, and no further.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A run that is told to end: all ranks learn of it, and agree on the step after which they save.
 
-The word comes to one rank, or to several, at different steps. A thread of each rank looks at a key of the store that the
-ranks met in, which is the only way to ask others that wait for nothing. Then, in keys of their own:
+The word comes to one rank, or to several, at different steps. A thread of each rank looks at a key of the store that
+the ranks met in, which is the only way to ask others that wait for nothing. Then, in keys of their own:
 1. Each rank says that its thread listens. Until all have, nobody waits: a rank that is gone holds up nothing here.
 2. Each holds its count of steps, and tells it, with what came to it.
 3. Rank 0 answers: the largest count, after which every rank saves; or that it is given up, because one has closed its
