@@ -322,8 +322,18 @@ def test_unbuilt_keys(key):
         raise_for(check(load_config({key: value}), 1, "cpu"))
 
 
+def test_resume_needs_a_folder():
+    [line] = find({"resume": "auto"})
+    assert line == (
+        "resume: 'auto' goes on from the newest checkpoint of checkpoint.directory, which is not set; set "
+        "checkpoint='checkpoints', or give resume a folder"
+    )
+    assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
+
+
 def test_every_other_key_is_built():
     raw = {
+        "checkpoint": "x", "resume": "auto",
         "gradient_accumulation": 2, "clip_grad_norm": 1.0, "loss_reduction": "sum", "lr_interval": "epoch",
         "gradient_dtype": "float32", "fused": False, "on_nonfinite": "skip", "max_consecutive_skips": 3, "seed": 3,
         "timeout": 3.0, "track_grad_norm": True, "compile": True,

@@ -89,7 +89,11 @@ def test_defaults_are_those_of_the_readme():
     assert (config.on_nonfinite, config.max_consecutive_skips) == ("auto", 50)
     assert (config.seed, config.timeout) == (1024, 600.0)
     assert (config.debug, config.resume, config.track_grad_norm) == (None, None, False)
-    assert len(Config.model_fields) == 19
+    assert config.checkpoint is None
+    saves = load_config({"checkpoint": "here"}).checkpoint
+    assert (saves.directory, saves.every, saves.keep, saves.in_background) == ("here", None, 3, True)
+    assert saves.signals == ("SIGTERM", "SIGUSR1")
+    assert len(Config.model_fields) == 20
     assert config.user == {}
 
 
@@ -449,3 +453,42 @@ def test_yaml_names_what_it_cannot_hold(value):
         ConfigError, match=r"in the YAML form of the config:\n  - WHAT: YAML cannot hold .*; use numbers"
     ):
         load_config({"FINE": 1, "WHAT": value}).to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (3, "checkpoint: 3 is not a folder; write 'checkpoints' or dict(directory='checkpoints')"),
+        (
+            True,
+            "checkpoint: True is not a folder; write 'checkpoints' or dict(directory='checkpoints'); to compute "
+            "activations again in backward, set activation_checkpoint",
+        ),
+        ("", "checkpoint: '' is not a folder; write 'checkpoints' or dict(directory='checkpoints')"),
+        ({"every": 3}, "checkpoint.directory: is required; give a string"),
+        ({"directory": "x", "every": 0}, "checkpoint.every: 0 is not an integer >= 1 or None"),
+        (
+            {"directory": "x", "signals": ["SIGKILL"]},
+            "checkpoint.signals: 'SIGKILL' cannot be caught by any program; leave it out (usual ones: 'SIGTERM', "
+            "'SIGUSR1')",
+        ),
+        (
+            {"directory": "x", "signals": ["SIGINT"]},
+            "checkpoint.signals: 'SIGINT' is Ctrl-C, which ends the run at once; leave it out (usual ones: 'SIGTERM', "
+            "'SIGUSR1')",
+        ),
+        (
+            {"directory": "x", "signals": ["SIGTREM"]},
+            "checkpoint.signals: 'SIGTREM' is not the name of a signal here; did you mean 'SIGTERM'?",
+        ),
+    ],
+)
+def test_checkpoint(value, problem):
+    assert problems_of(checkpoint=value) == [problem]
+
+
+def test_checkpoint_as_yaml(tmp_path):
+    config = load_config({"checkpoint": {"directory": "x", "every": 5, "signals": ["SIGUSR2"]}, "resume": "auto"})
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "config.yaml") == config
+    assert config.checkpoint.every == 5
