@@ -107,6 +107,10 @@ def let_threads_finish() -> None:
 def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
     if address is None:
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        # torchrun --max-restarts keeps the store, in which the addresses of ranks that are gone would be taken for
+        # those of their successors. Agents of several machines count restarts differently.
+        if _agent_hosts_store() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         return store
     host = address.host.strip("[]")  # an IPv6 address as in a URL
     return dist.TCPStore(host, address.port, place.world_size, is_master=place.rank == 0, timeout=timeout)

@@ -229,7 +229,7 @@ def test_where_the_save_fails_the_last_checkpoint_stays(tmp_path, monkeypatch):
         write(path, content)
 
     monkeypatch.setattr(progress, "write", fail)
-    with pytest.raises(CheckpointError, match="saving step 7 to .* failed, and .* as it was: OSError: no room"):
+    with pytest.raises(CheckpointError, match=r"saving step 7 to .* failed, and .* as it was: OSError: no room"):
         loop(engine, at(7))
     engine.close()
     assert os.listdir(tmp_path) == ["step-00000005"]
@@ -381,6 +381,16 @@ def test_a_run_that_is_over_ends_as_ever(tmp_path, caplog):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def fail(engine, way):
+    if way == "with":
+        with engine:
+            raise ZeroDivisionError
+    try:
+        raise ZeroDivisionError
+    finally:
+        engine.close()
+
+
 def test_nothing_is_saved_after_an_error(tmp_path):
     """Other ranks may be elsewhere."""
     x, y = make_data(4)
@@ -389,13 +399,7 @@ def test_nothing_is_saved_after_an_error(tmp_path):
         engine.backward(engine.criterion(engine(x), y))
         engine.step()
         with pytest.raises(ZeroDivisionError):
-            if way == "with":
-                with engine:
-                    raise ZeroDivisionError
-            try:
-                raise ZeroDivisionError
-            finally:
-                engine.close()
+            fail(engine, way)
         assert os.listdir(tmp_path) == []
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
