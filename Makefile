@@ -2,6 +2,7 @@
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
 #   make test     all tests                    make test-composition   many more of them: 40 minutes or so
+#   make test-kills   training is killed 50 times, and goes on: benchmarks/results/kills.md, in 5 minutes or so
 #   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 20 minutes or so
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
@@ -18,7 +19,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition bench bench-gpu bench-pipeline bench-overlap lint format clean
+.PHONY: demo test test-composition test-kills bench bench-gpu bench-pipeline bench-overlap lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -29,6 +30,9 @@ test: $(INSTALLED)
 
 test-composition: $(INSTALLED)
 	COMPOSITION=full $(BIN)/python -m pytest tests/composition
+
+test-kills: $(INSTALLED)
+	KILLS=50 $(BIN)/python -m pytest tests/soak
 
 # DeepSpeed by itself: it builds a part at installation, which fails on some machines; its rows say so then.
 bench: $(INSTALLED)
