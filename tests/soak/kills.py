@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -93,16 +94,12 @@ class Program:
             AssertionError: it ended with an error of its own, or took too long.
         """
         self._starts += 1
+        self._started_at = time.time_ns()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
-        options = {
-            "folder": str(self.checkpoints) if saves else None,
-            "log": str(self._log),
-            "every": EVERY,
-            "out": str(self.out),
-        }
-        options |= {"epochs": EPOCHS, "pause": PAUSE_S}
+        options = {"log": str(self._log), "out": str(self.out), "epochs": EPOCHS, "pause": PAUSE_S}
+        options |= {"folder": str(self.checkpoints), "every": EVERY} if saves else {}
         ranks = [
             context.Process(target=_rank, args=(rank, str(self._folder), self._starts, options), daemon=True)
             for rank in range(2)
@@ -127,7 +124,7 @@ class Program:
                     break
                 for rank in kill.ranks:
                     ranks[rank].kill()
-                in_save = self._is_saving()
+                in_save = bool(self._unfinished())
                 for process in ranks:  # who has lost the other ends by itself, or the launcher ends it
                     process.join(5)
                 return in_save
@@ -142,13 +139,11 @@ class Program:
     def _moments(self, kill: Kill) -> Any:
         """Yields until it is the kill's moment."""
         before = [len(self._lines(rank)) for rank in range(2)]
-        saves, was_saving = 0, False
+        saves: set[str] = set()
         while True:
             if kill.saving:
-                now = self._is_saving()
-                saves += now and not was_saving
-                was_saving = now
-                yield saves >= kill.count
+                saves |= self._unfinished()
+                yield len(saves) >= kill.count
             else:
                 yield all(len(self._lines(rank)) - before[rank] > kill.count for rank in range(2))
 
@@ -156,8 +151,14 @@ class Program:
         path = self._log / f"rank-{rank}"
         return path.read_text().splitlines() if path.exists() else []
 
-    def _is_saving(self) -> bool:
-        return any(name.endswith(".tmp") for name in os.listdir(self.checkpoints))
+    def _unfinished(self) -> set[str]:
+        """Folders that are being written or removed since the last start."""
+        found = set()
+        for entry in os.scandir(self.checkpoints):
+            with suppress(FileNotFoundError):
+                if entry.name.endswith(".tmp") and entry.stat().st_mtime_ns > self._started_at:
+                    found.add(entry.name)
+        return found
 
     def output(self) -> str:
         """The end of what the ranks have said at the last start."""

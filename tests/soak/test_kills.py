@@ -32,10 +32,10 @@ def table(falls: list[Fall], runs: int) -> str:
     lines = [
         "# Kills",
         "",
-        f"`make test-kills`: {len(falls)} times SIGKILL in {runs} runs of two ranks, which save in the background every "
-        f'{EVERY} steps and start again with `resume="auto"`. {within} fell while a checkpoint was written or removed. '
-        f"Each start went on from the newest complete checkpoint; lost were {sum(lost) / len(lost):.1f} steps on "
-        f"average, {max(lost)} at most ({EVERY} since the last save, and {EVERY} where that was not complete). The "
+        f"`make test-kills`: {len(falls)} times SIGKILL in {runs} run(s) of two ranks, which save in the background",
+        f'every {EVERY} steps and start again with `resume="auto"`. {within} fell while a checkpoint was written or',
+        f"removed. Each start went on from the newest complete checkpoint; lost were {sum(lost) / len(lost):.1f} steps",
+        f"on average, {max(lost)} at most ({EVERY} since the last save, and {EVERY} where that was not complete). The",
         "weights of every run were in the end those of a run that was not killed, bit by bit.",
         "",
         "| | wait for | killed | a save was under way | at step | went on from | lost |",
