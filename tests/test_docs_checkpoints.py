@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from test_readme import find_python, stand_ins
+
+import halfmesh
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "checkpoints.md").read_text()
 
@@ -28,3 +32,30 @@ def test_the_loop(tmp_path, monkeypatch):
     picture = PAGE[PAGE.index("    step-00001200/") :].partition("```")[0]
     pictured = set(re.findall(r"^        (\S+) ", picture, re.MULTILINE))
     assert pictured == {path.name for path in (tmp_path / "checkpoints" / kept[0]).iterdir()}
+
+
+def test_a_program_that_is_told_to_end_and_started_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, whole, first, second = find_python(PAGE, "again.py"), *(stand_ins() for _ in range(3))
+    exec(program.replace('"checkpoints"', '"others"'), whole)
+    counted, criterion = [], first["criterion"]
+
+    def criterion_of_step_7(*args):
+        counted.append(1)
+        if len(counted) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return criterion(*args)
+
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(halfmesh.Preempted):
+            exec(program, first | {"criterion": criterion_of_step_7})
+        assert {path.name for path in Path("checkpoints").iterdir()} == {"step-00000004", "step-00000007"}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    exec(program, second)
+    assert second["engine"].global_step == whole["engine"].global_step == 45
+    expected, found = whole["model"].state_dict(), second["model"].state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert len(counted) == 7

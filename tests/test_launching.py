@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dist_harness import free_port, run_ranks
 from halfmesh import launchers, launching, process_group
 from halfmesh.config.load import load_config
 from halfmesh.errors import LaunchError
+from halfmesh.launchers import Place
 from halfmesh.launching import (
     choose_backend,
     choose_device,
@@ -152,6 +154,31 @@ def test_who_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not process_group._agent_hosts_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert process_group._agent_hosts_store()
+
+
+def test_ranks_that_torchrun_has_started_again_find_nothing_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps the store on one machine; agents of several count restarts differently."""
+    agent = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def store(restarts: str, machines: str) -> dist.Store:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+        return process_group._make_store(Place(1, 2, 1), None, timedelta(seconds=10))
+
+    first = store("0", "1")
+    first.set("address", "of rank 0")
+    assert store("0", "1").check(["address"])
+    assert not store("1", "1").check(["address"])
+    store("0", "2").set("address", "of rank 0")
+    assert store("1", "2").check(["address"])
 
 
 # ---- devices
