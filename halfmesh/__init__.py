@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         LaunchError,
         NonFiniteError,
         RegistryError,
+        SyncError,
     )
     from .launching import (
         Launch,
@@ -84,6 +85,7 @@ _NAMES = {
         "LaunchError",
         "NonFiniteError",
         "RegistryError",
+        "SyncError",
     ),
     "launching": (
         "Launch",

@@ -46,6 +46,10 @@ class NonFiniteError(HalfmeshError, RuntimeError):
     """Training met inf or nan and was told, or has to, stop."""
 
 
+class SyncError(HalfmeshError, RuntimeError):
+    """The ranks do not have in common what they should (`debug="sync"`); raised on all that compared it."""
+
+
 def bullet_list(title: str, lines: Iterable[str]) -> str:
     """`title`, then one indented line per item."""
     return "\n".join([title, *(f"  - {line}" for line in lines)])

@@ -279,6 +279,7 @@ class Settings(Options):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1024
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
-    debug: str | None = None
+    debug: Literal["sync"] | None = None
+    """"sync": compare after each step what the ranks have in common."""
     resume: str | None = None
     track_grad_norm: bool = False
