@@ -2,7 +2,8 @@
 
 Keys of the layout that need several ranks are in tests/engine/test_data_parallel.py, those of schedulers in
 tests/engine/test_scheduling.py, those of accumulation in test_cycle.py, compile in
-test_compile.py, those of activations in test_saved_activations.py; the list at the end keeps this complete.
+test_compile.py, those of activations in test_saved_activations.py, debug in
+test_sync_check.py; the list at the end keeps this complete.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ TESTED_ELSEWHERE = {
     "compile",
     "activation_checkpoint",
     "activation_offload",
+    "debug",
 }
 
 

@@ -25,19 +25,20 @@ _AVERAGED = (*STATISTICS, "num_batches_tracked")
 def common_state(
     holding: Holding, context: ParallelContext, step: int, result: StepResult, dataloader: EngineDataLoader | None
 ) -> Iterator[Common]:
-    """All of it that this rank has, in the order in which a difference is worth knowing. It reads the device.
+    """All of it that this rank has, causes before what follows from them. It reads the device.
 
-    Of a tensor, those ranks have to agree that hold the same part of it: over the data axis where it is replicated, over
-    the tensor axis where it is not cut, over the pipeline where stages share it, over the copies of hybrid sharding.
+    Of a tensor, those ranks have to agree that hold the same part of it: over the data axis where it is replicated,
+    over the tensor axis where it is not cut, over the pipeline where stages share it, over the copies of hybrid
+    sharding.
     """
     parts = (
         _progress(step, dataloader),
+        _random(holding.division, context),
         _verdict(holding, result),
         _settings(holding),
         _weights(holding),
         _buffers(holding, context),
         _optimizer_state(holding),
-        _random(holding.division, context),
     )
     for order, part in enumerate(parts):
         for common in part:
@@ -52,11 +53,11 @@ def _progress(step: int, dataloader: EngineDataLoader | None) -> Iterator[Common
 
 def _verdict(holding: Holding, result: StepResult) -> Iterator[Common]:
     yield Common("whether the step was skipped", result.skipped)
-    yield Common("the gradient norm", result.grad_norm)
     for number, state in enumerate(holding.update.losses.state_dict()):
         of = f" of loss {number}" if number else ""
         yield from (Common(f"{key} of the loss scaler{of}", value) for key, value in state.items())
     yield from (Common(f"{key} of the skip counter", v) for key, v in holding.update.watch.state_dict().items())
+    yield Common("the gradient norm", result.grad_norm)  # it is divided by the scale
 
 
 def _settings(holding: Holding) -> Iterator[Common]:

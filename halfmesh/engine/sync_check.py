@@ -5,7 +5,7 @@ For finding mistakes, not for speed: everything is read once more, brought to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ _OTHER_BATCH = (
     "engine.context.dp_rank of engine.context.dp_size; and let random augmentation draw the same on all of them"
 )
 _DRIFTED = (
-    "Look for what only some ranks do between two steps: code under `if rank == 0` that writes weights, buffers, settings "
-    "or optimizer state, draws random numbers within the model, or steps a scheduler; a loader of your own"
+    "Look for what only some ranks do between two steps: code under `if rank == 0` that writes weights, buffers, "
+    "settings or optimizer state, draws random numbers within the model, or steps a scheduler; a loader of your own"
 )
 
 
@@ -59,20 +59,20 @@ class SyncCheck:
         drift = find_drift(state, self._context.device)
         if drift is not None:
             before = f"after step {self._steps} they did not" if self._steps else "this is the first comparison"
+            step = self._context.from_first(step)  # it may be what differs
             raise SyncError(
                 f"after step {step} the ranks differ in {drift.name} ({before}):\n"
                 f"{describe(drift, self._names)}\n{_DRIFTED}"
             )
         self._steps = step
 
-    def compare_batch(self, of: str, tensors: Iterable[torch.Tensor]) -> None:
+    def compare_batch(self, of: str, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Compare what the ranks that compute one batch were given. These together."""
         if self._group is None:
             return
-        found = list(tensors)
-        forms = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in found]
+        forms = [(str(tensor.dtype), tuple(tensor.shape)) for _, tensor in tensors]
         batch = [Common(f"the types and shapes of the tensors in {of}", forms)]
-        batch += [Common(f"tensor {number} of {of}", tensor, order=1) for number, tensor in enumerate(found)]
+        batch += [Common(f"tensor {number} of {of}", tensor, order=1) for number, tensor in tensors]
         drift = find_drift(batch, self._context.device, self._group)
         if drift is not None:
             names = [self._names[rank] for rank in torch.distributed.get_process_group_ranks(self._group)]
@@ -83,13 +83,14 @@ class SyncCheck:
 
 
 class ComparedPasses:
-    """What the engine calls of `halfmesh.engine.passes.Passes`, with a comparison in training before it."""
+    """`halfmesh.engine.passes.Passes` that compare what they are given in training, before they compute."""
 
     def __init__(self, passes: Passes, sync: SyncCheck, model: torch.nn.Module) -> None:
         self._sync = sync
         self._model = model
         self._forward = passes.forward
         self._criterion = passes.criterion
+        self.is_single, self.check, self.backward = passes.is_single, passes.check, passes.backward
         self.close = passes.close
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +106,8 @@ class ComparedPasses:
             self._sync.compare_batch(of, _given(tree))
 
 
-def _given(tree: Any) -> list[torch.Tensor]:
-    """The tensors that do not come from the model: outputs are equal but for rounding."""
+def _given(tree: Any) -> list[tuple[int, torch.Tensor]]:
+    """The tensors, numbered, without those that come from the model: outputs are equal but for rounding."""
     found: list[torch.Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
-    return [tensor for tensor in found if tensor.grad_fn is None]
+    return [(number, tensor) for number, tensor in enumerate(found) if tensor.grad_fn is None]
