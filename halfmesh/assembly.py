@@ -116,7 +116,11 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
     with _no_longer_usable():
-        return _convert(given, recipe, settings, *ready)
+        engine = _convert(given, recipe, settings, *ready)
+    owner = group if launch is None else launch.group
+    if owner is not None:
+        owner.watch(engine)
+    return engine
 
 
 def _prepare(
