@@ -30,7 +30,9 @@ REASON_FOR = "halfmesh/reason_for_rank_"
 CALL_TO = "halfmesh/call_to_rank_"
 ANSWER_OF = "halfmesh/answer_of_rank_"
 RUNS = "halfmesh/ranks_that_began"
+HOST = "halfmesh/host"
 ASKED = "where?"
+STOPPED = "Tt"  # by a signal, by a debugger
 T = TypeVar("T")
 
 
@@ -86,7 +88,10 @@ class EndLog:
         self._calls = [f"{CALL_TO}{other}/{self._run}" for other in range(world_size)]
         self._answers = [f"{ANSWER_OF}{other}/{self._run}" for other in range(world_size)]
         self._thread: threading.Thread | None = None
+        self._host_process = 0  # 0: this one, or not known
         self._append(rank, End.RUNNING, _machine(), str(os.getpid()))
+        if host == rank:
+            self._store.set(HOST, f"{_machine()} {os.getpid()}")
         if answer is not None or (host is not None and host != rank):
             waiting = store.clone()  # a connection of its own: it is in use as long as this rank runs
             waiting.set_timeout(timedelta(days=20))  # torch counts milliseconds in 32 bits
@@ -192,8 +197,16 @@ class EndLog:
                 found[rank] = self._ask(partial(self._store.get, key))
         return {rank: text.decode() for rank, text in found.items() if text is not None}
 
+    @property
+    def host_is_stopped(self) -> bool:
+        """Whether the process that hosts the store is stopped, on this machine: whoever asks it would wait, too."""
+        return self._host_process > 0 and _state(self._host_process) in STOPPED
+
     def _await_calls(self, store: dist.Store) -> None:
         try:
+            if self.host not in (None, self.rank):
+                machine, process = store.get(HOST).decode().split(" ")
+                self._host_process = int(process) if machine and machine == _machine() else 0
             if store.get(self._calls[self.rank]).decode() == ASKED and self._answer is not None:
                 store.set(self._answers[self.rank], self._answer())
             reason = store.get(self._reason_keys[self.rank]).decode()
@@ -205,7 +218,7 @@ class EndLog:
         self._store.append(LOG, " ".join([str(rank), end, *where]) + "\n")
 
     def _ask(self, action: Callable[[], T]) -> T | None:
-        if self._store_is_gone:
+        if self._store_is_gone or self.host_is_stopped:
             return None
         try:
             return action()
@@ -224,8 +237,12 @@ def _machine() -> str:
 
 
 def _is_running(process: int) -> bool:
+    return _state(process) not in "ZX"  # ended, and not yet seen by its parent
+
+
+def _state(process: int) -> str:
+    """The letter that the kernel has for it; "X" if it is gone."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text()
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
-        return False
-    return status.rpartition(") ")[2][0] not in "ZX"  # ended, and not yet seen by its parent
+        return "X"

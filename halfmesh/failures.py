@@ -202,6 +202,9 @@ class FailureGuard:
         host = self._log.host
         if host is None:
             return Cause("the launcher is gone, too", certain=True)
+        if self._log.host_is_stopped:
+            said = f"{self._layout.name(host)} is stopped (SIGSTOP, or a debugger), which hosts what others would say"
+            return Cause(said, certain=True)
         ended_by_itself = find_cause(Ends({host: End.KILLED}), self._layout)
         return Cause(self._log.published() or ended_by_itself.text, certain=True)
 
