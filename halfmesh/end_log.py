@@ -32,6 +32,7 @@ ANSWER_OF = "halfmesh/answer_of_rank_"
 RUNS = "halfmesh/ranks_that_began"
 HOST = "halfmesh/host"
 ASKED = "where?"
+HOST_S = 10.0  # how long after the others the host may be ready
 STOPPED = "Tt"  # by a signal, by a debugger
 T = TypeVar("T")
 
@@ -204,15 +205,23 @@ class EndLog:
 
     def _await_calls(self, store: dist.Store) -> None:
         try:
-            if self.host not in (None, self.rank):
-                machine, process = store.get(HOST).decode().split(" ")
-                self._host_process = int(process) if machine and machine == _machine() else 0
+            self._find_host(store)
             if store.get(self._calls[self.rank]).decode() == ASKED and self._answer is not None:
                 store.set(self._answers[self.rank], self._answer())
             reason = store.get(self._reason_keys[self.rank]).decode()
             self._reason = self._reason or reason
         except Exception:  # it has ended
             self._store_is_gone = True
+
+    def _find_host(self, store: dist.Store) -> None:
+        """Which process hosts the store, if it is on this machine and says so before long."""
+        until = time.monotonic() + HOST_S
+        while self.host not in (None, self.rank) and time.monotonic() < until and not self._left:
+            if store.check([HOST]):
+                machine, process = store.get(HOST).decode().split(" ")
+                self._host_process = int(process) if machine and machine == _machine() else 0
+                return
+            time.sleep(0.05)
 
     def _append(self, rank: int, end: End, *where: str) -> None:
         self._store.append(LOG, " ".join([str(rank), end, *where]) + "\n")

@@ -27,8 +27,8 @@ def report(positions: Mapping[int, Position], ends: Mapping[int, End], layout: L
 
 
 def waiting(positions: Mapping[int, Position]) -> set[int]:
-    """The ranks that wait for another one."""
-    return {rank for rank, position in positions.items() if position.state == WAITS}
+    """The ranks that wait for another one, and do nothing else meanwhile."""
+    return {rank for rank, position in positions.items() if position.state == WAITS and not position.beside}
 
 
 def _words(position: Position | None, end: End | None) -> str:
@@ -46,7 +46,7 @@ def _conclusions(positions: Iterable[Position]) -> list[str]:
     found = []
     if len({position.updates for position in known if position.updates}) > 1:
         found.append("They are not at the same update.")
-    if {position.state for position in known} == {WAITS} and len({(p.call, p.line) for p in known}) > 1:
+    if waiting(dict(enumerate(known))) == set(range(len(known))) and len({(p.call, p.line) for p in known}) > 1:
         found.append("They wait in different places: each rank has to run the same collectives, in the same order.")
     return found
 

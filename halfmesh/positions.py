@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,8 @@ IN_BACKWARD = "waiting or computing"
 """In C++: Python does not see which."""
 RUNS = "not waiting"
 ENDED = "ended"
+SAVE_THREAD = "halfmesh save"
+"""The name of the thread that writes a checkpoint beside training."""
 
 _LONGEST = 100
 """Characters of a source line."""
@@ -48,18 +50,21 @@ class Position:
         call: what of halfmesh it is in ("engine.step()"); empty outside.
         updates: `global_step` of the engine that was called, or of all that are known.
         line: of the user's code ("train.py:41 in main: engine.step()").
+        beside: the same of a save in the background, while there is one.
     """
 
     state: str
     call: str = ""
     updates: tuple[int, ...] = ()
     line: str = ""
+    beside: str = ""
 
     def __str__(self) -> str:
         words = ["" if self.state == RUNS else self.state, f"in {self.call}" if self.call else ""]
         if self.updates:
             words.append(f"after update{'s' * (len(self.updates) > 1)} {', '.join(map(str, self.updates))}")
-        return f"{', '.join(filter(None, words))}{f' - {self.line}' if self.line else ''}"
+        where = " - ".join(filter(None, (", ".join(filter(None, words)), self.line)))
+        return where + (f"; its save in the background is at {self.beside}" if self.beside else "")
 
     def dump(self) -> str:
         """As text, for a store."""
@@ -90,7 +95,7 @@ class Whereabouts:
     def stop_at(self, error: BaseException) -> None:
         """It stays where `error` was raised, for which it has waited."""
         found = self._find(_of_error(error))
-        self._last = Position(WAITS, found.call, found.updates, found.line)
+        self._last = replace(found, state=WAITS)
 
     def ended(self) -> Position:
         """What there is to say once it has ended without an error."""
@@ -103,10 +108,17 @@ class Whereabouts:
         called = None if ours is None else ours.f_locals.get("self")
         step = getattr(called, "global_step", None)
         updates = (step,) if isinstance(step, int) else self._updates()
-        return Position(_state(*frames[-1]), _name(ours), updates, _describe(*_of_user(frames)))
+        return Position(_state(*frames[-1]), _name(ours), updates, _describe(*_of_user(frames)), _beside())
 
     def _updates(self) -> tuple[int, ...]:
         return tuple(sorted((engine.global_step for engine in list(self._engines)), reverse=True))
+
+
+def _beside() -> str:
+    for thread in threading.enumerate():
+        if thread.name == SAVE_THREAD and (frames := _of_thread(thread)):
+            return _describe(*_of_user(frames))
+    return ""
 
 
 def _of_thread(thread: threading.Thread) -> Frames:

@@ -201,4 +201,4 @@ def test_a_save_waits_no_longer(told):
 
 def test_a_save_in_the_background_waits_no_longer(told):
     (output,) = told("save beside")
-    has(output, "waited 3 s", TITLE)
+    has(output, "waited 3 s", TITLE, "  rank 1: ", "; its save in the background is at ", "time.sleep(1000)\n")
