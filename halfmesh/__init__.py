@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         NonFiniteError,
         Preempted,
         RegistryError,
+        SyncError,
     )
     from .launching import (
         Launch,
@@ -88,6 +89,7 @@ _NAMES = {
         "NonFiniteError",
         "Preempted",
         "RegistryError",
+        "SyncError",
     ),
     "launching": (
         "Launch",

@@ -19,7 +19,7 @@ from .amp.rules import UpdateRules
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
-from .distribution import batch_seed, make_reduction, refuse_uneven_evaluation, shard
+from .distribution import batch_seed, make_reduction, make_sync, refuse_uneven_evaluation, shard
 from .division import Division
 from .division_plans import Plans, balance_by_time, make_plans
 from .effective_plan import describe
@@ -116,7 +116,11 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
     with _no_longer_usable():
-        return _begin(_convert(given, recipe, settings, *ready))
+        engine = _convert(given, recipe, settings, *ready)
+        owner = group if launch is None else launch.group
+        if owner is not None:
+            owner.watch(engine)
+        return _begin(engine)
 
 
 def _prepare(
@@ -181,19 +185,22 @@ def _convert(
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     division.checkpoint_and_compile(given.model)
     place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
+    dataloader = None if loaders[0] is None else EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, **place)
+    sync = make_sync(given.model, update, division, context, config, dataloader)
     engine = Engine(
         model=given.model,
         criterion=given.criterion,
         update=update,
         precision=precision,
         context=context,
-        passes=passes,
+        passes=passes if sync is None else sync.compared(passes),
         division=division,
         cycle=GradientCycle(update, precision, passes, accumulation, reducer),
         lr=lr,
         config=config,
-        dataloader=None if loaders[0] is None else EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, **place),
+        dataloader=dataloader,
         eval_dataloader=None if loaders[1] is None else EngineDataLoader(loaders[1], may_be_empty=True, **place),
+        sync=sync,
     )
     if division.offload is not None and context.device.type == "cpu":
         _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from .end_log import End, Ends
@@ -10,14 +11,18 @@ from .layout import Layout
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason, as the second half of a sentence; `certain` if it is no use to wait for more to become known."""
+    """A reason, as the second half of a sentence; `certain` if it is no use to wait for more to become known.
+
+    `asks`: where the ranks are tells more.
+    """
 
     text: str
     certain: bool
+    asks: bool = False
 
 
-def find_cause(ends: Ends, layout: Layout) -> Cause:
-    """Say why ranks that lost a connection or timed out did so.
+def find_cause(ends: Ends, layout: Layout, waiting: Collection[int] = ()) -> Cause:
+    """Say why ranks that lost a connection or timed out did so. `waiting`: ranks that are known to wait, too.
 
     Once one has timed out, all end, also those that it waited for: how they do is not the reason any more, unless they
     have an error of their own.
@@ -36,17 +41,19 @@ def find_cause(ends: Ends, layout: Layout) -> Cause:
         return Cause(said, certain=True)
     if finished:
         said = f"{layout.names(finished)} ended without an error while others waited for it (left its loop early?)"
-        return Cause(said, certain=True)
+        return Cause(said, certain=True, asks=True)
     victims = (End.LOST, End.TIMED_OUT)
-    missing = [rank for rank in range(layout.world_size) if ends.of_rank.get(rank) not in victims]
+    missing = [
+        rank for rank in range(layout.world_size) if ends.of_rank.get(rank) not in victims and rank not in waiting
+    ]
     return _hung(missing, layout) if timeouts else _unknown(missing, ranks, layout)
 
 
 def _hung(missing: list[int], layout: Layout) -> Cause:
     if missing:
-        return Cause(f"not waiting, so likely hanging (or slower than that): {layout.names(missing)}", certain=False)
+        return Cause(f"not waiting, so likely hanging (or slower than that): {layout.names(missing)}", False, asks=True)
     said = "all ranks do, so they wait in different collectives: each has to run the same ones, in the same order"
-    return Cause(said, certain=True)
+    return Cause(said, certain=True, asks=True)
 
 
 def _unknown(missing: list[int], ranks: list[int], layout: Layout) -> Cause:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from . import torch_private
 from .amp.optimizer import MixedPrecisionOptimizer
 from .division import Division, reduce_options
 from .engine.samplers import generators, shard_loader
@@ -17,6 +18,8 @@ from .parallel.registries import DATA_STRATEGIES
 
 if TYPE_CHECKING:
     from .config import Config
+    from .engine.dataloader import EngineDataLoader
+    from .engine.sync_check import SyncCheck
 
 
 def shard(loader: Any, context: ParallelContext, seed: int, training: bool) -> Any:
@@ -90,3 +93,21 @@ def _over_data_ranks(
         return ShardReducer(division.sharded, *arguments, device=context.device)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
     return reduction
+
+
+def make_sync(
+    model: nn.Module,
+    update: MixedPrecisionOptimizer,
+    division: Division,
+    context: ParallelContext,
+    config: Config,
+    dataloader: EngineDataLoader | None,
+) -> SyncCheck | None:
+    """What compares the ranks after each step, with `debug="sync"` and several ranks (a dry run has one)."""
+    if config.debug != "sync" or context.size == 1 or torch_private.is_alone():
+        return None
+    # Not in a run without it.
+    from .engine.checkpointing.contents import Holding
+    from .engine.sync_check import SyncCheck
+
+    return SyncCheck(Holding(model, update, division), context, dataloader)

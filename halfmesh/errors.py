@@ -50,6 +50,10 @@ class NonFiniteError(HalfmeshError, RuntimeError):
     """Training met inf or nan and was told, or has to, stop."""
 
 
+class SyncError(HalfmeshError, RuntimeError):
+    """The ranks do not have in common what they should (`debug="sync"`); raised on all that compared it."""
+
+
 class Preempted(SystemExit):
     """The run was told to end, by a signal or `engine.preempt()`, and has saved. Raised on all ranks after the same
     step.

@@ -21,6 +21,8 @@ from types import TracebackType
 from .causes import Cause, find_cause
 from .end_log import End, EndLog, Ends
 from .layout import Layout
+from .position_report import report, waiting
+from .positions import Position, Whereabouts
 from .signals import end_soon, sigterm_held, watch_interrupts
 
 # What torch says when a *peer* is gone (gloo, its TCP store, NCCL).
@@ -42,6 +44,7 @@ TIMEOUTS = (
     "wait timeout after",
     "collective operation timeout",
 )
+ANSWER_S = 2.0  # how long a rank waits for others to say where they are
 GRACE_S = 3.0  # how long a rank waits for others to say how they end, and for the launcher to see the first one end
 SETTLED_S = 0.2  # how long a reason has to stay the same: a better one may be on its way
 SERVE_S = 1.5  # how long a failed rank that hosts the store keeps it up for the others to learn the reason
@@ -56,12 +59,14 @@ class FailureGuard:
         log: where the ranks tell each other how they end.
         layout: to name them by.
         timeout_s: the time limit of collectives, for messages.
+        whereabouts: of this rank, for the same.
     """
 
-    def __init__(self, log: EndLog, layout: Layout, timeout_s: float) -> None:
+    def __init__(self, log: EndLog, layout: Layout, timeout_s: float, whereabouts: Whereabouts | None = None) -> None:
         self._log = log
         self._layout = layout
         self._timeout_s = timeout_s
+        self._whereabouts = whereabouts
         self._name = layout.name(log.rank)
         self._active = True
         self._process = os.getpid()
@@ -86,7 +91,7 @@ class FailureGuard:
             self._finish()
 
     def _finish(self) -> None:
-        ends_now = self._log.finish()
+        ends_now = self._log.finish("" if self._whereabouts is None else self._whereabouts.ended().dump())
         if ends_now and self._log.host == self._log.rank and not self._log.await_others(PARTING_S):
             self._log.publish(find_cause(Ends({self._log.rank: End.FINISHED}), self._layout).text)
             time.sleep(READ_S)
@@ -95,6 +100,8 @@ class FailureGuard:
         if not self._active or os.getpid() != self._process:
             self._previous_hook(kind, error, trace)
             return
+        if self._whereabouts is not None:
+            self._whereabouts.stop_at(error)
         with sigterm_held() as told_to_end:
             end_soon()
             if is_echo(error):
@@ -124,8 +131,12 @@ class FailureGuard:
         """Another rank is the first to fail: say which."""
         self._previous_hook(type(error), error, error.__traceback__)
         self._look_around(told_to_end)  # whoever is gone by now is gone for a reason of its own
+        if self._whereabouts is not None:
+            self._log.leave_answer(self._whereabouts.here().dump())
+            if end is End.TIMED_OUT:
+                self._log.ask_all()
         self._log.leave(end)
-        reason = self._await_cause(told_to_end).text
+        reason = self._locate(self._await_cause(told_to_end), told_to_end)
         self._log.publish(reason)
         text = f"[{self._name}] {what}; {reason}"
         sys.stderr.write(f"{text}\n")  # in one go: other ranks write, too
@@ -134,6 +145,24 @@ class FailureGuard:
             error.add_note(text)
             _record_for_torchrun(error)
         self._serve()
+
+    def _locate(self, cause: Cause, told_to_end: Callable[[], bool]) -> str:
+        """The reason, with where the ranks are if that tells more."""
+        if self._whereabouts is None or not cause.asks:
+            return cause.text
+        self._log.ask_all()
+        until = time.monotonic() + ANSWER_S
+        while True:
+            ends, answers = self._log.read(), self._log.answers()
+            if ends is None:
+                return cause.text
+            silent = [rank for rank, end in ends.of_rank.items() if end is End.RUNNING and rank not in answers]
+            if not silent or told_to_end() or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        positions = {rank: Position.load(text) for rank, text in answers.items()}
+        text = find_cause(ends, self._layout, waiting(positions)).text
+        return f"{text}\n{report(positions, ends.of_rank, self._layout)}"
 
     def _serve(self) -> None:
         if self._log.host == self._log.rank:
@@ -173,6 +202,9 @@ class FailureGuard:
         host = self._log.host
         if host is None:
             return Cause("the launcher is gone, too", certain=True)
+        if self._log.host_is_stopped:
+            said = f"{self._layout.name(host)} is stopped (SIGSTOP, or a debugger), which hosts what others would say"
+            return Cause(said, certain=True)
         ended_by_itself = find_cause(Ends({host: End.KILLED}), self._layout)
         return Cause(self._log.published() or ended_by_itself.text, certain=True)
 

@@ -16,7 +16,7 @@ from .parallel.registries import SCHEDULES
 
 Kind = Literal["refused", "unbuilt", "advice"]
 
-UNBUILT_KEYS = ("debug",)
+UNBUILT_KEYS: tuple[str, ...] = ()
 """Keys that must have their default for now."""
 
 _FSDP_KEYS = (

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from .errors import LaunchError
 from .failures import FailureGuard
 from .launchers import Place
 from .layout import Layout
+from .positions import Whereabouts
 
 PARTING_S = 0.1
 """What threads that wait for nothing but Python and a core need at most."""
@@ -32,8 +34,13 @@ class Address:
 class OwnedGroup:
     """A process group that was made here, with its failure guard, and is destroyed by `close()`."""
 
-    def __init__(self, guard: FailureGuard) -> None:
+    def __init__(self, guard: FailureGuard, whereabouts: Whereabouts) -> None:
         self._guard: FailureGuard | None = guard
+        self._whereabouts = whereabouts
+
+    def watch(self, engine: Any) -> None:
+        """Messages about ranks that wait in vain give the `global_step` of `engine`."""
+        self._whereabouts.watch(engine)
 
     def close(self) -> None:
         if self._guard is not None:
@@ -71,7 +78,7 @@ def make_group(
     backend = _check_backend(backend, device)
     if place.world_size == 1:
         return None
-    timeout = timedelta(seconds=timeout_s)
+    timeout, whereabouts = timedelta(seconds=timeout_s), Whereabouts()
     try:
         store = _make_store(place, address, timeout)
         dist.init_process_group(
@@ -83,7 +90,7 @@ def make_group(
             device_id=device if "nccl" in backend else None,
         )
         host = None if address is None and _agent_hosts_store() else 0
-        log = EndLog(store, place.rank, place.world_size, host)
+        log = EndLog(store, place.rank, place.world_size, host, lambda: whereabouts.here().dump())
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
         raise LaunchError(
@@ -91,7 +98,7 @@ def make_group(
             f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
             "port, a port that is free on rank 0's machine and can be reached from the others"
         ) from error
-    return OwnedGroup(FailureGuard(log, layout, timeout_s))
+    return OwnedGroup(FailureGuard(log, layout, timeout_s, whereabouts), whereabouts)
 
 
 def let_threads_finish() -> None:

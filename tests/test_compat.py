@@ -348,10 +348,10 @@ def test_what_is_not_built_is_listed():
         "tensor": 2,
         "pipeline": {"size": 2, "microbatches": 2},
     }
-    raw = {"fp16": {"mode": "naive"}, "parallel": parallel, "debug": "x"}
+    raw = {"fp16": {"mode": "naive"}, "parallel": parallel, "resume": "x"}
     findings = check(load_config(raw), 4, "cpu")
     expected = [
-        "debug: 'x' is not built yet; leave it at None",
+        "resume: 'x' is not built yet; leave it at None",
     ]
     assert [str(finding) for finding in findings] == expected
     message = "1 thing(s) in the config are not built yet:\n" + "\n".join(f"  - {line}" for line in expected)

@@ -3,7 +3,7 @@
 Keys of the layout that need several ranks are in tests/engine/test_data_parallel.py, those of schedulers in
 tests/engine/test_scheduling.py, those of accumulation in test_cycle.py, compile in
 test_compile.py, those of activations in test_saved_activations.py, those of checkpoints in
-tests/engine/checkpointing/test_automatic.py; the list at the end keeps this complete.
+tests/engine/checkpointing/test_automatic.py, debug in test_sync_check.py; the list at the end keeps this complete.
 """
 
 from __future__ import annotations
@@ -235,6 +235,7 @@ TESTED_ELSEWHERE = {
     "activation_offload",
     "checkpoint",
     "resume",
+    "debug",
 }
 
 

@@ -171,3 +171,76 @@ def test_waiting_for_the_others(others_end: bool) -> None:
     start = time.monotonic()
     assert logs[0].await_others(1.0) == others_end
     assert (time.monotonic() - start >= 1.0) != others_end
+
+
+def answered(log: EndLog, count: int) -> dict[int, str]:
+    until = time.monotonic() + 10
+    while len(log.answers()) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    return log.answers()
+
+
+@pytest.mark.parametrize("host", [0, None])
+def test_all_ranks_say_where_they_are(host: int | None) -> None:
+    port = free_port()
+    stores = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
+    stores += [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
+    logs = [EndLog(store, rank, 3, host, lambda rank=rank: f"at {rank}") for rank, store in enumerate(stores)]
+    assert logs[1].answers() == {}
+    logs[1].ask_all()
+    assert answered(logs[1], 2) == {0: "at 0", 2: "at 2"}
+    logs[1].leave_answer("timed out")
+    assert logs[2].answers() == {0: "at 0", 1: "timed out", 2: "at 2"}
+    logs[1].publish("the reason")  # after it was asked, too
+    assert logs[2].published() == ("the reason" if host == 0 else "")
+    for log in logs[::-1]:
+        log.finish("ended")
+    assert NAME not in [thread.name for thread in threading.enumerate()]
+    assert logs[0].answers() == dict.fromkeys(range(3), "ended")
+
+
+def test_who_was_not_asked_learns_the_reason() -> None:
+    port = free_port()
+    hosted = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    host, other = (EndLog(store, rank, 2, 0, lambda: "here") for rank, store in enumerate((hosted, client)))
+    host.publish("one hangs")
+    assert other.published() == "one hangs"
+    host.finish()
+    other.finish()
+
+
+def test_answers_of_an_earlier_run_in_the_same_store_mean_nothing() -> None:
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    earlier = [EndLog(store, rank, 2, None, lambda: "earlier") for rank in range(2)]
+    earlier[0].ask_all()
+    assert answered(earlier[0], 1) == {1: "earlier"}
+    for log in earlier:
+        log.finish()
+    logs = [EndLog(store, rank, 2, None, lambda: "now") for rank in range(2)]
+    assert logs[0].answers() == {}
+    logs[0].ask_all()
+    assert answered(logs[0], 1) == {1: "now"}
+    for log in logs:
+        log.finish()
+
+
+@linux_only
+def test_a_host_that_is_stopped_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    hosted = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    host = EndLog(hosted, 0, 2, 0, lambda: "host")
+    other = EndLog(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0, lambda: "other")
+    host.ask_all()
+    assert answered(host, 1) == {1: "other"}  # by then it knows the host's process
+    assert not other.host_is_stopped
+    monkeypatch.setattr(end_log, "_state", lambda process: "T" if process == os.getpid() else "R")
+    assert other.host_is_stopped
+    assert not host.host_is_stopped
+    assert other.read() is None
+    assert host.read() is not None
+    monkeypatch.undo()
+    assert other.read() is not None
+    for log in (other, host):
+        log.finish()

@@ -193,7 +193,7 @@ def test_the_probe_asks_the_device():
         ({"paralel": {}}, ConfigError),
         ({"fp16": {"mode": "torch"}, "parallel": {"tensor": 2}}, IncompatibleConfigError),
         ({"fp16": {"mode": "apex"}, "parallel": {"data": "zero1"}}, IncompatibleConfigError),
-        ({"debug": "x"}, NotImplementedError),
+        ({"resume": "x"}, NotImplementedError),
         (FP16_NAIVE | {"loss_reduction": "weighted"}, InputError),  # refused for the loader
     ],
 )

@@ -132,3 +132,7 @@ def test_under_torchrun(tmp_path: Path, case: Case) -> None:
         assert "rank      : 2 (local_rank: 2)\n" in output[root:]
     else:
         assert case.said in output[root:]
+        assert "Where the ranks are:\n" in output[root:]
+        assert "waiting - " in output[root:]
+    if case is SLEEPS:
+        assert "in <module>: time.sleep(1000)   <- not waiting\n" in output[root:]

@@ -281,7 +281,8 @@ class Settings(Options):
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
     checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
+    debug: Literal["sync"] | None = None
+    """"sync": compare after each step what the ranks have in common."""
     resume: str | None = None
     """"auto": from the newest checkpoint of `checkpoint.directory`, if there is one; else the folder to load."""
-    debug: str | None = None
     track_grad_norm: bool = False

@@ -71,6 +71,11 @@ class EngineDataLoader:
         """The batch that was handed out last was trained on."""
         self._course.trained = self._course.handed
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches were trained on."""
+        return self._course.epoch, self._course.trained
+
     def state_dict(self) -> dict[str, Any]:
         """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
         course, rest = self._course, self._rest

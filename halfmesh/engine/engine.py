@@ -24,6 +24,7 @@ from .scheduling import LRAdvance
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
+    from .sync_check import SyncCheck
 
 _log = get_logger(__name__)
 
@@ -63,6 +64,7 @@ class Engine(Saving):
         config: Config,
         dataloader: EngineDataLoader | None = None,
         eval_dataloader: EngineDataLoader | None = None,
+        sync: SyncCheck | None = None,
     ) -> None:
         self.model = model
         self.context = context
@@ -76,6 +78,7 @@ class Engine(Saving):
         self._cycle = cycle
         self._lr = lr
         self._passes = passes
+        self._sync = sync
         self._division = division
         self._last: StepResult | None = None
         self._closed = False
@@ -146,6 +149,7 @@ class Engine(Saving):
         Raises:
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
+            SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
             CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
         if self._closed:
@@ -171,6 +175,8 @@ class Engine(Saving):
         self.global_step += 1
         if self._lr.scheduler is not None:
             self._lr.after(result)
+        if self._sync is not None:
+            self._sync.after_step(self.global_step, result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -128,6 +128,21 @@ class ParallelContext:
         return self._axis_groups.get("host")
 
     @property
+    def batch_group(self) -> dist.ProcessGroup | None:
+        """The ranks that compute one batch together: those of all stages and of their tensor groups. Made when first
+        asked for, by all ranks together; None where each computes its own."""
+        if self.pp_size * self.tp_size == 1:
+            return None
+        if self.dp_size == 1 or self.pp_size == 1 or self.tp_size == 1:
+            return dist.group.WORLD if self.dp_size == 1 else self.group("tp" if self.pp_size == 1 else "pp")
+        if "batch" not in self._axis_groups:
+            made = [
+                dist.new_group(self._grid[:, d].flatten().tolist(), timeout=self._timeout) for d in range(self.dp_size)
+            ]
+            self._axis_groups["batch"] = made[self.dp_rank]
+        return self._axis_groups["batch"]
+
+    @property
     def groups(self) -> dict[str, str]:
         """The axis of each group that was made so far, by the group's name."""
         return {
@@ -221,7 +236,7 @@ class ParallelContext:
         mine = {
             "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
             "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
-            "the optimizer": [type(optimizer).__name__, *map(_settings, optimizer.param_groups)],
+            "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
             "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
         }
         digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
@@ -264,15 +279,16 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
                 yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))
 
 
-def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     """The plain values of a parameter group; an object's repr may hold an address, which differs between ranks."""
     values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return [(name, value) for name, value in sorted(values.items()) if name != "params" and _is_plain(value)]
+    return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a number, text or None, or made of such: the same on all ranks where its repr is."""
     return (
         value is None
         or isinstance(value, (int, float, str))
-        or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+        or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .. import torch_private
 from ..errors import InputError
 from ..tree import map_tensors
+from .digests import add_tensor
 from .objects import gather_objects
 
 
@@ -74,7 +75,7 @@ def _digest(tree: Any) -> str:
     digest = hashlib.sha256()
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        digest.update(_content(tensor))
+        add_tensor(digest, tensor)
         return tensor
 
     map_tensors(take, tree)
@@ -95,10 +96,3 @@ def _alike(mine: list[Any], theirs: list[Any]) -> bool:
         return False
     pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]
     return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
-
-
-def _content(tensor: torch.Tensor) -> bytes:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return f"{tensor.layout} {tensor.dtype}".encode()
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return f"{tuple(tensor.shape)} {tensor.dtype}".encode() + flat.view(torch.uint8).numpy().tobytes()

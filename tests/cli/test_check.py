@@ -77,12 +77,12 @@ def test_problems_and_findings_together(run):
 
 
 def test_json_of_findings(run):
-    result = run("debug: all\n", "--world-size", "1", "--json", name="config.yaml")
+    result = run("resume: all\n", "--world-size", "1", "--json", name="config.yaml")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {
         "ok": False,
         "problems": [],
-        "findings": [{"kind": "unbuilt", "where": "debug", "message": "'all' is not built yet; leave it at None"}],
+        "findings": [{"kind": "unbuilt", "where": "resume", "message": "'all' is not built yet; leave it at None"}],
         "plan": None,
     }
 
@@ -99,7 +99,7 @@ def test_advice(run):
     assert answer["ok"] is True
     assert [row["kind"] for row in answer["findings"]] == ["advice"]
     assert "advice:" not in run(text, "--world-size", "1").stdout  # where nothing is gathered
-    wrong = run(text + "debug = 'all'\n", "--world-size", "2")
+    wrong = run(text + "resume = 'all'\n", "--world-size", "2")
     assert wrong.exit_code == 1
     assert f"advice:\n  - {ADVICE}" in wrong.stdout
 

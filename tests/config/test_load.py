@@ -206,10 +206,10 @@ def test_loop_bodies_and_dynamic_names_count_if_they_name_a_key(write):
         other = 3
         LAST = _i
     globals()["timeout"] = 5
-    if (debug := "x"):
+    if (debug := "sync"):
         pass
     """
-    assert load_config(write("config.py", code)).to_dict() == {"seed": 2, "timeout": 5, "debug": "x", "LAST": 2}
+    assert load_config(write("config.py", code)).to_dict() == {"seed": 2, "timeout": 5, "debug": "sync", "LAST": 2}
 
 
 def test_unlike_any_key_gets_the_hint(write):

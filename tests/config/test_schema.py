@@ -253,7 +253,7 @@ MISTAKES = [
     ({"compile": {"backend": "aot_eagr"}}, "for debugging 'eager' and 'aot_eager'; did you mean 'aot_eager'?"),
     ({"compile": {"backend": print}}, "compile.backend: <built-in function print> is not a string"),
     ({"fused": True}, "fused: True is not one of 'auto', False"),
-    ({"debug": 3}, "debug: 3 is not a string or None"),
+    ({"debug": "snyc"}, "debug: 'snyc' is not 'sync' or None; did you mean 'sync'?"),
     ({"parallel": {"tensor": {"plan": 3}}}, "parallel.tensor.plan: 3 is not a string or a dict of strings"),
     (
         {"parallel": {"tensor": {"plan": {"a": 3}}}},

@@ -9,6 +9,7 @@ import torch
 
 from ...log import get_logger
 from ...parallel.context import ParallelContext
+from ...positions import SAVE_THREAD
 from .contents import Piece, Pieces
 from .last_step import LastStep
 from .together import HostRanks
@@ -58,7 +59,7 @@ class Background:
 
     def start(self, write: Callable[[HostRanks], object]) -> None:
         """Call `write` in a thread; the one before has to be done. The process does not end before it."""
-        self._thread = threading.Thread(target=self._run, args=(write,), name="halfmesh save")
+        self._thread = threading.Thread(target=self._run, args=(write,), name=SAVE_THREAD)
         self._thread.start()
 
     def before_step(self) -> None:
