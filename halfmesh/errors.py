@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine.health.diagnosis import Diagnosis
 
 
 class HalfmeshError(Exception):
@@ -43,7 +47,9 @@ class CheckpointError(HalfmeshError, RuntimeError):
 
 
 class NonFiniteError(HalfmeshError, RuntimeError):
-    """Training met inf or nan and was told, or has to, stop."""
+    """Training met inf or nan and was told, or has to, stop. `diagnosis` says where, if an engine raised it."""
+
+    diagnosis: Diagnosis | None = None
 
 
 def bullet_list(title: str, lines: Iterable[str]) -> str:
