@@ -85,12 +85,11 @@ def describe(fault: Fault, world_size: int) -> str:
     return f"{_WORDS[fault.kind](fault)}{_on_ranks(fault.ranks, world_size)}"
 
 
-def _state(fault: Fault) -> str:
+def _weight(fault: Fault) -> str:
     if fault.numbers.bad:
-        return f"the {fault.kind} {fault.name!r}, before the forward: {_counts(fault.numbers)}"
-    end = largest_number(fault.dtype)
-    reach = fault.numbers.largest
-    return f"the {fault.kind} {fault.name!r}, before the forward: it reaches {reach:.3g}, and {_end(fault.dtype, end)}"
+        return f"the weight {fault.name!r}, before the forward: {_counts(fault.numbers)}"
+    reach, end = fault.numbers.largest, _end(fault.dtype, largest_number(fault.dtype))
+    return f"the weight {fault.name!r}, before the forward: it reaches {reach:.3g}, and {end}"
 
 
 def _input(fault: Fault) -> str:
@@ -152,8 +151,7 @@ def _complete(fault: Fault) -> str:
 
 
 _WORDS = {
-    "weight": _state,
-    "buffer": _state,
+    "weight": _weight,
     "input": _input,
     "target": _target,
     "between": _between,

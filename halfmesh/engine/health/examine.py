@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import shorten
 from ...parallel.pipeline.boundary import tensors_of
 from ...parallel.pipeline.microbatches import parameter_names
 from .faults import Fault, FaultFinder, first_of_all
 from .last_batch import LastBatch
 from .parts import Parts
 from .replay import find_problem, replay
+from .tensor_numbers import is_fine
 
 
 def examine(parts: Parts, batch: LastBatch) -> tuple[Fault | None, list[str], str | None]:
@@ -23,10 +25,15 @@ def examine(parts: Parts, batch: LastBatch) -> tuple[Fault | None, list[str], st
     if problem is not None:
         return None, [], problem
     assert batch.call is not None
+    spoilt = [name for name, buffer in parts.model.named_buffers() if not is_fine(buffer)]
     finder = FaultFinder()
     finder.look_at_start(parts.model, _arguments(parts.model, *batch.call))
     notes = replay(parts, batch, finder)
-    return first_of_all(parts.context.everyone(finder.first)), notes, None
+    everyone = parts.context.everyone((finder.first, spoilt))
+    buffers = list(dict.fromkeys(name for _, names in everyone for name in names))
+    if buffers:
+        notes.append(f"the buffers {shorten(buffers)} hold inf or nan now, from this batch or before it")
+    return first_of_all([fault for fault, _ in everyone]), notes, None
 
 
 def _arguments(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,9 +14,9 @@ from .probes import CRITERION, Listener, Visit
 from .tensor_numbers import Numbers, is_fine, largest_number, look_at
 
 Kind = Literal[
-    "weight", "buffer", "input", "target", "between", "output", "loss", "gradient", "parameter", "complete gradient"
+    "weight", "input", "target", "between", "output", "loss", "gradient", "parameter", "complete gradient"
 ]
-_PHASES: dict[Kind, int] = {"weight": 0, "buffer": 0, "input": 1, "gradient": 3, "parameter": 3, "complete gradient": 4}
+_PHASES: dict[Kind, int] = {"weight": 0, "input": 1, "gradient": 3, "parameter": 3, "complete gradient": 4}
 _FORWARD = 2
 
 
@@ -27,7 +27,7 @@ class Fault:
     Attributes:
         kind: what holds it. "between": what a module was given by operations between modules. "parameter": the gradient
             of a parameter on one rank; "complete gradient": the same, summed over ranks.
-        name: of the module, parameter, buffer or argument.
+        name: of the module, parameter or argument.
         layer: the module's class; "" where there is none.
         dtype: of what holds it, or what it was computed in.
         numbers: of the tensor.
@@ -65,11 +65,9 @@ class FaultFinder(Listener):
         self._place = 0, 0  # microbatch and stage of the gradients that come now
 
     def look_at_start(self, model: nn.Module, arguments: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Weights and buffers of this rank, and what the forward was called with."""
+        """Weights of this rank, and what the forward was called with."""
         for index, (name, param) in enumerate(model.named_parameters()):
-            self._note_state("weight", name, param, compute_dtype(param), index)
-        for index, (name, buffer) in enumerate(model.named_buffers()):
-            self._note_state("buffer", name, buffer, buffer.dtype, index)
+            self._look_at_weight(index, name, param, compute_dtype(param))
         for index, (name, tensor) in enumerate(arguments):
             if not is_fine(tensor):
                 self._take(Fault("input", name, "", tensor.dtype, look_at(tensor), (1, 0, 0, index)))
@@ -130,10 +128,10 @@ class FaultFinder(Listener):
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _note_state(self, kind: Kind, name: str, tensor: torch.Tensor, dtype: torch.dtype, index: int) -> None:
-        if is_fine(tensor) and (dtype == tensor.dtype or look_at(tensor).largest <= largest_number(dtype)):
-            return
-        self._take(Fault(kind, name, "", dtype, look_at(tensor), (0, kind == "buffer", 0, index)))
+    def _look_at_weight(self, index: int, name: str, param: torch.Tensor, dtype: torch.dtype) -> None:
+        fits = dtype == param.dtype or look_at(param).largest <= largest_number(dtype)
+        if not (fits and is_fine(param)):
+            self._take(Fault("weight", name, "", dtype, look_at(param), (_PHASES["weight"], 0, 0, index)))
 
     def _fault(
         self, kind: Kind, name: str, layer: str, tensor: torch.Tensor, key: tuple[int, ...], **more: Any

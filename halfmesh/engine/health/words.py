@@ -8,7 +8,7 @@ from ...amp.recipe import Recipe
 from .faults import Fault
 
 _DATA = "look at the data: this batch holds inf or nan before the model sees it"
-_STATE = (
+_WEIGHT = (
     "this batch is not the reason: the model was bad before. Go on from an older checkpoint; on_nonfinite='raise' "
     "stops at the first inf or nan; lower the learning rate, or clip with clip_grad_norm"
 )
@@ -50,8 +50,8 @@ def advise(fault: Fault | None, recipe: Recipe, scale: float | None, failed: boo
     if fault is None:
         return _FINITE
     too_large = fault.dtype == torch.float16 and not fault.numbers.nan
-    if fault.kind in ("weight", "buffer"):
-        return _STATE if fault.numbers.bad else f"float16 has no such number: {_wider(recipe)}"
+    if fault.kind == "weight":
+        return _WEIGHT if fault.numbers.bad else f"float16 has no such number: {_wider(recipe)}"
     if fault.kind in ("input", "target"):
         return _DATA
     if fault.kind == "loss":
