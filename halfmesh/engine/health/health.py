@@ -54,6 +54,7 @@ class Health(Saving):
         """Add to `error` why it came. All ranks together; the update that failed is over."""
         from .diagnosis import make_diagnosis
         from .examine import examine
+        from .replay import FailedTogether
 
         fault: Fault | None = None
         notes: list[str] = []
@@ -61,8 +62,9 @@ class Health(Saving):
         try:
             fault, notes, failed = examine(self._parts, self._seen)
         except Exception as reason:  # whatever it is, the user is to see the first error
-            failed = f"{type(reason).__name__}: {reason}".partition("\n")[0]
-            if self.context.size > 1:
+            together = isinstance(reason, FailedTogether)
+            failed = str(reason) if together else f"{type(reason).__name__}: {reason}".partition("\n")[0]
+            if self.context.size > 1 and not together:
                 failed += "; the ranks may be in different places now: end the run"
             error.add_note(f"what failed afterwards: {''.join(traceback.format_exception(reason))}")
         about = self._update.recipe, fault, notes, failed, self.context.size

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ... import torch_private
 from ...errors import InputError
@@ -14,6 +15,8 @@ from .last_batch import CHANGED, NO_LOSS, LastBatch, copied, criterion_arguments
 from .parts import Parts
 from .probes import Listener, Probes
 from .undisturbed import undisturbed
+
+_Result = TypeVar("_Result")
 
 
 def find_problem(parts: Parts, batch: LastBatch) -> str | None:
@@ -56,8 +59,11 @@ def replay(parts: Parts, batch: LastBatch, listener: Listener, factor: float = 1
         args, kwargs = copied(list(batch.call))
         own = ((name, p) for name, p in params if p.requires_grad)
         probes = enter(Probes(parts.hooked(), own, parts.passes.stages, listener))
-        output = parts.passes.forward(*args, **kwargs)
-        loss, notes = _loss(parts, batch, output, probes)
+
+        def forward() -> tuple[Any, list[str]]:
+            return _loss(parts, batch, parts.passes.forward(*args, **kwargs), probes)
+
+        loss, notes = _together(parts, forward)
         if loss is None:
             if pipeline:
                 raise InputError("the criterion was not given the output of engine(...)")
@@ -67,6 +73,30 @@ def replay(parts: Parts, batch: LastBatch, listener: Listener, factor: float = 1
         for shard, grad in parts.update.gradients():
             listener.complete_gradient(shard.name, grad)
     return notes
+
+
+class FailedTogether(Exception):  # noqa: N818 - it says what happened, and is never seen
+    """A replay has failed on some rank, and all ranks know it."""
+
+
+def _together(parts: Parts, compute: Callable[[], _Result]) -> _Result:
+    """What `compute` gives. Where the ranks need each other in backward only, all of them fail if one does."""
+    division = parts.division
+    divided = division.tensor or division.cut or division.sharded
+    if divided or any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
+        return compute()
+    problem, result = "", None
+    try:
+        result = compute()
+    except Exception as error:
+        if parts.context.size == 1:
+            raise
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+    everyone = parts.context.everyone(problem)
+    failed = [f"{theirs} (rank {rank})" for rank, theirs in enumerate(everyone) if theirs]
+    if failed:
+        raise FailedTogether(failed[0])
+    return result  # type: ignore[return-value]
 
 
 def _loss(parts: Parts, batch: LastBatch, output: Any, probes: Probes) -> tuple[Any, list[str]]:
