@@ -13,9 +13,7 @@ from ...shard import compute_dtype
 from .probes import CRITERION, Listener, Visit
 from .tensor_numbers import Numbers, is_fine, largest_number, look_at
 
-Kind = Literal[
-    "weight", "input", "target", "between", "output", "loss", "gradient", "parameter", "complete gradient"
-]
+Kind = Literal["weight", "input", "target", "between", "output", "loss", "gradient", "parameter", "complete gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "input": 1, "gradient": 3, "parameter": 3, "complete gradient": 4}
 _FORWARD = 2
 

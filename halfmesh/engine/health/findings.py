@@ -103,7 +103,7 @@ def _formats(report: PrecisionReport, recipe: Recipe) -> Iterator[str]:
 
 def _without_gradient(report: PrecisionReport, recipe: Recipe) -> Iterator[str]:
     names = [name for layer in report.layers for name in layer.without_gradient]
-    if names and any(layer.gradient_dtype for layer in report.layers):
+    if names:
         yield f"no gradient came to {shorten(names)}: they are not used for this batch, or cut off (detach, no_grad)"
 
 

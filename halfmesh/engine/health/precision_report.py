@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _COLUMNS = 120
-_NAME = 34
+_NAME = 30
 """Characters of a module's name; of longer ones the end is shown."""
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "": "-"}
 _HEADER = ("module", "params", "output", "|output|", "of max", "|grad|", "of max", "lost", "subn.", "w. lost")
@@ -67,8 +67,8 @@ class PrecisionReport:
         skipped: how many of the last `updates` (60 at most) were skipped.
         factor: by how much larger gradients were computed to see what is lost; None: that was not measured, and
             `not_measured` says why.
-        room: how many times larger the loss scale could be before a gradient that was seen leaves float16; None: none was,
-            or one has left.
+        room: how many times larger the loss scale could be before a gradient that was seen leaves float16; None: there
+            was none, or one has left.
         layers: in the order of the model.
         notes: what of the batch was not computed as in the loop.
         findings: what is worth a change, and which.

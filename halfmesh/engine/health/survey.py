@@ -113,6 +113,9 @@ def make_report(parts: Parts, batch: LastBatch, results: Sequence[StepResult]) -
         factor, why = 1.0, f"gradients overflow within layers when they are {factor:g} times larger"
     recipe, scales = parts.update.recipe, parts.update.losses.current()
     scale = scales[batch.loss_id] if parts.update.losses.scalers else None
+    if not any(layer.given for layer in plain.values()):  # no backward was computed
+        for layer in plain.values():
+            layer.wanted = frozenset()
     layers = tuple(
         _row(name, layer, larger[name] if factor > 1 else None, scale or 1.0) for name, layer in plain.items()
     )

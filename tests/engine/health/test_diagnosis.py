@@ -60,12 +60,15 @@ def fail(model, config, *, x=None, criterion=nn.functional.cross_entropy, loss=N
         with torch.no_grad():
             before(engine.model)
     loss = loss or (lambda engine, output: engine.criterion(output, y))
-    with pytest.raises(halfmesh.NonFiniteError) as caught:
-        for _ in range(batches):
-            engine.zero_grad()
-            engine.backward(loss(engine, engine(samples if x is None else x)))
+    error = None
+    for _ in range(batches):
+        engine.zero_grad()
+        engine.backward(loss(engine, engine(samples if x is None else x)))
+        try:
             engine.step()
-    error = caught.value
+        except halfmesh.NonFiniteError as raised:
+            error = raised
+    assert error is not None
     assert str(error.diagnosis) in str(error)
     return error
 
@@ -200,9 +203,8 @@ def test_the_loss():
 
 def test_targets():
     def criterion(output, y):
-        return (output * torch.full((4, 1), float("nan"))).sum() if y is None else (output * y).sum()
+        return (output * y).sum()
 
-    x, _ = make_data(4)
     y = torch.full((4, 1), float("nan"))
     error = fail(net(), RAISE, criterion=criterion, loss=lambda engine, output: engine.criterion(output, y))
     assert "what the criterion was given besides the model's output holds 4 nan of 4 numbers" in str(error)

@@ -58,7 +58,14 @@ class Row(nn.Sequential):
 
     def __init__(self, early="", late=""):
         torch.manual_seed(0)
-        parts = [Keeps(Linear()), Keeps(Odd(early)), Keeps(Linear()), Keeps(Linear()), Keeps(Odd(late)), Keeps(Linear())]
+        parts = [
+            Keeps(Linear()),
+            Keeps(Odd(early)),
+            Keeps(Linear()),
+            Keeps(Linear()),
+            Keeps(Odd(late)),
+            Keeps(Linear()),
+        ]
         super().__init__(*parts)
 
 
@@ -97,7 +104,6 @@ def batch(odd=(), samples=4):
 
 def criterion(output, y):
     return nn.functional.cross_entropy(output[:, :4].float(), y)
-
 
 
 def fail(config, model, x, y, spoil=None, loss=criterion):

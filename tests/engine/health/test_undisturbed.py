@@ -20,7 +20,8 @@ BATCHES, REPORTED, SPOILT = 8, (1, 5), 3  # the end of a cycle each
 
 
 def train(engine, looks):
-    """Losses, scales, weights and random numbers of a run. With `looks`, reports are made, and the error is explained."""
+    """Losses, scales, weights and random numbers of a run. With `looks`, reports are made, and the error is "
+    "explained."""
     random.seed(3), np.random.seed(3), torch.manual_seed(3 + engine.context.dp_rank)
     if not looks:
         engine._explain = lambda error: None
@@ -33,12 +34,15 @@ def train(engine, looks):
             engine.zero_grad()
             loss = engine.criterion(engine(x), y)
             engine.backward(loss)
+            error = None
             try:
                 engine.step()
-            except halfmesh.NonFiniteError as error:
-                assert count == SPOILT
-                assert (error.diagnosis is not None) == looks
-                assert not looks or error.diagnosis.fault.kind == "input"
+            except halfmesh.NonFiniteError as raised:
+                error = raised
+            assert (error is None) == (count != SPOILT)
+            assert error is None or (error.diagnosis.fault.kind if looks else error.diagnosis) == (
+                "input" if looks else None
+            )
             if looks and count in REPORTED:
                 engine.precision_report()
             if count == SPOILT and engine.model.norm.running_mean is not None:
