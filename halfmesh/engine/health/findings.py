@@ -80,7 +80,7 @@ def _lost(report: PrecisionReport, recipe: Recipe) -> Iterator[str]:
             if report.is_dynamic
             else ""
         )
-        how = f"the loss scale could be {room:g} times larger{grows}"
+        how = f"the loss scale could be {room:.0f} times larger{grows}"
     else:
         how = "the loss scale has no room above, as gradients elsewhere are large: use bf16"
     yield f"more than {MUCH_LOST:.0%} of the gradients of {shorten(names)} are lost to zero: {how}"

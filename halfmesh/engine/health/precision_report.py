@@ -108,10 +108,10 @@ class PrecisionReport:
         if self.loss_scale is not None:
             words.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
         if self.room is not None:
-            words.append(f"room above it x{self.room:g}")
+            words.append(f"room above it x{self.room:.0f}")
         if self.updates:
             words.append(f"{self.skipped} of the last {self.updates} updates skipped")
-        words.append(f"lost: zero here, not at x{self.factor:g}" if self.factor else f"lost: {self.not_measured}")
+        words.append(f"lost: zero at this scale, not at x{self.factor:.0f}" if self.factor else f"lost: {self.not_measured}")
         return ", ".join(words)
 
 
