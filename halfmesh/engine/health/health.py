@@ -15,6 +15,7 @@ from .last_batch import LastBatch
 from .parts import Parts
 
 if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
     from .faults import Fault
     from .precision_report import PrecisionReport
 
@@ -52,6 +53,13 @@ class Health(Saving):
 
     def _explain(self, error: NonFiniteError) -> None:
         """Add to `error` why it came. All ranks together; the update that failed is over."""
+        try:
+            error.diagnosis = self._diagnose(error)
+            error.args = (f"{error}\n{error.diagnosis}",)
+        except Exception as reason:  # the user is to see the first error, whatever comes after it
+            _note(error, reason)
+
+    def _diagnose(self, error: NonFiniteError) -> Diagnosis:
         from .diagnosis import make_diagnosis
         from .examine import examine
         from .replay import FailedTogether
@@ -61,15 +69,15 @@ class Health(Saving):
         failed: str | None = None
         try:
             fault, notes, failed = examine(self._parts, self._seen)
-        except Exception as reason:  # whatever it is, the user is to see the first error
-            together = isinstance(reason, FailedTogether)
-            failed = str(reason) if together else f"{type(reason).__name__}: {reason}".partition("\n")[0]
-            if self.context.size > 1 and not together:
+        except FailedTogether as reason:
+            failed = str(reason)
+        except Exception as reason:
+            failed = f"{type(reason).__name__}: {reason}".partition("\n")[0]
+            if self.context.size > 1:
                 failed += "; the ranks may be in different places now: end the run"
-            error.add_note(f"what failed afterwards: {''.join(traceback.format_exception(reason))}")
+            _note(error, reason)
         about = self._update.recipe, fault, notes, failed, self.context.size
-        error.diagnosis = make_diagnosis(self._last_results(), self._last_scales(), *about)
-        error.args = (f"{error}\n{error.diagnosis}",)
+        return make_diagnosis(self._last_results(), self._last_scales(), *about)
 
     def _last_results(self) -> list[StepResult]:
         """Those of the last updates, oldest first."""
@@ -88,3 +96,7 @@ class Health(Saving):
     def _parts(self) -> Parts:
         call = self._update, self._precision, self.context, self._passes, self._division, self._cycle
         return Parts(self.model, self._criterion, *call)
+
+
+def _note(error: NonFiniteError, reason: Exception) -> None:
+    error.add_note(f"what failed afterwards: {''.join(traceback.format_exception(reason))}")

@@ -111,7 +111,9 @@ class PrecisionReport:
             words.append(f"room above it x{self.room:.0f}")
         if self.updates:
             words.append(f"{self.skipped} of the last {self.updates} updates skipped")
-        words.append(f"lost: zero at this scale, not at x{self.factor:.0f}" if self.factor else f"lost: {self.not_measured}")
+        words.append(
+            f"lost: zero at this scale, not at x{self.factor:.0f}" if self.factor else f"lost: {self.not_measured}"
+        )
         return ", ".join(words)
 
 

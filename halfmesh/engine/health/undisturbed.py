@@ -35,6 +35,8 @@ def undisturbed(parts: Parts) -> Iterator[None]:
         yield
     finally:
         parts.cycle.clear()
+        if parts.division.sharded is not None:  # a forward without a backward leaves weights gathered
+            parts.division.sharded.reshard()
         with torch.no_grad():
             for put_back in undo:
                 put_back()

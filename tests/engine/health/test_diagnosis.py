@@ -404,6 +404,39 @@ def test_a_replay_that_fails_does_not_hide_the_error():
     assert "look for inf or nan in the batch" in error.diagnosis.advice
 
 
+def test_nothing_that_goes_wrong_in_a_diagnosis_hides_the_error(monkeypatch):
+    def fails(*args):
+        raise ZeroDivisionError("in the words")
+
+    monkeypatch.setattr("halfmesh.engine.health.diagnosis.make_diagnosis", fails)
+    model = net(Times(float("inf")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, config=RAISE, device="cpu")
+    x, y = make_data(4)
+    engine.backward(engine.criterion(engine(x), y))
+    with pytest.raises(halfmesh.NonFiniteError, match="gradients hold inf or nan") as caught:
+        engine.step()
+    assert caught.value.diagnosis is None
+    assert "ZeroDivisionError: in the words" in caught.value.__notes__[0]
+
+
+def test_only_the_last_sixty_updates_are_told_of():
+    config = {"fp16": {"mode": "torch", "init_scale": 2.0**10, "growth_interval": 1}, **RAISE}
+    model = nn.Sequential(nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = halfmesh.initialize(model, optimizer, lambda output: output.sum(), config=config, device="cpu")
+    for _ in range(70):
+        engine._update.losses.first.scale.fill_(float(2 + engine.global_step))
+        engine.backward(engine.criterion(engine(torch.ones(1, 8))))
+        engine.step()
+    engine.backward(engine.criterion(engine(torch.full((1, 8), float("inf")))))
+    with pytest.raises(halfmesh.NonFiniteError) as caught:
+        engine.step()
+    scales = [scale for scale, _ in caught.value.diagnosis.scales]
+    assert scales[:-1] == [float(2 + step) for step in range(10, 70)]
+    assert caught.value.diagnosis.updates == 60
+
+
 def test_in_evaluation_mode_it_is_not_computed():
     def loss(engine, output):
         value = engine.criterion(output, torch.zeros(4, dtype=torch.long))

@@ -145,6 +145,16 @@ def test_the_report_looks_at_the_whole_batch_and_the_last_updates():
     assert engine.loss_scale == 2.0**14
 
 
+def test_updates_of_another_run_do_not_count():
+    engine = train_once(layer(), static("torch", 1.0))
+    state = engine.state_dict()
+    engine.backward(engine.criterion(engine(torch.ones(2, 8))))
+    engine.step()
+    assert engine.precision_report().updates == 2
+    engine.load_state_dict(state)
+    assert engine.precision_report().updates == 0
+
+
 # -- what is printed -------------------------------------------------------------------------------------------------
 
 
