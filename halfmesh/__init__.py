@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .deferred.creation import deferred_init, model_creation
     from .engine.dataloader import get_dataloader
     from .engine.engine import Engine
+    from .engine.health.diagnosis import Diagnosis
+    from .engine.health.precision_report import PrecisionReport
     from .engine.lr_schedulers import (
         CosineAnnealingWarmupLR,
         LinearWarmupLR,
@@ -71,6 +73,8 @@ _NAMES = {
     "deferred.creation": ("deferred_init", "model_creation"),
     "engine.dataloader": ("get_dataloader",),
     "engine.engine": ("Engine",),
+    "engine.health.diagnosis": ("Diagnosis",),
+    "engine.health.precision_report": ("PrecisionReport",),
     "engine.lr_schedulers": (
         "CosineAnnealingWarmupLR",
         "LinearWarmupLR",

@@ -8,6 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine.health.diagnosis import Diagnosis
 
 EXIT_PREEMPTED = 75
 """The status of a process that was told to end, and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -47,7 +51,9 @@ class CheckpointError(HalfmeshError, RuntimeError):
 
 
 class NonFiniteError(HalfmeshError, RuntimeError):
-    """Training met inf or nan and was told, or has to, stop."""
+    """Training met inf or nan and was told, or has to, stop. `diagnosis` says where, if an engine raised it."""
+
+    diagnosis: Diagnosis | None = None
 
 
 class SyncError(HalfmeshError, RuntimeError):

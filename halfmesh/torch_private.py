@@ -383,6 +383,16 @@ def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` is a view of; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def in_backward() -> bool:
+    """Whether this is called by a backward that runs: by a hook, or where activations are computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def is_watched() -> bool:
     """Whether a TorchDispatchMode sees what is computed, and may hold results."""
     return _get_current_dispatch_mode() is not None

@@ -490,3 +490,19 @@ def test_metadata_of_checkpoints_is_read_as_plain_data(tmp_path):
     (tmp_path / "other").write_bytes(pickle.dumps({"metadata": 3}))
     with pytest.raises(pickle.UnpicklingError, match="it holds a dict"):
         torch_private.read_checkpoint_metadata(tmp_path / "other")
+
+
+def test_viewed():
+    whole = torch.ones(4, 2)
+    assert torch_private.viewed(whole) is whole
+    assert torch_private.viewed(whole.t()[0]) is whole
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_backward_tells_a_forward_from_what_is_computed_again(reentrant):
+    layer, seen = nn.Linear(2, 2), []
+    layer.register_forward_pre_hook(lambda *_: seen.append(torch_private.in_backward()))
+    x = torch.ones(1, 2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True]
+    assert not torch_private.in_backward()

@@ -92,6 +92,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
 
     holdings: _ApexHoldings
     waits = True  # apex reads each verdict on the host
+    replays = False  # apex keeps what it stashed
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             self._put_back()
             max_norm, verdict = self._clip_once or (self.rules.max_norm, None)
             if verdict is None and (max_norm > 0 or self._asks):
-                verdict = self._measure(self._gradients())
+                verdict = self._measure(self.gradients())
             raises = self.rules.on_nonfinite == "raise" and verdict is not None and bool(verdict.found_inf)
             skips = raises or self._unscale()
             if verdict is not None:
@@ -162,7 +163,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
 
         What the rounding loses goes where apex adds earlier gradients up, unscaled: into the masters' gradients.
         """
-        grads = self._gradients()
+        grads = self.gradients()
         self.apex.refuse_unknown([shard for shard, _ in grads])
         for shard, grad in grads:
             shard.main_grad, shard.param.grad = None, grad.to(shard.param.dtype)

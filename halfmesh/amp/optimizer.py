@@ -49,6 +49,8 @@ class MixedPrecisionOptimizer:
 
     waits = False
     """Whether every step waits for the device, whatever the optimizer."""
+    replays = True
+    """Whether a backward without an update leaves nothing behind once its gradients are cleared."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class MixedPrecisionOptimizer:
         """Clip the next update to `max_norm` instead of the rules' own. Returns the norm before clipping (0-dim)."""
         if not isinstance(max_norm, (int, float)) or not max_norm > 0:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
-        verdict = self._measure(self._gradients())
+        verdict = self._measure(self.gradients())
         self._clip_once = (float(max_norm), verdict)
         _, total = self._scale(divisor)
         return verdict.norm if total is None else verdict.norm / total
@@ -149,7 +151,7 @@ class MixedPrecisionOptimizer:
             holdings.refresh()
         if holdings.masters:
             holdings.take_edits()
-        grads = self._gradients()
+        grads = self.gradients()
         fits = holdings.fit(grads)
         if not fits:
             holdings.unfuse_for_sparse(grads)
@@ -272,7 +274,8 @@ class MixedPrecisionOptimizer:
         if self.losses.scale is not None or self._edits.why is IN_PARTS:
             self._edits.note(self.holdings.receivers)
 
-    def _gradients(self) -> Grads:
+    def gradients(self) -> Grads:
+        """What a step would use now: the shards that have gradients on this rank, with these."""
         return [
             (shard, grad)
             for shard in self.holdings.trained

@@ -117,4 +117,4 @@ def _scale_words(scalers: Sequence[LossScaler]) -> str:
         return f"; the loss scale is static at {scale:g}"
     if scale <= options.min_scale:
         return f"; the loss scale has reached its floor, {options.min_scale:g}"
-    return f"; the loss scale has fallen to {scale:g}"
+    return f"; the loss scale {'has fallen to' if scale < options.initial else 'is'} {scale:g}"

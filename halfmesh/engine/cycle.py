@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +87,16 @@ class GradientCycle:
         except BaseException:
             self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
             raise
+
+    @contextmanager
+    def magnified(self, factor: float) -> Iterator[None]:
+        """A scope in which backward gives gradients that are `factor` (a power of two) times as large."""
+        divisor = self._accumulation.seed_divisor
+        self._accumulation.seed_divisor = divisor / factor
+        try:
+            yield
+        finally:
+            self._accumulation.seed_divisor = divisor
 
     def count(self) -> None:
         """The current microbatch is over."""

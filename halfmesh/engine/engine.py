@@ -12,13 +12,14 @@ from torch import nn
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
-from ..errors import InputError
+from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from .cycle import GradientCycle
 from .dataloader import EngineDataLoader
+from .health.health import KEPT, Health
+from .health.last_batch import LastBatch
 from .passes import Passes
-from .saving import Saving
 from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-class Engine(Saving):
+class Engine(Health):
     """What `halfmesh.initialize` returns. The loop is the same for every config:
 
         for images, labels in engine.dataloader:
@@ -81,6 +82,8 @@ class Engine(Saving):
         self._sync = sync
         self._division = division
         self._last: StepResult | None = None
+        self._seen = LastBatch()
+        self._results: list[StepResult | None] = [None] * KEPT
         self._closed = False
         self._background = None
         self._automatic = None
@@ -98,11 +101,18 @@ class Engine(Saving):
             self._refuse_if_closed()
         if self._automatic is not None:
             self._automatic.before_forward()
+        seen = self._seen if self.model.training else None
+        if seen is not None:  # old outputs go before new ones are made
+            seen.call = args, kwargs
+            seen.output = seen.criterion = seen.value = seen.loss = None
         try:
-            return self._passes.forward(*args, **kwargs)
+            output = self._passes.forward(*args, **kwargs)
         except RuntimeError as error:
             self._division.explain(error)
             raise
+        if seen is not None:
+            seen.output = output
+        return output
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
@@ -111,7 +121,13 @@ class Engine(Saving):
         """
         if self._criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        return self._passes.criterion(self._criterion, *args, **kwargs)
+        value = self._passes.criterion(self._criterion, *args, **kwargs)
+        if self.model.training:
+            seen = self._seen
+            seen.takes_output = args[0] is seen.output if args else False
+            seen.criterion = (args[1:] if seen.takes_output else args), kwargs
+            seen.value = value
+        return value
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -128,6 +144,12 @@ class Engine(Saving):
         """
         if self._closed:
             self._refuse_if_closed()
+        seen = self._seen
+        seen.loss_id = loss_id
+        if loss is not seen.value:
+            seen.loss = loss
+        elif seen.takes_output and not retain_graph:  # what the criterion was given is known without it
+            seen.output = seen.value = None
         try:
             self._cycle.add(loss, self._at_end, retain_graph, loss_id)
         except RuntimeError as error:
@@ -148,7 +170,8 @@ class Engine(Saving):
 
         Raises:
             InputError: no backward since the last step.
-            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say.
+            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis, for
+                which the last batch is computed once more.
             SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
             CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
@@ -164,14 +187,18 @@ class Engine(Saving):
         if not closes:
             return None
         try:
-            if self._lr.scheduler is not None:
-                self._lr.settle()
-            result = self._update.step(cycle.divisor())
-        finally:
-            cycle.end()
-            if self._dataloader is not None:
-                self._dataloader.at_end = False
-        self._last = result
+            try:
+                if self._lr.scheduler is not None:
+                    self._lr.settle()
+                result = self._update.step(cycle.divisor())
+            finally:
+                cycle.end()
+                if self._dataloader is not None:
+                    self._dataloader.at_end = False
+        except NonFiniteError as error:
+            self._explain(error)
+            raise
+        self._last = self._results[self.global_step % KEPT] = result
         self.global_step += 1
         if self._lr.scheduler is not None:
             self._lr.after(result)
@@ -247,6 +274,7 @@ class Engine(Saving):
         if whole:
             self._division.follow()
         self._cycle.clear()
+        self._seen.forget()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()

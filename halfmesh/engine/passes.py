@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..parallel.gradients import Reduction
 from .accumulation import Accumulation
+
+if TYPE_CHECKING:
+    from ..parallel.pipeline.stage import StageModule
 
 
 class Backward(Protocol):
@@ -34,7 +37,14 @@ class Backward(Protocol):
 
 
 class Passes(Backward, Protocol):
-    """How an engine computes."""
+    """How an engine computes.
+
+    Attributes:
+        stages: those of a pipeline that this rank has.
+    """
+
+    @property
+    def stages(self) -> Collection[StageModule]: ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
@@ -75,6 +85,8 @@ class DirectPasses(DirectBackward):
     Args:
         saving: around each forward, for what autograd saves of it.
     """
+
+    stages = ()
 
     def __init__(
         self,

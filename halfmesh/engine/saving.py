@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..amp.result import StepResult
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -31,6 +32,7 @@ class Saving(Readings):
     global_step: int
     _division: Division
     _closed: bool
+    _results: list[StepResult | None]
     _background: Background | None
     """Since the first save that did not hold up training."""
     _automatic: Automatic | None
@@ -67,6 +69,7 @@ class Saving(Readings):
         self._update.load_state_dict(state["update"])
         self._lr.load_state_dict(state["lr_scheduler"])
         self.global_step = state["global_step"]
+        self._forget_results()
         if self._dataloader is not None and state["dataloader"] is not None:
             note = self._dataloader.load_state_dict(state["dataloader"], state["random"]["rank"] == self.context.rank)
             if note is not None:
@@ -139,6 +142,7 @@ class Saving(Readings):
 
         self.wait_for_save()
         place, self.global_step = load(self._run, Path(directory))
+        self._forget_results()
         if self._automatic is not None:
             self._automatic.forget()
         return place
@@ -209,6 +213,10 @@ class Saving(Readings):
     @property
     def _layout(self) -> dict[str, int]:
         return checkpoint.layout(self.context, self._division.cuts_updates)
+
+    def _forget_results(self) -> None:
+        """Those of the last updates are of another run."""
+        self._results = [None] * len(self._results)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -95,6 +95,11 @@ class Pipeline:
         self._left = 0
 
     @property
+    def stages(self) -> Collection[StageModule]:
+        """Those that this rank has."""
+        return self._modules.values()
+
+    @property
     def has_last(self) -> bool:
         """Whether this rank has the last stage."""
         return len(self.partition.stages) - 1 in self._modules

@@ -1,0 +1,176 @@
+"""A report, or a diagnosis that is caught, in the middle of a run: what follows is the same to the last bit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_runs import LAYOUTS, make_engine
+from dist_harness import run_ranks
+from models import make_data
+from torch import nn
+
+import halfmesh
+from halfmesh.engine.rank_random import rank_random
+
+OPTIONS = {"gradient_accumulation": 2, "clip_grad_norm": 1.0, "on_nonfinite": "raise"}
+BATCHES, REPORTED, SPOILT = 8, (1, 5), 3  # the end of a cycle each
+
+
+def train(engine, looks):
+    """Losses, scales, weights and random numbers of a run. With `looks`, reports are made, and the error is "
+    "explained."""
+    random.seed(3), np.random.seed(3), torch.manual_seed(3 + engine.context.dp_rank)
+    if not looks:
+        engine._explain = lambda error: None
+    seen, count = [], 0
+    while count < BATCHES:
+        for x, y in engine.dataloader:
+            if count == SPOILT:
+                x = x.clone()
+                x[0, 0] = float("inf")
+            engine.zero_grad()
+            loss = engine.criterion(engine(x), y)
+            engine.backward(loss)
+            error = None
+            try:
+                engine.step()
+            except halfmesh.NonFiniteError as raised:
+                error = raised
+            assert (error is None) == (count != SPOILT)
+            assert error is None or (error.diagnosis.fault.kind if looks else error.diagnosis) == (
+                "input" if looks else None
+            )
+            if looks and count in REPORTED:
+                engine.precision_report()
+            if count == SPOILT and engine.model.norm.running_mean is not None:
+                engine.model.norm.reset_running_stats()
+            seen.append((loss.item() if count != SPOILT else 0.0, engine.loss_scale, engine.skipped_steps))
+            count += 1
+            if count == BATCHES:
+                break
+    drawn = rank_random(engine.context, engine._division)
+    kept = {name: piece.held.clone() for name, piece in engine._run.holding.weights().items()}
+    kept |= {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.model.modules())
+    engine.close()
+    return seen, kept, drawn, hooks
+
+
+def two_runs(layout, mode, **options):
+    """What differs between them on this rank."""
+    runs = [
+        train(make_engine(layout, mode, seed=1, dropout=0.3, shuffle=True, **OPTIONS, **options), looks)
+        for looks in (False, True)
+    ]
+    (seen, kept, drawn, hooks), (seen2, kept2, drawn2, hooks2) = runs
+    found = [] if seen == seen2 else [f"losses or scales {seen} {seen2}"]
+    found += [name for name in kept if not torch.equal(kept[name], kept2[name])]
+    found += [key for key in drawn if not equal(drawn[key], drawn2[key])]
+    return found + ([] if hooks == hooks2 else ["hooks"])
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return all(map(equal, a, b))
+    return a == b
+
+
+def all_modes(rank, world_size, layout, modes):
+    return {mode: two_runs(layout, mode) for mode in modes}
+
+
+@pytest.mark.parametrize("mode", ["none", "torch", "naive"])
+def test_one_process(mode):
+    assert two_runs("one", mode) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"activation_checkpoint": {"patterns": ["up", "drop"]}}, {"compile": {"backend": "eager"}}],
+    ids=["checkpoint", "compile"],
+)
+def test_computed_again_or_compiled(options):
+    assert two_runs("one", "torch", **options) == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [layout for layout, (ranks, _) in LAYOUTS.items() if ranks > 1])
+def test_several_ranks(layout):
+    modes = ("torch", "naive") if LAYOUTS[layout][0] == 2 else ("naive",)
+    found = run_ranks(all_modes, LAYOUTS[layout][0], layout, modes, timeout=180)
+    assert found == [{mode: [] for mode in modes}] * LAYOUTS[layout][0]
+
+
+class Remembers(nn.Module):
+    """Keeps what is no buffer: a count, outputs, a generator of its own, a tensor that is written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.count, self.outputs, self.generator = 0, [], torch.Generator().manual_seed(1)
+        self.total = torch.zeros(())
+        self.register_buffer("moving", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        output = self.inner(x) + torch.rand(4, generator=self.generator)
+        self.outputs.append(self.count)
+        self.total += 1
+        self.moving = self.moving + 1
+        self.cache = output
+        x.data.add_(1)
+        return output
+
+
+def test_what_a_model_keeps_is_as_it_was():
+    model, scale = Remembers(), nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfmesh.initialize(model, optimizer, Weighs(scale), config={}, device="cpu")
+    x, _ = make_data(4)
+    extra = nn.Parameter(torch.ones(8))  # trained elsewhere
+    given = x * extra
+    engine.backward(engine.criterion(engine(given)))
+    result = engine.step()
+    assert result is not None
+    own, cache, moving, state = scale.weight.grad.clone(), model.cache, model.moving, model.generator.get_state()
+    grad = extra.grad.clone()
+    engine.precision_report()
+    assert (model.count, model.outputs, model.total.item()) == (1, [1], 1.0)
+    assert model.moving is moving
+    assert moving.tolist() == [1.0] * 4
+    assert model.cache is cache
+    assert torch.equal(model.generator.get_state(), state)
+    assert torch.equal(scale.weight.grad, own)
+    assert torch.equal(extra.grad, grad)
+    assert torch.equal(given, x + 1)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Weighs(nn.Module):
+    """A criterion with a parameter of its own, which no optimizer holds."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, output):
+        return self.inner(output).square().sum()
+
+
+def test_training_flags_stay():
+    engine = make_engine("one", "none", dropout=0.3)
+    engine.model.norm.eval()
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    flags, before = [m.training for m in engine.model.modules()], engine.model.norm.running_mean.clone()
+    engine.precision_report()
+    assert [m.training for m in engine.model.modules()] == flags
+    assert torch.equal(engine.model.norm.running_mean, before)
