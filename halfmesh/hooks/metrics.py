@@ -1,0 +1,119 @@
+"""Metrics of torchmetrics, over the right ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..trainer.hook import Hook
+
+if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
+    from ..trainer.trainer import Trainer
+
+
+def _output_and_target(outcome: Outcome) -> tuple[Any, ...]:
+    return outcome.output, outcome.target
+
+
+class MetricHook(Hook):
+    """Computes metrics of torchmetrics in evaluation, or in training.
+
+    Each sample counts once, whatever the layout: metrics are joined over the data ranks, whose batches differ, and by
+    no others. The value is that of one process, and the same on all ranks.
+
+    Args:
+        metrics: torchmetrics metrics by name (the results are called "eval_" + name), or a MetricCollection.
+        on: "eval", or "train": over the batches since the last record. Under a pipeline "train" needs `keep_outputs`.
+        arguments: what of an Outcome `metric.update` is given; (output, target) by default.
+
+    Raises:
+        InputError: a metric is none of torchmetrics'.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Any] | nn.ModuleDict,
+        on: Literal["eval", "train"] = "eval",
+        arguments: Callable[[Outcome], tuple[Any, ...]] = _output_and_target,
+    ) -> None:
+        if on not in ("eval", "train"):
+            raise InputError(f"on={on!r}: expected 'eval' or 'train'")
+        if not isinstance(metrics, (Mapping, nn.ModuleDict)):  # a MetricCollection is the latter
+            kind = type(metrics).__name__
+            raise InputError(f"MetricHook takes metrics by name, dict(accuracy={kind}(...)), but a {kind} was given")
+        missing = ("update", "compute", "reset", "process_group", "distributed_available_fn")
+        for name, metric in metrics.items():
+            if not all(hasattr(metric, attribute) for attribute in missing):
+                raise InputError(f"metric {name!r}: {type(metric).__name__} is no Metric of torchmetrics")
+        self._metrics = dict(metrics.items())
+        self._on = on
+        self._arguments = arguments
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if self._on == "train":
+            self._begin(trainer)
+
+    def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        if self._on == "train":
+            self._update(outcome)
+
+    def measure(self, trainer: Trainer) -> Mapping[str, float]:
+        return self._compute(trainer, "") if self._on == "train" else {}
+
+    def before_eval(self, trainer: Trainer) -> None:
+        if self._on == "eval":
+            self._begin(trainer)
+
+    def after_eval_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        if self._on == "eval" and outcome.has_output:
+            self._update(outcome)
+
+    def eval_results(self, trainer: Trainer) -> Mapping[str, float]:
+        return self._compute(trainer, "eval_") if self._on == "eval" else {}
+
+    def _begin(self, trainer: Trainer) -> None:
+        context = trainer.engine.context
+        group = context.dp_group if context.dp_size > 1 else None
+        for metric in self._metrics.values():
+            metric.to(context.device)
+            metric.reset()
+            metric.process_group = group
+            metric.distributed_available_fn = lambda: context.dp_size > 1
+
+    @torch.no_grad()
+    def _update(self, outcome: Outcome) -> None:
+        arguments = self._arguments(outcome)
+        arguments = tuple(value.value() if hasattr(value, "is_ready") else value for value in arguments)
+        for metric in self._metrics.values():
+            metric.update(*arguments)
+
+    def _compute(self, trainer: Trainer, prefix: str) -> dict[str, float]:
+        """The values of the ranks with the last stage, which have seen the outputs, on all ranks."""
+        context = trainer.engine.context
+        values: dict[str, float] = {}
+        if context.is_last_stage:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # other ranks had batches
+                for name, metric in self._metrics.items():
+                    values |= dict(_flat(prefix + name, metric.compute()))
+        for metric in self._metrics.values():
+            metric.reset()
+        return context.everyone(values)[-1]
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """A metric's value as plain numbers: those of a dict by their names, those of a vector by their places."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}_{key}", item)
+    elif isinstance(value, (tuple, list)) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}_{index}", item)
+    else:
+        yield name, float(value)
