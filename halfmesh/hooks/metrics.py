@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,9 +49,9 @@ class MetricHook(Hook):
         if not isinstance(metrics, (Mapping, nn.ModuleDict)):  # a MetricCollection is the latter
             kind = type(metrics).__name__
             raise InputError(f"MetricHook takes metrics by name, dict(accuracy={kind}(...)), but a {kind} was given")
-        missing = ("update", "compute", "reset", "process_group", "distributed_available_fn")
+        needed = ("update", "compute", "reset", "sync_context", "dist_sync_fn", "update_count")
         for name, metric in metrics.items():
-            if not all(hasattr(metric, attribute) for attribute in missing):
+            if not all(hasattr(metric, attribute) for attribute in needed):
                 raise InputError(f"metric {name!r}: {type(metric).__name__} is no Metric of torchmetrics")
         self._metrics = dict(metrics.items())
         self._on = on
@@ -78,13 +80,11 @@ class MetricHook(Hook):
         return self._compute(trainer, "eval_") if self._on == "eval" else {}
 
     def _begin(self, trainer: Trainer) -> None:
-        context = trainer.engine.context
-        group = context.dp_group if context.dp_size > 1 else None
         for metric in self._metrics.values():
-            metric.to(context.device)
+            metric.to(trainer.engine.context.device)
             metric.reset()
-            metric.process_group = group
-            metric.distributed_available_fn = lambda: context.dp_size > 1
+            metric.compute_with_cache = False
+            metric.distributed_available_fn = lambda: trainer.engine.context.dp_size > 1  # then `dist_sync_fn` is asked
 
     @torch.no_grad()
     def _update(self, outcome: Outcome) -> None:
@@ -94,17 +94,55 @@ class MetricHook(Hook):
             metric.update(*arguments)
 
     def _compute(self, trainer: Trainer, prefix: str) -> dict[str, float]:
-        """The values of the ranks with the last stage, which have seen the outputs, on all ranks."""
+        """The values over the data ranks, on all ranks."""
         context = trainer.engine.context
+        counts = context.is_last_stage and context.tp_rank == 0  # others have seen no outputs, or the same ones
+        mine = {name: _State.of(metric) for name, metric in self._metrics.items()} if counts else None
+        everyone = [states for states in context.everyone(mine) if states is not None]
         values: dict[str, float] = {}
-        if context.is_last_stage:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # other ranks had batches
-                for name, metric in self._metrics.items():
-                    values |= dict(_flat(prefix + name, metric.compute()))
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
+            filled = [states[name] for states in everyone if states[name].updates]
+            # A rank without a batch has no state of the right form; it takes the values of one that has.
+            if metric.update_count or not filled:
+                values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
-        return context.everyone(values)[-1]
+        return max(context.everyone(values), key=len)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one rank's metric has counted: its tensors in the order in which torchmetrics asks for those of others, and
+    how often it was updated."""
+
+    tensors: list[torch.Tensor]
+    updates: int
+
+    @staticmethod
+    def of(metric: Any) -> _State:
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+            found.append(tensor)
+            return [tensor]
+
+        with metric.sync_context(dist_sync_fn=note):
+            pass
+        return _State([tensor.detach().cpu() for tensor in found], metric.update_count)
+
+
+def _computed(metric: Any, filled: list[_State]) -> Any:
+    """The value of the joined states. (torchmetrics' own exchange ends in a crash where a rank has no batch and the
+    state is a list: it sends nothing then, and the others wait.)"""
+    places = itertools.count()
+
+    def theirs(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        place = next(places)
+        return [state.tensors[place].to(tensor.device) for state in filled] or [tensor]
+
+    metric.dist_sync_fn = theirs
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # there was no batch at all
+        return metric.compute()
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
