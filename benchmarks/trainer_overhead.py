@@ -42,16 +42,15 @@ def contenders(engine: halfmesh.Engine, folder: Path) -> list[Contender]:
     """One step of each is an epoch."""
 
     def loop() -> None:
-        total, count = torch.zeros(()), 0
+        total = torch.zeros(())
         for number, (x, y) in enumerate(engine.dataloader, start=1):
             engine.zero_grad()
             loss = engine.criterion(engine(x), y)
             engine.backward(loss)
             engine.step()
             total += loss.detach()
-            count += 1
             if number % 10 == 0:  # what a user prints
-                _ = (total / count).item()
+                _ = (total / number).item()
 
     def fit(hooks: list[Any]) -> None:
         halfmesh.Trainer(engine).fit(epochs=engine.dataloader.next_epoch + 1, hooks=hooks)
