@@ -58,6 +58,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor_plans import LayerPlan
     from .registry import Registry
+    from .trainer.hook import Hook
+    from .trainer.loaders import shard_dataloader
+    from .trainer.outcome import Outcome, compute_batch
+    from .trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -111,6 +115,10 @@ _NAMES = {
     "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
     "parallel.tensor_plans": ("LayerPlan",),
     "registry": ("Registry",),
+    "trainer.hook": ("Hook",),
+    "trainer.loaders": ("shard_dataloader",),
+    "trainer.outcome": ("Outcome", "compute_batch"),
+    "trainer.trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

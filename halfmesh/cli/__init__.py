@@ -1,11 +1,13 @@
-"""The command line: `halfmesh check`, `halfmesh plan`. torch is imported only by the commands that need it."""
+"""The command line: `halfmesh check`, `plan`, `run`, `env`. torch is imported only by the commands that need it."""
 
 from __future__ import annotations
 
 import typer
 
 from .check import check
+from .env import env
 from .plan import plan
+from .run import run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -19,6 +21,11 @@ app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cu
 app.command(
     epilog="Example: halfmesh plan --model my_package.my_model:build --world-size 64 --gpu-memory 80GB --out config.py"
 )(plan)
+app.command(
+    epilog="Example: halfmesh run --nproc 4 train.py --config config.py",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)(run)
+app.command(epilog="Example: halfmesh env --json")(env)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn, optim
@@ -44,6 +44,7 @@ class Readings(UpdateReadings):
     model: nn.Module
     _dataloader: EngineDataLoader | None
     _eval_dataloader: EngineDataLoader | None
+    _criterion: Callable[..., Any] | None
     _precision: Precision
     _cycle: GradientCycle
     _lr: LRAdvance
@@ -62,6 +63,21 @@ class Readings(UpdateReadings):
         if self._eval_dataloader is None:
             raise InputError("no eval_dataloader was given to initialize; pass one, or iterate a loader of your own")
         return self._eval_dataloader
+
+    @property
+    def has_dataloader(self) -> bool:
+        """Whether a training loader was given to initialize."""
+        return self._dataloader is not None
+
+    @property
+    def has_eval_dataloader(self) -> bool:
+        """Whether an evaluation loader was given to initialize."""
+        return self._eval_dataloader is not None
+
+    @property
+    def has_criterion(self) -> bool:
+        """Whether a criterion was given to initialize."""
+        return self._criterion is not None
 
     @property
     def optimizer(self) -> optim.Optimizer:

@@ -7,3 +7,16 @@ from typing import Any
 from ..registry import Registry
 
 HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks")
+for _name, _reference in {
+    "metric": "metrics:MetricHook",
+    "lr_scheduler": "lr_scheduler:LRSchedulerHook",
+    "progress": "progress:ProgressHook",
+    "throughput": "throughput:ThroughputHook",
+    "memory": "memory:MemoryHook",
+    "checkpoint": "checkpoint:CheckpointHook",
+    "early_stop": "early_stop:EarlyStopHook",
+    "tensorboard": "writers:TensorBoardHook",
+    "csv": "writers:CSVHook",
+    "jsonl": "writers:JSONLHook",
+}.items():
+    HOOKS.register_lazy(_name, f"halfmesh.hooks.{_reference}")

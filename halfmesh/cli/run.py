@@ -1,0 +1,72 @@
+"""`halfmesh run`: torchrun, with the config checked first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="The training script; what follows are its own arguments.")],
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines, each with as many processes.")] = 1,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="host:port of one of the machines, the same on all; with --nnodes.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often torchrun starts all again after a failure.")] = 0,
+    device: Annotated[str | None, typer.Option(help="What to check the config for: cuda or cpu.")] = None,
+) -> None:
+    """Start a script on several processes, as torchrun does, after a check of its config.
+
+    The config is what the script is given as --config. If it cannot run on so many ranks, the reasons are printed,
+    nothing is started, and the exit status is 1.
+    """
+    if not script.is_file():
+        raise typer.BadParameter(f"{script}: there is no such file")
+    if nnodes > 1 and rdzv_endpoint is None:
+        raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all machines")
+    config = find_config(context.args)
+    if config is None:
+        print(f"halfmesh run: {script} is given no --config, so its layout is not checked here", file=sys.stderr)
+    elif problems := find_problems(Path(config), nproc * nnodes, device):
+        print(f"{config}: cannot run on {nproc * nnodes} rank(s)", file=sys.stderr)
+        for problem in problems:
+            print(f"  - {problem}", file=sys.stderr)
+        raise typer.Exit(1)
+    meeting = ["--standalone"] if nnodes == 1 else ["--rdzv-backend=c10d", f"--rdzv-endpoint={rdzv_endpoint}"]
+    shape = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
+    # "--": without it torchrun refuses a script's argument that begins like one of its own ("--nproc").
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, *shape, "--", str(script), *context.args]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def find_config(arguments: Sequence[str]) -> str | None:
+    """What stands behind --config among a script's arguments."""
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return argument.partition("=")[2]
+        if argument == "--config" and place + 1 < len(arguments):
+            return arguments[place + 1]
+    return None
+
+
+def find_problems(config: Path, world_size: int, device: str | None) -> list[str]:
+    """Everything that is wrong with `config` on so many ranks."""
+    import torch
+
+    from ..compat import check
+    from ..config.load import load_leniently
+
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded, problems = load_leniently(config)
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    findings = check(loaded, world_size, kind) if loaded is not None else []
+    return [*problems, *map(str, findings)]

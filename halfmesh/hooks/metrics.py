@@ -1,0 +1,157 @@
+"""Metrics of torchmetrics, over the right ranks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..trainer.hook import Hook
+
+if TYPE_CHECKING:
+    from ..trainer.outcome import Outcome
+    from ..trainer.trainer import Trainer
+
+
+def _output_and_target(outcome: Outcome) -> tuple[Any, ...]:
+    return outcome.output, outcome.target
+
+
+class MetricHook(Hook):
+    """Computes metrics of torchmetrics in evaluation, or in training.
+
+    Each sample counts once, whatever the layout: metrics are joined over the data ranks, whose batches differ, and by
+    no others. The value is that of one process, and the same on all ranks.
+
+    Args:
+        metrics: torchmetrics metrics by name (the results are called "eval_" + name), or a MetricCollection.
+        on: "eval", or "train": over the batches since the last record. Under a pipeline "train" needs `keep_outputs`.
+        arguments: what of an Outcome `metric.update` is given; (output, target) by default.
+
+    Raises:
+        InputError: a metric is none of torchmetrics'.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Any] | nn.ModuleDict,
+        on: Literal["eval", "train"] = "eval",
+        arguments: Callable[[Outcome], tuple[Any, ...]] = _output_and_target,
+    ) -> None:
+        if on not in ("eval", "train"):
+            raise InputError(f"on={on!r}: expected 'eval' or 'train'")
+        if not isinstance(metrics, (Mapping, nn.ModuleDict)):  # a MetricCollection is the latter
+            kind = type(metrics).__name__
+            raise InputError(f"MetricHook takes metrics by name, dict(accuracy={kind}(...)), but a {kind} was given")
+        needed = ("update", "compute", "reset", "sync_context", "dist_sync_fn", "update_count")
+        for name, metric in metrics.items():
+            if not all(hasattr(metric, attribute) for attribute in needed):
+                raise InputError(f"metric {name!r}: {type(metric).__name__} is no Metric of torchmetrics")
+        self._metrics = dict(metrics.items())
+        self._on = on
+        self._arguments = arguments
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if self._on == "train":
+            self._begin(trainer)
+
+    def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        if self._on == "train":
+            self._update(outcome)
+
+    def measure(self, trainer: Trainer) -> Mapping[str, float]:
+        return self._compute(trainer, "") if self._on == "train" else {}
+
+    def before_eval(self, trainer: Trainer) -> None:
+        if self._on == "eval":
+            self._begin(trainer)
+
+    def after_eval_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        if self._on == "eval" and outcome.has_output:
+            self._update(outcome)
+
+    def eval_results(self, trainer: Trainer) -> Mapping[str, float]:
+        return self._compute(trainer, "eval_") if self._on == "eval" else {}
+
+    def _begin(self, trainer: Trainer) -> None:
+        for metric in self._metrics.values():
+            metric.to(trainer.engine.context.device)
+            metric.reset()
+            metric.compute_with_cache = False
+            metric.distributed_available_fn = lambda: trainer.engine.context.dp_size > 1  # then `dist_sync_fn` is asked
+
+    @torch.no_grad()
+    def _update(self, outcome: Outcome) -> None:
+        arguments = self._arguments(outcome)
+        arguments = tuple(value.value() if hasattr(value, "is_ready") else value for value in arguments)
+        for metric in self._metrics.values():
+            metric.update(*arguments)
+
+    def _compute(self, trainer: Trainer, prefix: str) -> dict[str, float]:
+        """The values over the data ranks, on all ranks."""
+        context = trainer.engine.context
+        counts = context.is_last_stage and context.tp_rank == 0  # others have seen no outputs, or the same ones
+        mine = {name: _State.of(metric) for name, metric in self._metrics.items()} if counts else None
+        everyone = [states for states in context.everyone(mine) if states is not None]
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            filled = [states[name] for states in everyone if states[name].updates]
+            # A rank without a batch has no state of the right form; it takes the values of one that has.
+            if metric.update_count or not filled:
+                values |= dict(_flat(prefix + name, _computed(metric, filled)))
+            metric.reset()
+        return max(context.everyone(values), key=len)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one rank's metric has counted: its tensors in the order in which torchmetrics asks for those of others, and
+    how often it was updated."""
+
+    tensors: list[torch.Tensor]
+    updates: int
+
+    @staticmethod
+    def of(metric: Any) -> _State:
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+            found.append(tensor)
+            return [tensor]
+
+        with metric.sync_context(dist_sync_fn=note):
+            pass
+        return _State([tensor.detach().cpu() for tensor in found], metric.update_count)
+
+
+def _computed(metric: Any, filled: list[_State]) -> Any:
+    """The value of the joined states. (torchmetrics' own exchange ends in a crash where a rank has no batch and the
+    state is a list: it sends nothing then, and the others wait.)"""
+    places = itertools.count()
+
+    def theirs(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        place = next(places)
+        return [state.tensors[place].to(tensor.device) for state in filled] or [tensor]
+
+    metric.dist_sync_fn = theirs
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*before the ``update`` method.*")  # there was no batch at all
+        return metric.compute()
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """A metric's value as plain numbers: those of a dict by their names, those of a vector by their places."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}_{key}", item)
+    elif isinstance(value, (tuple, list)) or (isinstance(value, torch.Tensor) and value.dim() > 0):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}_{index}", item)
+    else:
+        yield name, float(value)

@@ -1,0 +1,140 @@
+"""Records into files: JSON lines, CSV, TensorBoard. Rank 0 writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..trainer.hook import Hook, Record
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+
+class JSONLHook(Hook):
+    """Appends each record as a line of JSON; inf and nan are written as null.
+
+    A run that goes on from a checkpoint takes away the lines of what is trained again.
+
+    Args:
+        path: the file; its folder is made if it is not there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: Any = None
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if trainer.engine.context.rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in _lines(self._path) if _step_of(line) <= trainer.engine.global_step]
+            self._file = self._path.open("w")
+            self._file.writelines(f"{line}\n" for line in kept)
+
+    def write(self, trainer: Trainer, record: Record) -> None:
+        if self._file is not None:
+            plain = {name: None if _is_odd(value) else value for name, value in record.items()}
+            self._file.write(json.dumps(plain) + "\n")
+            self._file.flush()
+
+    def close(self, trainer: Trainer) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class CSVHook(Hook):
+    """Writes the records as a table; what a record does not have stays empty.
+
+    A run that goes on from a checkpoint takes away the rows of what is trained again.
+
+    Args:
+        path: the file; its folder is made if it is not there. A column that comes later has the file written anew.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._rows: list[dict[str, Any]] = []
+        self._columns: list[str] = []
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if trainer.engine.context.rank != 0:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._rows, self._columns = [], []
+        if self._path.exists():
+            with self._path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            self._rows = [row for row in rows if int(row.get("step") or 0) <= trainer.engine.global_step]
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        self._write_all()
+
+    def write(self, trainer: Trainer, record: Record) -> None:
+        if trainer.engine.context.rank != 0:
+            return
+        self._rows.append(record)
+        new = [name for name in record if name not in self._columns]
+        if new:
+            self._columns += new
+            self._write_all()
+            return
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(record)
+
+    def _write_all(self) -> None:
+        with self._path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+
+
+class TensorBoardHook(Hook):
+    """Writes the records for TensorBoard, one scalar for each name, by update.
+
+    Args:
+        log_dir: the folder that `tensorboard --logdir` is given.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self._log_dir = log_dir
+        self._writer: Any = None
+
+    def before_fit(self, trainer: Trainer) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise InputError(f"TensorBoardHook needs tensorboard ({error}): pip install tensorboard") from error
+        if trainer.engine.context.rank == 0:
+            # Of what an interrupted run has written after its checkpoint nothing is shown.
+            self._writer = SummaryWriter(self._log_dir, purge_step=trainer.engine.global_step + 1)
+
+    def write(self, trainer: Trainer, record: Record) -> None:
+        if self._writer is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, record["step"])
+
+    def close(self, trainer: Trainer) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> int:
+    """Of a line of an earlier run; one that was cut off in the middle goes."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 2**63
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,161 @@
+"""Losses and outputs of a whole data set, from what each rank has computed of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ..engine.engine import Engine
+from ..engine.handles import Handle
+from ..engine.samplers import ShardedSampler, StridedBatches
+from ..errors import InputError
+from ..tree import map_tensors
+from .hook import Hook
+from .loaders import shard_dataloader
+from .outcome import TARGETS, Outcome
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class MeanLoss:
+    """Mean of the losses of several batches, over the data ranks. Nothing is read before `take`.
+
+    Args:
+        by_rows: a batch weighs as much as it has samples (evaluation), and not as much as another (training, where
+            `engine.step` has it so).
+    """
+
+    def __init__(self, engine: Engine, by_rows: bool = False) -> None:
+        self._engine = engine
+        self._by_rows = by_rows
+        self._weighted = engine.config.loss_reduction == "weighted"
+        self._reset()
+
+    def _reset(self) -> None:
+        self._total = torch.zeros((), dtype=torch.float64, device=self._engine.context.device)
+        self._weight: Any = 0.0
+
+    @torch.no_grad()
+    def add(self, outcome: Outcome) -> None:
+        """Count the loss of a batch, if this rank has it."""
+        loss = outcome.loss.value() if isinstance(outcome.loss, Handle) else outcome.loss
+        if loss is None:
+            return
+        if self._weighted:
+            loss, weight = loss
+            self._weight = self._weight + weight
+            self._total.add_(loss)
+            return
+        weight = outcome.rows if self._by_rows else 1
+        self._total.add_(loss, alpha=weight)
+        self._weight += weight
+
+    def take(self) -> float | None:
+        """The mean since the last call; None if there was nothing. All ranks together."""
+        context = self._engine.context
+        sums = torch.stack([self._total, self._total.new_tensor(self._weight)])
+        if not (context.is_last_stage and context.tp_rank == 0):  # others have counted the same batches
+            sums.zero_()
+        context.all_reduce(sums)
+        self._reset()
+        total, weight = sums.tolist()
+        return total / weight if weight else None
+
+
+def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> dict[str, float]:
+    """The mean loss over `loader`, and the hooks' results; the same on all ranks."""
+    engine = trainer.engine
+    mean = MeanLoss(engine, by_rows=True)
+    with _evaluating(engine):
+        for hook in hooks:
+            hook.before_eval(trainer)
+        for batch in loader:
+            outcome = trainer.compute(engine, batch)
+            mean.add(outcome)
+            for hook in hooks:
+                hook.after_eval_batch(trainer, outcome)
+        loss = mean.take()
+        results = {} if loss is None else {"eval_loss": loss}
+        for hook in hooks:
+            results.update(hook.eval_results(trainer))
+    return results
+
+
+def predict(engine: Engine, dataloader: Any) -> Any:
+    """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
+    if not isinstance(dataloader, DataLoader):
+        raise InputError(f"predict takes a DataLoader, but a {type(dataloader).__name__} was given")
+    loader = shard_dataloader(engine, dataloader)
+    mine: list[Any] = []
+    with _evaluating(engine):
+        for batch in loader:
+            output = _call(engine, batch)
+            if engine.context.is_last_stage and engine.context.tp_rank == 0:
+                mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
+    context = engine.context
+    everyone = context.everyone((context.dp_rank, mine) if mine else None)
+    by_rank = dict(given for given in everyone if given is not None)
+    ranks = [by_rank.get(rank, []) for rank in range(context.dp_size)]
+    if len(ranks) > 1 and not _deals_batches(loader.loader):
+        ranks = [[row for output in theirs for row in _rows(output)] for theirs in ranks]
+    pieces = [piece for turn in itertools.zip_longest(*ranks, fillvalue=_NOTHING) for piece in turn]
+    return _joined([piece for piece in pieces if piece is not _NOTHING])
+
+
+_NOTHING = object()
+
+
+@contextmanager
+def _evaluating(engine: Engine) -> Iterator[None]:
+    was_training = engine.training
+    engine.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.train(was_training)
+
+
+def _call(engine: Engine, batch: Any) -> Any:
+    """The output for a batch, whose target is left out."""
+    if isinstance(batch, Mapping):
+        return engine(**{name: value for name, value in batch.items() if name not in TARGETS})
+    if isinstance(batch, (tuple, list)):
+        return engine(*(batch[:-1] if len(batch) > 1 else batch))
+    return engine(batch)
+
+
+def _deals_batches(loader: Any) -> bool:
+    """Whether data ranks take turns in batches of the order, and not in samples of it."""
+    return isinstance(loader, StridedBatches) or isinstance(getattr(loader, "batch_sampler", None), ShardedSampler)
+
+
+def _rows(output: Any) -> list[Any]:
+    sizes: list[int] = []
+    map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0) or tensor, output)  # type: ignore[func-returns-value]
+    if not sizes or min(sizes) != max(sizes) or not sizes[0]:
+        raise InputError(
+            f"predict joins outputs along the first dim, which has to be the batch's, but their sizes are {sizes}"
+        )
+    return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(sizes[0])]  # type: ignore[misc]
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    if not pieces:
+        raise InputError("predict was given no sample")
+    columns: list[list[torch.Tensor]] = []
+    for piece in pieces:
+        found: list[torch.Tensor] = []
+        map_tensors(lambda tensor, found=found: found.append(tensor) or tensor, piece)  # type: ignore[misc]
+        columns.append(found)
+    try:
+        joined = iter([torch.cat(parts) for parts in zip(*columns, strict=True)])
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"predict joins outputs along the first dim, which these do not allow: {error}") from error
+    return map_tensors(lambda tensor: next(joined), pieces[0])

@@ -1,0 +1,73 @@
+"""What a hook may do, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..amp.result import StepResult
+    from .outcome import Outcome
+    from .trainer import Trainer
+
+Record = dict[str, Any]
+"""Numbers by name, at one moment of a run: "step", "epoch", and what was measured."""
+
+
+class Hook:
+    """Base class: everything is a no-op. Hooks are called in the order in which they were given to `fit`.
+
+    All ranks call all hooks at the same moments, so that a hook may talk to the other ranks; what it decides
+    (`trainer.stop`) has to be the same on all of them. Reading a tensor waits for the device: do so in `measure`.
+    """
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """Training begins; of a run that was loaded, it goes on."""
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Training is over, and no error has ended it."""
+
+    def close(self, trainer: Trainer) -> None:
+        """The last call, also after an error: give back what `before_fit` or `before_eval` took."""
+
+    def before_epoch(self, trainer: Trainer) -> None:
+        """The epoch `trainer.epoch` begins."""
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """All batches of the epoch were trained on, or `max_steps` was reached. Evaluation follows."""
+
+    def before_batch(self, trainer: Trainer, batch: Any) -> None:
+        """`batch`, one of the dataloader's, is trained on next."""
+
+    def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        """Backward and `engine.step` have run with a batch."""
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """An update was taken, or skipped: the last batch of an accumulation cycle was trained on."""
+
+    def before_eval(self, trainer: Trainer) -> None:
+        """An evaluation begins, within `fit` or by itself. The model is in evaluation mode."""
+
+    def after_eval_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        """A batch was evaluated. Data ranks may have different numbers of them: no collectives here."""
+
+    def eval_results(self, trainer: Trainer) -> Mapping[str, float]:
+        """What this hook has to say about the evaluation that ends; the same on all ranks."""
+        return {}
+
+    def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+        """The results of an evaluation, of all hooks."""
+
+    def before_save(self, trainer: Trainer) -> None:
+        """A checkpoint is about to be saved by `trainer.save`."""
+
+    def after_save(self, trainer: Trainer, path: Path) -> None:
+        """`path` was saved, or is being saved in the background."""
+
+    def measure(self, trainer: Trainer) -> Mapping[str, float]:
+        """What this hook adds to the record of this moment: every `log_every` updates and at the end of an epoch."""
+        return {}
+
+    def write(self, trainer: Trainer, record: Record) -> None:
+        """A record is complete: of training, or of an evaluation, whose names begin with "eval_"."""

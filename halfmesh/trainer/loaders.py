@@ -1,0 +1,73 @@
+"""Which batches a trainer goes through, and that each data rank sees its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from ..distribution import batch_seed, refuse_uneven_evaluation, shard
+from ..engine.dataloader import EngineDataLoader
+from ..engine.engine import Engine
+from ..errors import InputError
+
+
+def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:
+    """A loader for evaluation, as `initialize` makes of its eval_dataloader: this data rank's part, without padding, so
+    that no sample is counted twice; its batches on the engine's device. All ranks together.
+
+    Raises:
+        InputError: not a DataLoader; or, under fsdp, ranks would have different numbers of batches.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise InputError(f"shard_dataloader takes a DataLoader, but a {type(dataloader).__name__} was given")
+    context, seed = engine.context, engine.config.seed
+    loader = shard(dataloader, context, seed, training=False)
+    if engine.config.parallel.data.strategy == "fsdp":
+        refuse_uneven_evaluation(loader, context)
+    return EngineDataLoader(loader, may_be_empty=True, device=context.device, seed=batch_seed(seed, context))
+
+
+def choose_train_loader(engine: Engine, train: Any) -> Any:
+    """The engine's own dataloader, or `train`, batches that the user shards.
+
+    Raises:
+        InputError: there are none; or a DataLoader that is not the engine's, of which every rank would see the same.
+    """
+    if train is None or (engine.has_dataloader and train is engine.dataloader):
+        return engine.dataloader
+    if isinstance(train, (DataLoader, Dataset)):
+        raise InputError(
+            f"fit was given a {type(train).__name__} that is not sharded over the data ranks; give it to initialize as "
+            "its dataloader, and leave it out here. (fit also takes batches of your own that are on the device)"
+        )
+    if not isinstance(train, Iterable):
+        raise InputError(f"fit was given a {type(train).__name__} to train on, which cannot be iterated")
+    return train
+
+
+def choose_eval_loader(engine: Engine, dataloader: Any) -> Any:
+    """The engine's own eval_dataloader, or `dataloader`, sharded; None if there is neither."""
+    if dataloader is None:
+        return engine.eval_dataloader if engine.has_eval_dataloader else None
+    if isinstance(dataloader, DataLoader):
+        return shard_dataloader(engine, dataloader)
+    if isinstance(dataloader, Dataset) or not isinstance(dataloader, Iterable):
+        raise InputError(
+            f"{type(dataloader).__name__} is no loader; wrap it: halfmesh.get_dataloader(dataset, batch_size=...)"
+        )
+    return dataloader
+
+
+def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last."""
+    iterator = iter(batches)
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield batch, False
+        batch = following
+    yield batch, True

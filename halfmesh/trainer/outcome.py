@@ -1,0 +1,123 @@
+"""What comes of one batch: the ordinary way from a batch to a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.engine import Engine
+from ..engine.handles import Handle
+from ..errors import InputError
+from ..tree import map_tensors
+
+TARGETS = ("labels", "label", "targets", "target")
+"""Keys of a batch that is a dict under which the criterion's target is looked for (Hugging Face's is the first)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes of one batch.
+
+    Attributes:
+        loss: what `engine.backward` takes; in evaluation None where there is none, or only on another stage.
+        output: of the model. In training under a pipeline it can be used with `keep_outputs` only.
+        target: what it is compared with, or None.
+        rows: samples in the batch.
+    """
+
+    loss: Any
+    output: Any
+    target: Any
+    rows: int
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `output` is here: not with `eval_outputs="last"`, where another stage has it."""
+        return not isinstance(self.output, Handle) or self.output.is_ready
+
+
+Compute = Callable[[Engine, Any], Outcome]
+"""From the engine and a batch to what comes of it. `backward` and `step` follow by themselves."""
+
+
+def compute_batch(engine: Engine, batch: Any) -> Outcome:
+    """The ordinary way: the last item of a tuple is the target, a dict is passed by name.
+
+    | batch | calls |
+    |---|---|
+    | `(inputs..., target)` | `engine(*inputs)`, `engine.criterion(output, target)` |
+    | dict, with a criterion | `engine(**rest)`, `engine.criterion(output, batch["labels"])` (or another of `TARGETS`) |
+    | dict, no criterion | `engine(**batch)`, whose `.loss` or `["loss"]` is the loss |
+    | a tensor, no criterion | `engine(batch)`, the same |
+
+    Raises:
+        InputError: the batch is none of these; give the trainer a `compute` of your own.
+    """
+    if isinstance(batch, Mapping):
+        return _from_dict(engine, batch)
+    if not isinstance(batch, (tuple, list)):
+        output = engine(batch)
+        return Outcome(_own_loss(engine, output), output, None, count_rows(batch))
+    if len(batch) < 2:
+        raise InputError(
+            f"a batch of {len(batch)} item(s) has no target; let the dataset give (input, target), or give the trainer "
+            "compute=f, where f(engine, batch) returns halfmesh.Outcome(loss, output, target, rows)"
+        )
+    *inputs, target = batch
+    output = engine(*inputs)
+    return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
+
+
+def count_rows(batch: Any) -> int:
+    """The size of the first tensor's first dim; 1 where there is none."""
+    found: list[int] = []
+    map_tensors(lambda tensor: found.append(tensor.shape[0] if tensor.dim() else 1) or tensor, batch)  # type: ignore[func-returns-value]
+    return found[0] if found else 1
+
+
+def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:
+    key = next((key for key in TARGETS if key in batch), None)
+    target = None if key is None else batch[key]
+    if not engine.has_criterion:
+        output = engine(**batch)
+        return Outcome(_own_loss(engine, output), output, target, count_rows(batch))
+    if key is None:
+        raise InputError(
+            f"a batch with the keys {_names(list(batch))} has no target for the criterion: none of "
+            f"{', '.join(TARGETS)} is there; name it so, or give the trainer a compute of your own"
+        )
+    output = engine(**{name: value for name, value in batch.items() if name != key})
+    return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
+
+
+def _loss(engine: Engine, output: Any, target: Any) -> Any:
+    if _is_elsewhere(engine, output) or (not engine.training and not engine.has_criterion):
+        return None
+    return engine.criterion(output, target)
+
+
+def _own_loss(engine: Engine, output: Any) -> Any:
+    """The loss that the model gives itself; in evaluation there may be none."""
+    if _is_elsewhere(engine, output):
+        return None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
+        loss = output
+    if loss is None and engine.training:
+        raise InputError(
+            f"the model returned {type(output).__name__} without a loss, and initialize was given no criterion; give "
+            "initialize a criterion, or a batch with the labels that the model needs for a loss of its own"
+        )
+    return loss
+
+
+def _is_elsewhere(engine: Engine, output: Any) -> bool:
+    """In evaluation, the output is on another stage."""
+    return not engine.training and isinstance(output, Handle) and not output.is_ready
+
+
+def _names(keys: Sequence[Any]) -> str:
+    return ", ".join(map(repr, keys))

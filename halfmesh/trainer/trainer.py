@@ -1,0 +1,236 @@
+"""Trainer: the loop of forward, backward and step, with epochs, evaluation and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..amp.result import StepResult
+from ..engine.engine import Engine
+from ..errors import InputError
+from ..log import get_logger
+from .evaluation import MeanLoss, evaluate, predict
+from .hook import Hook, Record
+from .loaders import choose_eval_loader, choose_train_loader, with_last
+from .named_hooks import HookLike, make_hooks
+from .outcome import Compute, compute_batch
+
+_log = get_logger(__name__)
+
+
+class Trainer:
+    """Runs an engine's loop:
+
+        trainer = halfmesh.Trainer(engine)
+        trainer.fit(epochs=10, hooks=["progress", "memory"])
+
+    All ranks call its methods together.
+
+    Args:
+        compute: from a batch to loss and output; by default `halfmesh.compute_batch`.
+        log_every: updates between two records that hooks are given. Making one reads the device.
+
+    Attributes:
+        engine: the engine.
+        epoch: number of the epoch that runs, from 0; -1 before the first.
+        result: what the last `engine.step()` returned: None inside an accumulation cycle.
+    """
+
+    def __init__(self, engine: Engine, *, compute: Compute = compute_batch, log_every: int = 10) -> None:
+        if log_every < 1:
+            raise InputError(f"log_every={log_every!r}: expected a number of updates, 1 or more")
+        self.engine = engine
+        self.compute = compute
+        self.log_every = log_every
+        self.epoch = -1
+        self.result: StepResult | None = None
+        self._hooks: list[Hook] = []
+        self._max_steps: int | None = None
+        self._stopped: str | None = None
+        self._loss = MeanLoss(engine)
+        self._evaluated_at = -1
+
+    # -- the loop ----------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train: Iterable[Any] | None = None,
+        *,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        eval_interval: int = 1,
+        hooks: Sequence[HookLike] = (),
+    ) -> None:
+        """Train until `epochs` epochs or `max_steps` updates are done, counted from the beginning of the run: after
+        `engine.load`, what is left of them. (A second call begins with the next epoch.)
+
+        Args:
+            train: the engine's dataloader unless given; or batches of your own, which are on the device and differ
+                between the data ranks, as many on each.
+            epochs: passes over the data; endless if only `max_steps` is given.
+            max_steps: updates (`engine.global_step`, skipped ones included).
+            eval_dataloader: the engine's unless given, if it has one; a DataLoader is sharded over the data ranks.
+            eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none.
+            hooks: Hook objects, names of registered ones ("progress"), or dict(type="csv", path=...).
+
+        Raises:
+            InputError: an argument is wrong, before anything runs.
+        """
+        if epochs is None and max_steps is None:
+            raise InputError("fit needs an end: give it epochs=, max_steps=, or both")
+        _refuse_below(1, epochs=epochs, max_steps=max_steps)
+        _refuse_below(0, eval_interval=eval_interval)
+        batches = choose_train_loader(self.engine, train)
+        evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval else None
+        self._max_steps, self._stopped, self._evaluated_at = max_steps, None, -1
+        first = batches.next_epoch if batches is self._own_loader else 0
+        with self._hooked(hooks):
+            self._call("before_fit")
+            self.epoch = first - 1
+            while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
+                self.epoch += 1
+                self._train_epoch(batches)
+                if evaluated is not None and (self.epoch + 1) % eval_interval == 0:
+                    self._evaluate(evaluated)
+            if evaluated is not None and self._evaluated_at != self.engine.global_step:
+                self._evaluate(evaluated)
+            self._call("after_fit")
+        if self._stopped is not None:
+            _log.info("training was stopped after update %d: %s", self.engine.global_step, self._stopped)
+
+    def evaluate(self, dataloader: Iterable[Any] | None = None, hooks: Sequence[HookLike] = ()) -> dict[str, float]:
+        """The mean loss per sample over a dataloader, and what `hooks` measure; the same on all ranks.
+
+        Args:
+            dataloader: the engine's eval_dataloader unless given; a DataLoader is sharded over the data ranks.
+
+        Returns:
+            "eval_loss" (if there is a loss) and the hooks' results.
+        """
+        loader = choose_eval_loader(self.engine, dataloader)
+        if loader is None:
+            raise InputError(
+                "there is nothing to evaluate on: give evaluate a dataloader, or initialize an eval_dataloader"
+            )
+        with self._hooked(hooks):
+            return self._evaluate(loader)
+
+    def predict(self, dataloader: Iterable[Any]) -> Any:
+        """The model's outputs for all of a DataLoader's samples, in its order, on the CPU; on every rank.
+
+        Of batches that are tuples of two or more the last item is taken for the target, which the model is not given;
+        a dict's target is left out.
+
+        Returns:
+            What the model returns for one batch (a tensor, or a nest of tensors), joined along the first dim.
+        """
+        return predict(self.engine, dataloader)
+
+    def stop(self, reason: str = "a hook asked for it") -> None:
+        """End `fit` after this update. To be called on all ranks alike."""
+        self._stopped = reason
+
+    def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
+        """`engine.save`, with the hooks' `before_save` and `after_save` around it."""
+        self._call("before_save")
+        path = self.engine.save(directory, keep=keep, in_background=in_background)
+        self._call("after_save", path)
+        return path
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _train_epoch(self, batches: Iterable[Any]) -> None:
+        engine = self.engine
+        engine.train()
+        self._call("before_epoch")
+        before = self._hearing("before_batch")
+        heard, own = self._hearing("after_batch"), batches is self._own_loader
+        stepped = self._hearing("after_step")
+        count = 0
+        for batch, is_last in ((batch, False) for batch in batches) if own else with_last(batches):
+            count += 1
+            for hook in before:
+                hook.before_batch(self, batch)
+            engine.zero_grad()
+            outcome = self.compute(engine, batch)
+            engine.backward(outcome.loss)
+            self.result = engine.step(last=is_last)
+            self._loss.add(outcome)
+            for hook in heard:
+                hook.after_batch(self, outcome)
+            if self.result is None:
+                continue
+            for hook in stepped:
+                hook.after_step(self, self.result)
+            if engine.global_step % self.log_every == 0:
+                self._record()
+            if self._is_over:
+                break
+        if not count and not own:
+            raise InputError(f"epoch {self.epoch}: there was no batch to train on; can `train` be iterated again?")
+        self._call("after_epoch")
+        self._record()
+
+    def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        results = evaluate(self, loader, self._hooks)
+        self._evaluated_at = self.engine.global_step
+        self._call("after_eval", results)
+        self._write({"step": self.engine.global_step, "epoch": self.epoch, **results})
+        return results
+
+    def _record(self) -> None:
+        """Collect what was measured since the last record."""
+        engine = self.engine
+        loss = self._loss.take()
+        if loss is None:  # no update since
+            return
+        record: Record = {"step": engine.global_step, "epoch": self.epoch, "loss": loss}
+        if self.result is not None:
+            record["lr"] = self.result.lr
+            if self.result.grad_norm is not None:
+                record["grad_norm"] = self.result.grad_norm
+        if engine.config.precision is not None:
+            record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
+        for hook in self._hooks:
+            record.update(hook.measure(self))
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
+        for hook in self._hooks:
+            hook.write(self, record)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stopped is not None or (self._max_steps is not None and self.engine.global_step >= self._max_steps)
+
+    @property
+    def _own_loader(self) -> Any:
+        return self.engine.dataloader if self.engine.has_dataloader else None
+
+    def _hearing(self, event: str) -> list[Any]:
+        """The hooks that do something at `event`; the others need not be called for every batch."""
+        return [hook for hook in self._hooks if getattr(type(hook), event) is not getattr(Hook, event)]
+
+    def _call(self, event: str, *args: Any) -> None:
+        for hook in self._hearing(event):
+            getattr(hook, event)(self, *args)
+
+    @contextmanager
+    def _hooked(self, hooks: Sequence[HookLike]) -> Iterator[None]:
+        """`hooks` are called within, and closed at its end."""
+        outside, self._hooks = self._hooks, make_hooks(hooks)
+        try:
+            yield
+        finally:
+            for hook in self._hooks:
+                hook.close(self)
+            self._hooks = outside
+
+
+def _refuse_below(least: int, **arguments: int | None) -> None:
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise InputError(f"{name}={value!r}: expected a whole number, {least} or more")
