@@ -120,7 +120,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ConfigError([f"not valid JSON: line {error.lineno}: {error.msg}"], str(path)) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError([f"not valid JSON: {error}"], str(path)) from error
 
 

@@ -19,7 +19,7 @@ from halfmesh import AMP_TYPE, compat
 from halfmesh.config import Config
 from halfmesh.config.load import load_config, load_leniently
 from halfmesh.config.schema import Settings
-from halfmesh.errors import ConfigError
+from halfmesh.errors import ConfigError, show
 
 MANY = 3000 if os.environ.get("FUZZ") == "full" else 60
 LONGEST = 250_000  # characters of a message
@@ -408,6 +408,9 @@ def test_aliases_that_stand_for_too_much():
     for lines in (lists, merged, ["A: &a [*a]"], ["A: &a {b: *a}"], ["? &a [*a]\n: 1"]):
         assert load_text("\n".join(lines), ".yaml") is None
     (FOLDER / "laughs.yaml").write_text("\n".join(lists))
+    (FOLDER / "itself.yaml").write_text("A: &a [*a]")
+    with pytest.raises(ConfigError, match="line 1: an alias stands within what it is an alias of"):
+        load_config(FOLDER / "itself.yaml")
     with pytest.raises(ConfigError, match="with aliases written out it holds more than 1000000 values"):
         load_config(FOLDER / "laughs.yaml")
     assert load_text("A: &a [1]\nB: [*a, *a]\n", ".yaml").B == [[1], [1]]
@@ -454,6 +457,11 @@ def test_messages_name_the_reason():
         load_config({"seed": 10**10_000})
     with pytest.raises(ConfigError, match=r"gradient_accumulation: 9.22e\+18 is too large: integers have 64 bits"):
         load_config({"gradient_accumulation": 2**63})
+    with pytest.raises(ConfigError, match="N: YAML cannot hold it .*4300 digits"):
+        load_config({"N": 10**10_000}).to_yaml()
+    finding = compat.check(load_config({"parallel": {"tensor": 2}}), 10**18 + 1, "cpu")[0]
+    assert str(finding) == f"world_size: {10**18 + 1} is not a number of ranks; torch counts at most 2147483647"
+    assert show(type("list", (Rude,), {})()) == "<list>"
 
 
 def test_the_command(tmp_path):
