@@ -187,7 +187,7 @@ def accepted(config, loaded, world_size, device):
 def plain(value):
     """Whether YAML can hold `value`, and a value like it is equal to it."""
     try:
-        return copy.deepcopy(value) == value and bool(repr(value))
+        return copy.deepcopy(value) == value and "nan" not in repr(value)
     except Exception:
         return False
 
@@ -457,7 +457,7 @@ def test_messages_name_the_reason():
         load_config({"seed": 10**10_000})
     with pytest.raises(ConfigError, match=r"gradient_accumulation: 9.22e\+18 is too large: integers have 64 bits"):
         load_config({"gradient_accumulation": 2**63})
-    with pytest.raises(ConfigError, match="N: YAML cannot hold it .*4300 digits"):
+    with pytest.raises(ConfigError, match=r"N: YAML cannot hold it .*4300 digits"):
         load_config({"N": 10**10_000}).to_yaml()
     finding = compat.check(load_config({"parallel": {"tensor": 2}}), 10**18 + 1, "cpu")[0]
     assert str(finding) == f"world_size: {10**18 + 1} is not a number of ranks; torch counts at most 2147483647"
