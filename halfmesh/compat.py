@@ -6,6 +6,7 @@ asked, no process group is needed. What depends on the model is checked where th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,13 +15,14 @@ from typing import Literal
 from .amp.plugin import AMP_PLUGINS, AMPPlugin
 from .amp.recipe import FP32
 from .config.config import Config
-from .errors import IncompatibleConfigError, bullet_list, did_you_mean
+from .errors import IncompatibleConfigError, bullet_list, did_you_mean, show
 from .key_checks import Finding, find_key_problems, recipe_of
 from .parallel.registries import DATA_STRATEGIES
 
 Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
+MOST_RANKS = 2**31 - 1
 HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
 
@@ -161,8 +163,9 @@ def _check_cell(row: Row, column: str) -> Iterator[Finding]:
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     """Whether the degrees multiply to the number of ranks."""
-    if world_size < 1:
-        yield Finding("refused", "world_size", f"{world_size} is not a number of ranks; it must be at least 1")
+    if not 1 <= world_size <= MOST_RANKS:
+        bound = "it must be at least 1" if world_size < 1 else f"torch counts at most {MOST_RANKS}"
+        yield Finding("refused", "world_size", f"{show(world_size)} is not a number of ranks; {bound}")
         return
     tensor, pipeline, data = config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data.size
     product = tensor * pipeline
@@ -179,7 +182,7 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         return
     data_ranks, hybrid = world_size // product, config.parallel.data.hybrid
     if config.parallel.data.strategy == "fsdp" and hybrid is not None and data_ranks % hybrid:
-        fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
+        fits = ", ".join(map(str, _divisors(data_ranks)))
         yield Finding(
             "refused",
             "parallel.data.hybrid",
@@ -196,16 +199,21 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
 
 def _find_degrees(tensor: int, pipeline: int, world_size: int, most: int = 2) -> list[tuple[int, int]]:
     """The (tensor, pipeline) nearest to those given whose product divides `world_size`."""
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    divisors = _divisors(world_size)
     pairs = [(t, p) for t in divisors for p in divisors if world_size % (t * p) == 0]
     return sorted(pairs, key=lambda pair: abs(pair[0] - tensor) + abs(pair[1] - pipeline))[:most]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _check_device(row: Row, device: str) -> Iterator[Finding]:
     kind = str(device).partition(":")[0]
     if kind not in DEVICES:
         near = did_you_mean(kind, DEVICES)
-        yield Finding("refused", "device", f"{device!r} is not supported; allowed: {', '.join(DEVICES)}{near}")
+        yield Finding("refused", "device", f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}")
     elif row.plugin is not None and kind not in row.plugin.composes.devices:
         allowed = ", ".join(sorted(row.plugin.composes.devices))
         default = f"mode {row.mode!r} does not run on {kind}; it runs on {allowed}"

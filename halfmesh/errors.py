@@ -6,6 +6,7 @@ Every message gives the value that was given, the reason, what is allowed, and w
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,18 +17,23 @@ if TYPE_CHECKING:
 EXIT_PREEMPTED = 75
 """The status of a process that was told to end, and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
+MOST_LINES = 100
+"""Mistakes that a message lists: nobody reads more."""
+
 
 class HalfmeshError(Exception):
     """Base class of every error that halfmesh raises on purpose."""
 
 
 class ConfigError(HalfmeshError, ValueError):
-    """The config cannot be used. `problems` holds one line per mistake, all of them at once."""
+    """The config cannot be used. `problems` holds one line per mistake, all of them at once; the message the first."""
 
     def __init__(self, problems: Sequence[str], source: str = "the config") -> None:
         self.problems = tuple(problems)
         self.source = source
-        super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", problems))
+        rest = [f"and {len(problems) - MOST_LINES} more"] if len(problems) > MOST_LINES else []
+        lines = [*self.problems[:MOST_LINES], *rest]
+        super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", lines))
 
 
 class IncompatibleConfigError(ConfigError):
@@ -83,7 +89,7 @@ def bullet_list(title: str, lines: Iterable[str]) -> str:
 def find_near(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name nearest to `name`, or None if nothing is near (difflib ratio below `cutoff`)."""
     by_lower = {known_name.lower(): known_name for known_name in known}
-    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(str(name)[:200].lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[near[0]] if near else None
 
 
@@ -91,6 +97,43 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` when a known name is near, else the empty string."""
     near = find_near(name, known)
     return f"; did you mean {near!r}?" if near else ""
+
+
+class _Short(reprlib.Repr):
+    """A bounded repr, also of what is nested, long, or contains itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
+        self.maxstring = self.maxother = 300
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write very long ones.
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"<an integer of {x.bit_length()} bits>"
+
+
+_SHORT = _Short()
+
+
+def show(value: object, most: int = 400) -> str:
+    """`repr(value)` for a message, of at most `most` characters; the type's name where `repr` fails."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def show_name(name: str, most: int = 120) -> str:
+    """A name that a user has given: as it is where it can be printed in a line, else as `show` has it."""
+    return name if name.isprintable() and len(name) <= most else show(name, most)
+
+
+def cut(text: str, most: int = 400) -> str:
+    """What somebody else's error says, of at most `most` characters, all of which can be printed."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in short)
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:

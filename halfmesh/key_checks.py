@@ -12,6 +12,7 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import FP32, Recipe
 from .config.config import Config
 from .config.schema import DataConfig
+from .errors import show
 from .parallel.registries import SCHEDULES
 
 Kind = Literal["refused", "unbuilt", "advice"]
@@ -214,4 +215,4 @@ def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[
     for key in keys:
         value, default = getattr(config, key), type(config).model_fields[key].default
         if value != default:
-            yield Finding("unbuilt", key, f"{value!r} is not built yet; leave it at {default!r}")
+            yield Finding("unbuilt", key, f"{show(value)} is not built yet; leave it at {default!r}")

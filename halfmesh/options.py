@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Options(BaseModel):
@@ -31,10 +31,16 @@ class Options(BaseModel):
         )
 
 
+def _refuse_huge(value: int) -> int:
+    if value >= 2**63:
+        raise ValueError(f"{value:.3g} is too large: integers have 64 bits" if value < 10**300 else "is too large")
+    return value
+
+
 PositiveFloat = Annotated[float, Field(gt=0)]
 Scale = Annotated[float, Field(gt=0, le=2.0**127)]
 """A loss scale: a positive number that fp32 can hold."""
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_refuse_huge)]
 GrowthFactor = Annotated[float, Field(gt=1)]
 BackoffFactor = Annotated[float, Field(gt=0, lt=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]

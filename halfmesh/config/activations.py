@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from ..errors import did_you_mean, shorten
+from ..errors import did_you_mean, shorten, show
 from ..options import Names, Options, PositiveInt
 
 
@@ -52,17 +52,19 @@ def expand_checkpoint(value: Any) -> Any:
     forms = "'full', 'selective', dict(every=2), dict(patterns=['blocks.*.mlp']) or False"
     if value is None or value is False:
         return {}
-    if value is True or value == "full":
+    if value is True or (isinstance(value, str) and value == "full"):
         return {"every": 1}
-    if value == "selective":
+    if isinstance(value, str) and value == "selective":
         return {"every": 1, "selective": True}
-    if isinstance(value, Mapping) and value and dict(value) != {"patterns": []}:
-        given = dict(value)
-        if given.get("selective") is True and not given.get("patterns") and given.get("every") is None:
+    given = dict(value) if isinstance(value, Mapping) else {}
+    patterns = given.get("patterns")
+    has_patterns = isinstance(patterns, (list, tuple)) and len(patterns) > 0
+    if given and (has_patterns or len(given) > 1 or not isinstance(patterns, list)):
+        if given.get("selective") is True and not has_patterns and given.get("every") is None:
             given["every"] = 1
         return given
     if isinstance(value, CheckpointConfig):
         return value
     near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
-    hint = f"; for every second block write dict(every={value})" if type(value) is int else near
-    raise ValueError(f"{value!r} does not say what is computed again; use {forms}{hint}")
+    hint = f"; for every second block write dict(every={show(value)})" if type(value) is int else near
+    raise ValueError(f"{show(value)} does not say what is computed again; use {forms}{hint}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ConfigError, did_you_mean, shorten
+from ..errors import ConfigError, did_you_mean, shorten, show
 from ..options import Options
+from .plain import copied, make_plain
 from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
 from .text import UnwritableError, to_yaml
@@ -26,7 +26,7 @@ class Config(Settings, extra="allow"):
         def __getattr__(self, name: str) -> Any:
             user = object.__getattribute__(self, "__pydantic_extra__") or {}
             if name in user:
-                return _copy(user[name])
+                return copied(user[name])
             if name.startswith("__"):
                 raise AttributeError(name)
             known = [*type(self).model_fields, *user]
@@ -40,7 +40,7 @@ class Config(Settings, extra="allow"):
     @property
     def user(self) -> dict[str, Any]:
         """The user's own constants."""
-        return {name: _copy(value) for name, value in (self.model_extra or {}).items()}
+        return {name: copied(value) for name, value in (self.model_extra or {}).items()}
 
     @property
     def precision(self) -> PrecisionConfig | None:
@@ -99,14 +99,14 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_N
 
 def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Config | None, list[str]]:
     """The config of the top-level keys that are right, so that it can be checked further, and all problems."""
-    problems = list(find_unknown(raw, hint))
-    unknown = {key for problem in problems for key in problem.keys}
-    known = {key: value for key, value in raw.items() if isinstance(key, str) and key not in unknown}
+    plain, problems = make_plain(raw, Settings.model_fields.keys())
+    problems += find_unknown(plain, hint)
+    known = _without(plain, problems)
     problems += find_contradictions(known)
-    config, errors = validate(Config, _detach(known))
+    config, errors = validate(Config, known)
     problems += explain(known, errors)
     if problems:
-        right = _detach(_without(known, problems))
+        right = _without(known, problems)
         config = validate(Config, {**_find_mode(known), **right})[0] or validate(Config, right)[0]
     return config, [problem.line for problem in problems]
 
@@ -122,20 +122,6 @@ def _find_mode(raw: Mapping[str, Any]) -> dict[str, Any]:
     if len(given) != 1:
         return {}
     return {key: {"mode": value.get("mode")} for key, value in given.items() if isinstance(value, Mapping)}
-
-
-def _detach(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The containers among the constants are the caller's: the config keeps copies."""
-    return {key: value if key in Settings.model_fields else _copy(value) for key, value in raw.items()}
-
-
-def _copy(value: Any) -> Any:
-    """`value` with its containers copied, all the way down; what they hold is shared."""
-    if type(value) in (list, tuple, set):
-        return type(value)(_copy(item) for item in value)
-    if type(value) is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _changed(options: Options, model: type[Options] | None = None) -> dict[str, Any]:
@@ -157,6 +143,9 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
-        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
-    return repr(value)
+    try:
+        if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
+            return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
+        return repr(value)
+    except Exception:  # of a constant's own class
+        return show(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, cut, did_you_mean, show, show_name
 from .config import Config, build, build_leniently
 from .pyfile import run_config
 from .schema import Settings
@@ -41,26 +41,37 @@ def load_leniently(source: str | Path | Mapping[str, Any] | Config) -> tuple[Con
 
 
 def _name(source: object) -> str:
-    return str(source) if isinstance(source, (str, Path)) else "the config"
+    if isinstance(source, (str, Path)):
+        return show_name(str.__str__(source) if isinstance(source, str) else str(source), 400)
+    return "the config"
 
 
 def _read(source: object) -> tuple[Mapping[Any, Any], str]:
     """The raw keys and values, and how this kind of source writes names of its own."""
     if isinstance(source, Mapping):
         return source, _OWN_NAMES
-    if not isinstance(source, (str, Path)):
-        raise ConfigError(
-            [f"a {type(source).__name__} was given, but a config is a path ({', '.join(SUFFIXES)}), a dict or a Config"]
-        )
-    path = Path(source).expanduser()
+    if isinstance(source, (str, Path)):
+        try:
+            return _read_file(Path(str.__str__(source) if isinstance(source, str) else source).expanduser())
+        except ConfigError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:  # it may not be read, is no path, names no user's home
+            reason = cut(f"{type(error).__name__}: {error}")
+            raise ConfigError([f"it cannot be read ({reason})"], _name(source)) from error
+    raise ConfigError(
+        [f"a {type(source).__name__} was given, but a config is a path ({', '.join(SUFFIXES)}), a dict or a Config"]
+    )
+
+
+def _read_file(path: Path) -> tuple[Mapping[Any, Any], str]:
     if path.is_dir():
-        raise ConfigError([_explain_missing(path)], str(path))
+        raise ConfigError([_explain_missing(path)], _name(path))
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         near = did_you_mean(suffix, SUFFIXES)
-        raise ConfigError([f"its suffix is {path.suffix!r}; allowed: {', '.join(SUFFIXES)}{near}"], str(path))
+        raise ConfigError([f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"], _name(path))
     if not path.is_file():
-        raise ConfigError([_explain_missing(path)], str(path))
+        raise ConfigError([_explain_missing(path)], _name(path))
     if suffix == ".py":
         return run_config(path, Settings.model_fields.keys()), _OWN_PY_NAMES
     content = read_json(path) if suffix == ".json" else read_yaml(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from ..amp.plugin import AMP_PLUGINS
-from ..errors import did_you_mean, find_near
+from ..errors import cut, did_you_mean, find_near, shorten, show, show_name
 from ..options import Options
 from .foreign import FOREIGN_KEYS
 from .schema import PrecisionConfig, Settings, get_plugin
@@ -18,6 +18,11 @@ from .schema import PrecisionConfig, Settings, get_plugin
 PRECISION_KEYS = ("fp16", "bf16")
 
 FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
+
+_MOST_EACH = 50
+"""Unknown keys, and wrong values, that are explained: each takes time."""
+_MOST = 2000
+"""Characters of a line."""
 
 _DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
     {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -40,15 +45,18 @@ class _Place(NamedTuple):
     field: str | None
 
 
-def find_unknown(raw: Mapping[Any, Any], hint: str) -> Iterator[Problem]:
+def find_unknown(raw: Mapping[str, Any], hint: str) -> Iterator[Problem]:
     """Top-level keys that are neither settings nor UPPERCASE constants; `hint` ends the line of one unlike any key."""
-    for key in raw:
-        if not isinstance(key, str):
-            yield Problem((repr(key),), f"{key!r}: keys must be strings, not {type(key).__name__}")
-        elif key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
+    unknown = [
+        key for key in raw if key == "NUM_MICRO_BATCHES" or (key not in Settings.model_fields and not is_constant(key))
+    ]
+    for key in unknown[:_MOST_EACH]:
+        if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
             yield Problem((key,), f"{key}: {FOREIGN_KEYS[key.lower()]}")
-        elif key not in Settings.model_fields and not is_constant(key):
-            yield Problem((key,), f"{key}: unknown key{_suggest(key, (), Settings, hint)}")
+        else:
+            yield Problem((key,), f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}")
+    if rest := unknown[_MOST_EACH:]:
+        yield Problem(tuple(rest), f"and {len(rest)} more unknown keys")
 
 
 def is_constant(name: str) -> bool:
@@ -76,11 +84,14 @@ def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
 def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """One problem per place: the branches of a union report the same value once each."""
     problems: dict[tuple[str, ...], Problem] = {}
-    for error in errors:
+    for error in errors[:_MOST_EACH]:
         place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
         path = _visible(place.path, raw) if error["type"] != "missing" else place.path
-        line = f"{'.'.join(path)}: {_reason(error, place)}"
+        line = f"{'.'.join(map(show_name, path))}: {cut(_reason(error, place), _MOST)}"
         problems.setdefault(place.path, Problem(place.path[:1], line))
+    if rest := errors[_MOST_EACH:]:
+        keys = dict.fromkeys(str(error["loc"][0]) for error in rest)
+        problems[tuple(keys)] = Problem(tuple(keys), f"and {len(rest)} more in {shorten(list(keys))}")
     return list(problems.values())
 
 
@@ -138,8 +149,8 @@ def _reason(error: Mapping[str, Any], place: _Place) -> str:
         return str(error["ctx"]["error"])
     allowed = _allowed_text(place, " is not ")
     if not allowed:
-        return f"{given!r} is refused: {error['msg']}"
-    return f"{given!r}{allowed}{_hint(given, place)}"
+        return f"{show(given)} is refused: {error['msg']}"
+    return f"{show(given)}{allowed}{_hint(given, place)}"
 
 
 def _allowed_text(place: _Place, prefix: str) -> str:

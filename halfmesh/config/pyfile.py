@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, cut, show
 from .problems import is_constant
 
 _NEVER_SIBLINGS = frozenset({*sys.stdlib_module_names, "halfmesh", "torch"})
@@ -44,9 +44,9 @@ def run_config(path: Path, known: Collection[str]) -> dict[str, Any]:
     run = _Run(path.resolve())
     try:
         unit = run.execute(run.path)
+        kinds = run.find_kinds(unit.path)
     except (Exception, SystemExit) as error:
         raise ConfigError([run.describe(error)], str(path)) from error
-    kinds = run.find_kinds(unit.path)
     names = {name: (value, kinds.get(name, _Kind.LOOSE)) for name, value in vars(unit.module).items()}
     return {name: value for name, (value, kind) in names.items() if _counts(name, value, kind, known)}
 
@@ -172,7 +172,7 @@ class _Run:
 
     def describe(self, error: BaseException) -> str:
         """`error` with the file and line of the config, or of a sibling, where it arose."""
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {_words(error)}"
         if isinstance(error, SyntaxError) and error.filename and error.lineno:
             return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
         files = {str(path) for path in self.units}
@@ -182,6 +182,14 @@ class _Run:
                 where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}: "
             trace = trace.tb_next
         return f"{where}{text}"
+
+
+def _words(error: BaseException) -> str:
+    """(Its class may be the config's own.)"""
+    try:
+        return cut(str(error))
+    except Exception:
+        return show(error)
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
-from ..errors import RegistryError, did_you_mean, find_near
+from ..errors import RegistryError, did_you_mean, find_near, show
 from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..registry import Registry
@@ -39,10 +39,10 @@ def get_plugin(mode: object) -> type[AMPPlugin]:
         ValueError: there is none; the message lists the modes.
     """
     if not isinstance(mode, str):
-        raise ValueError(f"mode={mode!r} is not the name of a mode; allowed: {list_names(AMP_PLUGINS)}")
+        raise ValueError(f"mode={show(mode)} is not the name of a mode; allowed: {list_names(AMP_PLUGINS)}")
     if mode not in AMP_PLUGINS:
         near = did_you_mean(mode, AMP_PLUGINS.names())
-        raise ValueError(f"mode={mode!r} is not a registered mode; allowed: {list_names(AMP_PLUGINS)}{near}")
+        raise ValueError(f"mode={show(mode)} is not a registered mode; allowed: {list_names(AMP_PLUGINS)}{near}")
     try:
         return AMP_PLUGINS.get(mode)
     except RegistryError as error:
@@ -77,7 +77,7 @@ def _registered(registry: Registry[Any], *more: str) -> AfterValidator:
             return name
         known = [*more, *registry.names()]
         if name.lower() not in known:
-            raise ValueError(f"{name!r} is not one of {list_names(registry, *more)}{did_you_mean(name, known)}")
+            raise ValueError(f"{show(name)} is not one of {list_names(registry, *more)}{did_you_mean(name, known)}")
         return name.lower()
 
     return AfterValidator(check)
@@ -101,7 +101,7 @@ def _expand_parallel(value: Any) -> Any:
         return dict(value or {})
     if isinstance(value, Options):
         return value
-    raise ValueError(f"{value!r} is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')")
+    raise ValueError(f"{show(value)} is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')")
 
 
 def _expand_data(value: Any) -> Any:
@@ -109,8 +109,8 @@ def _expand_data(value: Any) -> Any:
         return dict(value) if isinstance(value, Mapping) else (value or {})
     if isinstance(value, str):
         return {"strategy": value}
-    hint = f"; write dict(size={value})" if type(value) is int else ""
-    raise ValueError(f"{value!r} is not a strategy ({list_names(DATA_STRATEGIES)}) or a dict{hint}")
+    hint = f"; write dict(size={show(value)})" if type(value) is int else ""
+    raise ValueError(f"{show(value)} is not a strategy ({list_names(DATA_STRATEGIES)}) or a dict{hint}")
 
 
 def _expand_precision(value: Any) -> Any:
@@ -119,14 +119,15 @@ def _expand_precision(value: Any) -> Any:
     modes = list_names(AMP_PLUGINS)
     if not isinstance(value, Mapping):
         mode = str(value).lower() if isinstance(value, str) and value in AMP_PLUGINS else "torch"
-        raise ValueError(f"{value!r} is not a dict; write dict(mode={mode!r}); modes: {modes}")
+        raise ValueError(f"{show(value)} is not a dict; write dict(mode={mode!r}); modes: {modes}")
     options = dict(value)
     if "mode" not in options:
-        near = find_near("mode", map(str, options))
+        near = find_near("mode", [key for key in options if isinstance(key, str)])
         hint = f" (is {near!r} meant to be it?)" if near else ""
         raise ValueError(f"mode is missing{hint}; write dict(mode='torch', ...); modes: {modes}")
     mode = options.pop("mode")
-    return PrecisionConfig(mode=str(mode).lower(), options=get_plugin(mode).options.model_validate(options))
+    plugin = get_plugin(mode)
+    return PrecisionConfig(mode=str(mode).lower(), options=plugin.options.model_validate(options))
 
 
 def _expand_compile(value: Any) -> Any:
@@ -134,7 +135,7 @@ def _expand_compile(value: Any) -> Any:
         return {"enabled": value is True}
     if isinstance(value, (Mapping, CompileConfig)):
         return dict(value) if isinstance(value, Mapping) else value
-    raise ValueError(f"{value!r} is not True, False or a dict; write for example dict(scope='blocks')")
+    raise ValueError(f"{show(value)} is not True, False or a dict; write for example dict(scope='blocks')")
 
 
 def _known_backend(name: str) -> str:
@@ -147,7 +148,7 @@ def _known_backend(name: str) -> str:
     if name not in known:
         usual = ", ".join(map(repr, torch.compiler.list_backends()))
         raise ValueError(
-            f"{name!r} is not a backend of torch.compile here; usual ones: {usual}; for debugging 'eager' and "
+            f"{show(name)} is not a backend of torch.compile here; usual ones: {usual}; for debugging 'eager' and "
             f"'aot_eager'{did_you_mean(name, known)}"
         )
     return name
@@ -163,7 +164,7 @@ def _known_styles(value: Any) -> Any:
         name = text.partition("(")[0].strip()
         if name != "auto" and name not in TENSOR_STYLES:
             near = did_you_mean(name, ["auto", *TENSOR_STYLES.names()])
-            raise ValueError(f"{pattern!r}: {text!r} is not one of {list_names(TENSOR_STYLES, 'auto')}{near}")
+            raise ValueError(f"{show(pattern)}: {show(text)} is not one of {list_names(TENSOR_STYLES, 'auto')}{near}")
     return value
 
 

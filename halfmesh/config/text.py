@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
+from ..errors import ConfigError, cut, show
 
+_MOST_NODES = 1_000_000
 _TUPLE = "tag:yaml.org,2002:python/tuple"
 
 
@@ -19,20 +20,44 @@ class UnwritableError(TypeError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with tuples, which refuses a key that is given twice (plain YAML keeps the last)."""
+    """Safe YAML with tuples, which refuses a key that is given twice (plain YAML keeps the last), and aliases that
+    stand for more than could ever be meant."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark
+        node = super().compose_node(parent, index)
+        if is_alias and node not in self._sizes:
+            raise yaml.MarkedYAMLError(problem="an alias stands within what it is an alias of", problem_mark=mark)
+        if node is not None and not is_alias:
+            size = self._sizes[node] = 1 + sum(self._sizes[part] for part in _parts(node))
+            if size > _MOST_NODES:
+                problem = f"with aliases written out it holds more than {_MOST_NODES} values"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)  # before merge keys are resolved: overriding one is no repetition
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{show(key.value)} is given twice", problem_mark=key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
         return node
 
 
 class _Dumper(yaml.SafeDumper):
     """Safe YAML with tuples, and enumerations of strings and integers as their values."""
+
+
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _construct_tuple(loader: _Loader, node: yaml.SequenceNode) -> tuple[Any, ...]:
@@ -57,9 +82,11 @@ def to_yaml(values: dict[str, Any]) -> str:
         except yaml.representer.RepresenterError as error:
             culprit = error.args[-1]
             raise UnwritableError(
-                f"{key}: YAML cannot hold {culprit!r} ({type(culprit).__name__}); "
+                f"{key}: YAML cannot hold {show(culprit)} ({type(culprit).__name__}); "
                 "use numbers, strings, lists, tuples, sets and dicts, or keep this config in a .py file"
             ) from None
+        except ValueError as error:
+            raise UnwritableError(f"{key}: YAML cannot hold it ({error}); keep this config in a .py file") from None
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False) if values else "{}\n"
 
 
@@ -70,13 +97,16 @@ def read_yaml(path: Path) -> Any:
         ConfigError: the file is not valid YAML.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             content = yaml.load(file, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError([f"not valid YAML: {line}{error.problem}"], str(path)) from error
-    except (yaml.YAMLError, ValueError) as error:  # an illegal character, a value that its tag cannot hold
-        raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
+        raise ConfigError([f"not valid YAML: {line}{cut(str(error.problem))}"], str(path)) from error
+    except OSError:
+        raise
+    except Exception as error:  # an illegal character, a value that its tag cannot hold, a thousand brackets
+        reason = cut(str(error) or type(error).__name__)
+        raise ConfigError([f"not valid YAML: {reason}"], str(path)) from error
     return {} if content is None else content
 
 
@@ -87,7 +117,7 @@ def read_json(path: Path) -> Any:
         ConfigError: the file is not valid JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ConfigError([f"not valid JSON: line {error.lineno}: {error.msg}"], str(path)) from error
     except ValueError as error:
@@ -95,7 +125,9 @@ def read_json(path: Path) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for i, (key, _) in enumerate(pairs):
-        if key in dict(pairs[:i]):
-            raise ValueError(f"{key!r} is given twice")
-    return dict(pairs)
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"{show(key)} is given twice")
+        seen[key] = value
+    return seen

@@ -16,7 +16,7 @@ from ...errors import CheckpointError, InputError, bullet_list, find_near, short
 from ...parallel.context import ParallelContext
 from ...parallel.regions import whole
 from ...shard import ParamShard
-from . import planners, progress
+from . import forms, planners, progress
 from .contents import COUNTERS, MODEL, STATE, Holding, Piece, Pieces, join_groups, without_empty
 from .finding import Found
 from .saving import class_name
@@ -66,7 +66,7 @@ def look_into(found: Found, context: ParallelContext) -> Stored:
     """
 
     def looked() -> Stored:
-        folder, files = found.folder, set(found.manifest.files)
+        folder, files = found.folder, {name: size for name, (size, _) in found.manifest.files.items()}
         reader = planners.SafeReader(folder, files)
         own = progress.rank_file(context.rank)
         try:
@@ -74,9 +74,9 @@ def look_into(found: Found, context: ParallelContext) -> Stored:
                 found,
                 reader,
                 reader.read_metadata(),
-                progress.read(folder / progress.COMMON),
-                progress.read(folder / progress.rank_file(0)),
-                progress.read(folder / own) if own in files else None,
+                progress.read(folder / progress.COMMON, forms.COMMON),
+                progress.read(folder / progress.rank_file(0), forms.OWN),
+                progress.read(folder / own, forms.OWN) if own in files else None,
             )
         except pickle.UnpicklingError as error:
             raise CheckpointError(
@@ -175,10 +175,14 @@ def read_tensors(stored: Stored, holding: Holding, context: ParallelContext) -> 
     """Write the weights into masters and model, and give the optimizer its state. All ranks together."""
     targets = {MODEL + name: piece for name, piece in holding.weight_targets().items()}
     state = _StateTargets(stored, holding)
-    what = f"loading {stored.found.folder} failed when weights were changed already; make the engine anew"
-    together(context, what, lambda: _read(without_empty(targets | state.pieces), stored, context))
-    state.hand_over()
+    together(context, too_late(stored), lambda: _read(without_empty(targets | state.pieces), stored, context))
+    together(context, too_late(stored), state.hand_over)
     tell(holding)
+
+
+def too_late(stored: Stored) -> str:
+    """What has failed, for an error after the first change."""
+    return f"loading {stored.found.folder} failed when weights were changed already; make the engine anew"
 
 
 def tell(holding: Holding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ... import torch_private
 from ...errors import CheckpointError
 from .contents import Piece, Pieces
+from .forms import refuse_metadata
 
 
 class PieceSavePlanner(DefaultSavePlanner):
@@ -73,10 +74,10 @@ class SafeReader(dcp.FileSystemReader):
     """Reads a folder that somebody else may have written: no code in it is run, and no file outside of it is opened.
 
     Args:
-        files: names of the files that belong to the checkpoint.
+        files: the files that belong to the checkpoint, with their sizes in bytes.
     """
 
-    def __init__(self, folder: Path, files: set[str]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
         super().__init__(folder)
         self._folder = folder
         self._files = files
@@ -89,12 +90,13 @@ class SafeReader(dcp.FileSystemReader):
         """
         path = self._folder / ".metadata"
         metadata = torch_private.read_checkpoint_metadata(path)
-        outside = {info.relative_path for info in metadata.storage_data.values()} - self._files
+        outside = {info.relative_path for info in metadata.storage_data.values()} - self._files.keys()
         if outside:
             raise CheckpointError(
                 f"{path} says that tensors are in {sorted(map(str, outside))}, which are not files of this checkpoint; "
                 "it was changed, or does not belong here: take another checkpoint"
             )
+        refuse_metadata(metadata, self._files)
         return metadata
 
 

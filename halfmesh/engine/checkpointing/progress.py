@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import InputError
+from .forms import refuse_misfits
 
 COMMON = "common.pt"
 
@@ -41,9 +42,14 @@ def write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What `as_bytes` was given, on the CPU."""
+def read(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
+    """What `as_bytes` was given, on the CPU.
+
+    Raises:
+        CheckpointError: it is not of that form.
+    """
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    refuse_misfits(path.name, content, form)
     return content
 
 

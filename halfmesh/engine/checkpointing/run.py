@@ -108,15 +108,21 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     run.cycle.clear()
     loading.read_tensors(stored, run.holding, run.context)
     common = stored.common
-    run.holding.set_extras(common["extras"])
-    run.update.watch.load_state_dict(common["skips"])
-    notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
+    notes = together(run.context, loading.too_late(stored), lambda: _take_rest(run, stored))
     if run.cycle.reducer is not None:
         run.cycle.reducer.note_buffers()
     if run.context.rank == 0:
         title = f"loaded step {common['global_step']} from {found.folder}"
         _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
     return found.folder, common["global_step"]
+
+
+def _take_rest(run: Run, stored: loading.Stored) -> list[str]:
+    """All but the tensors of model and optimizer. Returns what begins anew."""
+    common = stored.common
+    run.holding.set_extras(common["extras"])
+    run.update.watch.load_state_dict(common["skips"])
+    return [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
 
 
 def _take_scales(run: Run, saved: list[dict[str, Any]]) -> Iterator[str]:
