@@ -5,8 +5,8 @@ For finding mistakes, not for speed: everything is read once more, brought to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from .checkpointing.contents import Holding
 from .common_state import common_state
 from .dataloader import EngineDataLoader
 from .passes import Passes
+
+if TYPE_CHECKING:
+    from ..parallel.pipeline.stage import StageModule
 
 _OTHER_BATCH = (
     "These ranks compute one batch together: iterate engine.dataloader, or shard a loader of your own by "
@@ -88,10 +91,15 @@ class ComparedPasses:
     def __init__(self, passes: Passes, sync: SyncCheck, model: torch.nn.Module) -> None:
         self._sync = sync
         self._model = model
+        self._stages = passes.stages
         self._forward = passes.forward
         self._criterion = passes.criterion
         self.is_single, self.check, self.backward = passes.is_single, passes.check, passes.backward
         self.close = passes.close
+
+    @property
+    def stages(self) -> Collection[StageModule]:
+        return self._stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._compare("the inputs of engine(...)", (args, kwargs))
