@@ -217,6 +217,13 @@ def test_bytes(trial, name):
         trial.load(lambda place, changed=changed: (place / name).write_bytes(changed), late=late)
 
 
+def test_a_number_for_which_memory_would_be_made(trial):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for code in (b"Nr\x00\x00\x00\x10.", b"Np300000000\n."):
+        assert not trial.load(lambda place, code=code: (place / ".metadata").write_bytes(code))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB; 4 GiB and 5 without the check
+
+
 def test_opcodes(trial):
     """Random ones in `.metadata`."""
     chance, codes = (
