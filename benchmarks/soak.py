@@ -135,7 +135,7 @@ def train(steps: int, folder: Path, save_every: int) -> Course:
             course.last_loss = sum(losses) / len(losses)
             if math.isnan(course.first_loss):
                 course.first_loss = course.last_loss
-        digest.update(repr((result.skipped, result.loss_scale, float(result.grad_norm), result.lr)).encode())
+        digest.update(repr((result.skipped, result.loss_scale, result.grad_norm, result.lr)).encode())
         if step % COMPARE_EVERY == 0:
             engine.eval()
             with torch.no_grad():
