@@ -116,7 +116,7 @@ def as_result(found: dict[str, list[float]], title: str, notes: list[str]) -> Re
 
 
 def measure_checkpoints(rounds: int, quick: bool = False) -> Result:
-    """A model of some 17 M parameters, on the disk of temporary files."""
+    """A model of some 13 M parameters, on the disk of temporary files."""
     torch.set_num_threads(1)
     logging.getLogger("halfmesh").setLevel(logging.WARNING)
     load = os.getloadavg()[0]

@@ -111,7 +111,7 @@ def one(result: Result) -> str:
         table = _construction_table(result)
     else:
         table = _step_table(result)
-    notes = [*result.notes, *(f"{row.name}: {row.note}." for row in result.rows if row.note)]
+    notes = [*result.notes, *(f"{row.name}: {row.note.removesuffix('.')}." for row in result.rows if row.note)]
     return "\n\n".join(
         [f"### {heading(result)}", *filter(None, [_orientation(result)]), table, *(f"{n}" for n in notes)]
     )
