@@ -192,10 +192,10 @@ class Canary:
 def test_code(trial, name, tmp_path):
     canary = tmp_path / "canary"
     for protocol in (0, 2, 4):
-        code = pickle.dumps(Canary(canary), protocol)
+        code = pickle.dumps(Canary(canary), protocol).ljust(2 * 10**5)  # as long as .metadata says that files are
         assert not trial.load(lambda place, code=code: (place / name).write_bytes(code), late=name == "__0_0.distcp")
         for module in (b"os\nsystem", b"posix\nsystem", b"builtins\neval", b"torch\nhub.load", b"torch\nos.system"):
-            code = b"c" + module + b"\n(S'touch " + os.fsencode(canary) + b"'\ntR."
+            code = (b"c" + module + b"\n(S'touch " + os.fsencode(canary) + b"'\ntR.").ljust(2 * 10**5)
             assert not trial.load(lambda place, code=code: (place / name).write_bytes(code), late=name.startswith("__"))
     for module in (b"os\nsystem", b"pathlib\nPath", b"pathlib\nos.system"):
         code = b"\x80\x02c" + module + b"\nU\x05touchq\x00\x85R."
