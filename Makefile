@@ -7,6 +7,7 @@
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make bench-overlap    what is sent while ranks compute, and what of the wait that hides
+#   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -19,7 +20,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition test-kills bench bench-gpu bench-pipeline bench-overlap lint format clean
+.PHONY: demo test test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -48,6 +49,9 @@ bench-pipeline: $(INSTALLED)
 
 bench-overlap: $(INSTALLED)
 	$(BIN)/python -m benchmarks.overlap --out benchmarks/results/overlap.md
+
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.md
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -1,17 +1,19 @@
-"""How long training waits for a checkpoint, beside torch.save of the same state.
+"""How long training waits for a checkpoint, beside torch.save and torch.load of the same state.
 
 python -m benchmarks.checkpoint_times                 # a transformer of about 90 M parameters with AdamW: 1 GB
 python -m benchmarks.checkpoint_times --folder /data  # on another disk
 
-Rows take turns within a round, and are divided by torch.save of the same round. torch.save does not wait for the disk
-(no fsync), compares no checksums and renames nothing: what is divided by is the least that a save can be.
+Rows take turns within a round, and are divided by torch.save of the same round, loading by torch.load with
+load_state_dict. torch.save does not wait for the disk (no fsync), compares no checksums and renames nothing: what is
+divided by is the least that a save can be.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,13 +23,16 @@ import torch
 
 import halfmesh
 
-from .harness import Quartiles, rotated
+from .harness import Result, Row, rotated
+from .report import checkpoint_table
 from .works import make_transformer, token_loss, tokens
 
 TORCH = "torch.save"
 AGAIN = "torch.save again (A/A)"
 WAITING = "engine.save"
 BACKGROUND = "engine.save(in_background=True)"
+TORCH_LOAD = "torch.load"
+LOAD_AGAIN = "torch.load again (A/A)"
 LOAD = "engine.load"
 
 
@@ -57,6 +62,11 @@ class Subject:
     def torch_save(self) -> None:
         torch.save(self.state, self.folder / "whole.pt")
 
+    def torch_load(self) -> None:
+        state = torch.load(self.folder / "whole.pt", weights_only=True)
+        self.engine.model.load_state_dict(state["model"])
+        self.engine.optimizer.load_state_dict(state["optimizer"])
+
     def save(self) -> None:
         self.engine.save(self.folder / "waiting", keep=1)
 
@@ -74,6 +84,8 @@ def measure(subject: Subject, rounds: int) -> dict[str, list[float]]:
         AGAIN: subject.torch_save,
         WAITING: subject.save,
         BACKGROUND: subject.save_in_background,
+        TORCH_LOAD: subject.torch_load,
+        LOAD_AGAIN: subject.torch_load,
         LOAD: subject.load,
     }
     names, found = list(rows), {name: list[float]() for name in rows}
@@ -94,10 +106,30 @@ def measure(subject: Subject, rounds: int) -> dict[str, list[float]]:
 
 def report(found: dict[str, list[float]]) -> None:
     """Print the table."""
-    print(f"| | seconds | over {TORCH} |\n|---|---|---|")
-    for name, seconds in found.items():
-        ratios = [mine / theirs for mine, theirs in zip(seconds, found[TORCH], strict=True)]
-        print(f"| {name} | {statistics.median(seconds):.3f} | {Quartiles.of(ratios)} |")
+    print(checkpoint_table(as_result(found, "", [])))
+
+
+def as_result(found: dict[str, list[float]], title: str, notes: list[str]) -> Result:
+    """For RESULTS.md."""
+    rows = [Row(name, wall=seconds) for name, seconds in found.items()]
+    return Result("checkpoints", title, "none", rows, group="checkpoints", notes=notes)
+
+
+def measure_checkpoints(rounds: int, quick: bool = False) -> Result:
+    """A model of some 13 M parameters, on the disk of temporary files."""
+    torch.set_num_threads(1)
+    logging.getLogger("halfmesh").setLevel(logging.WARNING)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="checkpoint_times_") as folder:
+        subject = Subject(*((1, 64) if quick else (4, 512)), Path(folder))
+        found = measure(subject, rounds)
+        numbers = sum(param.numel() for param in subject.engine.model.parameters())
+        subject.engine.close()
+    title = f"A transformer of {numbers / 1e6:.1f} M parameters in fp32 with AdamW"
+    note = (
+        f"The median of {rounds} rounds, after a first one that is not counted; load average at the start {load:.1f}."
+    )
+    return as_result(found, title, [note])
 
 
 def main() -> None:

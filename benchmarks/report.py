@@ -28,6 +28,12 @@ SECTIONS = {
         "the slower rank, and so is each count. What halfmesh reads under a tensor group and a pipeline lives on the "
         "host on any device: a seed (on a CPU only), and the number of a microbatch.",
     ),
+    "checkpoints": (
+        "Saving and loading",
+        "How long the loop waits, in one process. Saves over torch.save of the same state, which does not wait for the "
+        "disk (no fsync) and takes no checksums; loads over torch.load and load_state_dict, which compare none. A save "
+        "in the background is what the loop waits for; it is written before the next row begins.",
+    ),
     "import": ("Import", ""),
     "construction": ("Making an engine", ""),
 }
@@ -99,11 +105,13 @@ def one(result: Result) -> str:
     """The table of one result."""
     if result.group == "import":
         table = _import_table(result)
+    elif result.group == "checkpoints":
+        table = checkpoint_table(result)
     elif result.group == "construction":
         table = _construction_table(result)
     else:
         table = _step_table(result)
-    notes = [*result.notes, *(f"{row.name}: {row.note}." for row in result.rows if row.note)]
+    notes = [*result.notes, *(f"{row.name}: {row.note.removesuffix('.')}." for row in result.rows if row.note)]
     return "\n\n".join(
         [f"### {heading(result)}", *filter(None, [_orientation(result)]), table, *(f"{n}" for n in notes)]
     )
@@ -144,6 +152,16 @@ def _step_table(result: Result) -> str:
         cells += [_count(row, "bytes reduced"), _count(row, "bytes sent")] if several else []
         cells += [f"{row.counts.get(name, 0):.1f}" for name in ("bytes kept", "bytes at peak")] if memory else []
         lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def checkpoint_table(result: Result) -> str:
+    """Rows over `torch.save`, and from `torch.load` on over that."""
+    lines = ["| | seconds | ratio |", "|---|---|---|"]
+    base = ""
+    for row in result.rows:
+        base = row.name if row.name in ("torch.save", "torch.load") else base
+        lines.append(_line([row.name, f"{statistics.median(row.wall):.3f}", str(result.ratios(row.name, base))]))
     return "\n".join(lines)
 
 

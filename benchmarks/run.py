@@ -50,6 +50,7 @@ WORKS = {
     "sharded": [Case("zero1_2", "fp32"), Case("fsdp_2", "fp32")],
     "tensor": [Case("tensor2", "fp32")],
     "pipeline": [Case("pipeline2", "fp32")],
+    "checkpoints": [Case("checkpoints", slow=True)],
     "startup": [Case("import", slow=True), Case("construction", slow=True)],
 }
 
@@ -65,6 +66,10 @@ def measure(case: Case, rounds: int, quick: bool) -> Result:
         from .startup import measure_construction
 
         return measure_construction(min(rounds, 5), quick)
+    if case.work == "checkpoints":
+        from .checkpoint_times import measure_checkpoints
+
+        return measure_checkpoints(rounds, quick)
     if case.work == "naive_tail":
         from . import naive_tail
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
+import pickletools
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -472,6 +474,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _refuse_far_places(content: bytes) -> None:
+    """Raise UnpicklingError if a pickle keeps a value under a number for which its reader would make gigabytes: it has
+    a list of all numbers below."""
+    for opcode, number, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and number > len(content):  # type: ignore[operator]
+            raise pickle.UnpicklingError(f"it keeps a value under the number {number}, of {len(content)} bytes")
+
+
 def read_checkpoint_metadata(path: str | os.PathLike[str]) -> Any:
     """The `.metadata` of a folder of torch.distributed.checkpoint, which reads it with a plain `pickle.load`.
 
@@ -481,7 +491,9 @@ def read_checkpoint_metadata(path: str | os.PathLike[str]) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     with open(path, "rb") as file:
-        metadata = _MetadataUnpickler(file).load()
+        content = file.read()
+    _refuse_far_places(content)
+    metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
     metadata.storage_meta = metadata.storage_meta or StorageMeta()

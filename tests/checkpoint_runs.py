@@ -96,8 +96,11 @@ def make_engine(
     )
 
 
-def train(engine: halfmesh.Engine, batches: int) -> list[tuple[float, float]]:
-    """The README's loop for so many batches, over as many epochs as that takes: loss and loss scale of each."""
+def train(
+    engine: halfmesh.Engine, batches: int, save_at: int | None = None, folder: Any = None, **how: Any
+) -> list[tuple[float, float]]:
+    """The README's loop for so many batches, over as many epochs as that takes: loss and loss scale of each. After the
+    batch `save_at` it saves to `folder`."""
     seen: list[tuple[float, float]] = []
     while True:
         for x, y in engine.dataloader:
@@ -106,7 +109,10 @@ def train(engine: halfmesh.Engine, batches: int) -> list[tuple[float, float]]:
             engine.backward(loss)
             engine.step()
             seen.append((loss.item(), engine.loss_scale))
+            if len(seen) == save_at:
+                engine.save(folder, **how)
             if len(seen) == batches:
+                engine.wait_for_save()
                 return seen
 
 

@@ -61,7 +61,6 @@ class Late:
         tensors: on the meta device, by their names in the whole model.
         source: of values.
         device: where they go.
-
         everyone: what each rank gives.
 
     Attributes:
@@ -88,12 +87,7 @@ class Late:
         self._cuts: Mapping[Any, Cut] = {}
         self.check: Callable[[str, torch.Tensor], None] = lambda name, value: None
 
-    def begin(
-        self,
-        model: nn.Module,
-        blocks: Sequence[str],
-        cuts: Mapping[nn.Parameter, Cut] | None,
-    ) -> None:
+    def begin(self, model: nn.Module, blocks: Sequence[str], cuts: Mapping[nn.Parameter, Cut] | None) -> None:
         """The model is cut: what it has now is wanted here.
 
         Args:

@@ -171,7 +171,8 @@ class Saving(Readings):
         Args:
             path: the file. What is larger than `max_file_gb` goes into several, with an index, as Hugging Face names
                 them: model-00001-of-00002.safetensors, model.safetensors.index.json.
-            format: "torch" is what `torch.save(model.state_dict(), path)` writes.
+            format: "torch" is what `torch.save(model.state_dict(), path)` writes. A path that ends with .safetensors,
+                .pt, .pth or .bin has to fit it.
 
         Raises:
             CheckpointError: it could not be written. InputError: an argument is wrong.
@@ -186,7 +187,8 @@ class Saving(Readings):
         names; each rank reads its part. The optimizer's state stays as it is. All ranks together.
 
         Raises:
-            CheckpointError: it cannot be read. InputError: names or shapes differ. Nothing has changed then.
+            CheckpointError: it cannot be read. InputError: names, shapes or kinds of numbers differ (floating point,
+                complex, integer, bool; formats of one kind are cast). Nothing has changed then.
         """
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.load_weights()")

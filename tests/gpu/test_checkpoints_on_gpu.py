@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoint_runs import train
 from models import MLP, MODES, adamw, make_loader
 from torch import nn
 
@@ -18,36 +19,20 @@ def make_engine(mode, device):
     return halfmesh.initialize(MLP(dropout=0.3), adamw, nn.CrossEntropyLoss(), loader, config, device=device)
 
 
-def losses_from(engine, batches, save_at=None, folder=None, **how):
-    seen = []
-    while True:
-        for x, y in engine.dataloader:
-            engine.zero_grad()
-            loss = engine.criterion(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            seen.append(loss.item())
-            if len(seen) == save_at:
-                engine.save(folder, **how)
-            if len(seen) == batches:
-                engine.wait_for_save()
-                return seen
-
-
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_it_goes_on_bit_by_bit(mode, in_background, tmp_path):
-    expected = losses_from(make_engine(mode, "cuda"), 26, 6, tmp_path, in_background=in_background)[6:]
+    expected = train(make_engine(mode, "cuda"), 26, 6, tmp_path, in_background=in_background)[6:]
     other = make_engine(mode, "cuda")
-    losses_from(other, 2)
+    train(other, 2)
     other.load(tmp_path)
-    assert losses_from(other, 20) == expected
+    assert train(other, 20) == expected
 
 
 @pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16"])
 def test_from_a_gpu_to_the_cpu_and_back(mode, tmp_path):
     engine = make_engine(mode, "cuda")
-    losses_from(engine, 6, 6, tmp_path / "gpu")
+    train(engine, 6, 6, tmp_path / "gpu")
     other = make_engine(mode, "cpu")
     other.load(tmp_path / "gpu")
     other.save(tmp_path / "cpu")
@@ -56,4 +41,4 @@ def test_from_a_gpu_to_the_cpu_and_back(mode, tmp_path):
     expected = engine.model.state_dict()
     for name, value in again.model.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    assert losses_from(again, 2)
+    assert train(again, 2)

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,40 @@ def find_files(path: Path) -> list[Path]:
 Slicer = Callable[[tuple[slice, ...]], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: reads the boxes that are asked for."""
+
+    shape: tuple[int, ...]
+    kind: str
+    """"floating point", "complex", "integer" or "bool"."""
+    read: Slicer
+
+
+def _kind_by_name(dtype: str) -> str:
+    """As safetensors names them: BF16, F8_E4M3, C64, U8, BOOL."""
+    if dtype == "BOOL":
+        return "bool"
+    return {"F": "floating point", "B": "floating point", "C": "complex"}.get(dtype[0], "integer")
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Which kind of number a tensor has."""
+    if tensor.dtype == torch.bool:
+        return "bool"
+    return "floating point" if tensor.is_floating_point() else "complex" if tensor.is_complex() else "integer"
+
+
 @contextmanager
-def open_file(path: Path) -> Iterator[dict[str, tuple[tuple[int, ...], Slicer]]]:
-    """The tensors of a file: of each its shape, and what reads a part of it. What is not a tensor is left out."""
+def open_file(path: Path) -> Iterator[dict[str, Stored]]:
+    """The tensors of a file. What is not a tensor is left out."""
     if path.suffix == ".safetensors":
         with _import_safetensors().safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            yield {name: (tuple(part.get_shape()), _slicer(file, name, part)) for name, part in slices.items()}
+            yield {
+                name: Stored(tuple(part.get_shape()), _kind_by_name(part.get_dtype()), _slicer(file, name, part))
+                for name, part in slices.items()
+            }
         return
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -79,7 +107,7 @@ def open_file(path: Path) -> Iterator[dict[str, tuple[tuple[int, ...], Slicer]]]
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}; give a file of tensors by name")
     yield {
-        name: (tuple(tensor.shape), tensor.__getitem__)
+        name: Stored(tuple(tensor.shape), kind_of(tensor), tensor.__getitem__)
         for name, tensor in state.items()
         if isinstance(tensor, torch.Tensor)
     }

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from ...errors import InputError, bullet_list
+from ...errors import InputError, bullet_list, shorten
 from ...parallel.context import ParallelContext
 from .contents import Holding, Pieces
 from .loading import model_problems, tell
 from .together import together
-from .weight_files import Slicer, find_files, open_file
+from .weight_files import Slicer, Stored, find_files, kind_of, open_file
 
 
 def load_weights(holding: Holding, context: ParallelContext, path: Path) -> None:
@@ -22,23 +22,36 @@ def load_weights(holding: Holding, context: ParallelContext, path: Path) -> None
     targets, first = holding.weight_targets(), holding.division.first_names(holding.model)
     with ExitStack() as opened:
 
-        def look() -> dict[str, tuple[tuple[int, ...], Slicer]]:
-            found: dict[str, tuple[tuple[int, ...], Slicer]] = {}
+        def look() -> dict[str, Stored]:
+            found: dict[str, Stored] = {}
             for file in find_files(path):
                 found |= opened.enter_context(open_file(file))
             return found
 
         stored = together(context, what, look)
-        shapes = {name: piece.placement.shape for name, piece in targets.items()}
-        everyone = {name: shape for theirs in context.everyone(shapes) for name, shape in theirs.items()}
+        shapes = {name: (piece.placement.shape, kind_of(piece.held)) for name, piece in targets.items()}
+        everyone = {name: known for theirs in context.everyone(shapes) for name, known in theirs.items()}
         by_first = {first.get(name, name): name for name in stored}
-        saved = {name: stored[known][0] for name, known in by_first.items()}
-        problems = list(model_problems(everyone, saved, "the file"))
+        saved = {name: stored[known].shape for name, known in by_first.items()}
+        problems = list(model_problems({name: shape for name, (shape, _) in everyone.items()}, saved, "the file"))
+        kinds = {name: stored[known].kind for name, known in by_first.items()}
+        problems += _other_kinds({name: kind for name, (_, kind) in everyone.items()}, kinds)
         if problems:
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
         what += " when weights were changed already; make the engine anew"
-        together(context, what, lambda: _read(targets, {name: stored[known][1] for name, known in by_first.items()}))
+        together(context, what, lambda: _read(targets, {name: stored[known].read for name, known in by_first.items()}))
     tell(holding)
+
+
+def _other_kinds(model: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
+    """Numbers of another kind than the model's: turning them into it would lose what they say."""
+    other = [
+        f"{name} ({saved[name]} in the file, {model[name]} here)"
+        for name in sorted(model.keys() & saved.keys())
+        if saved[name] != model[name]
+    ]
+    if other:
+        yield f"other kinds of numbers: {shorten(other)}; convert them in the file"
 
 
 @torch.no_grad()

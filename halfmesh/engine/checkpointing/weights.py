@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ...errors import InputError, did_you_mean
+from ...errors import InputError, did_you_mean, show
 from ...parallel.context import ParallelContext
 from ...parallel.regions import Shape
 from . import folder as folders
@@ -25,7 +25,10 @@ from .weight_files import write_file
 
 Format = Literal["safetensors", "torch"]
 FORMATS = ("safetensors", "torch")
+_FORMAT_OF = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 GIB = 2**30
+MOST_GIB = 2**30
+"""Of one file: what is larger than any model stands for no limit."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,17 @@ def save_weights(holding: Holding, context: ParallelContext, path: Path, format:
 def _refuse_arguments(path: Path, format: str, max_file_gb: float) -> None:
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
-    if not max_file_gb > 0:
-        raise InputError(f"max_file_gb={max_file_gb!r} is not a size of files in GiB; give a number above 0")
+    if type(max_file_gb) not in (int, float) or not 0 < max_file_gb < MOST_GIB:
+        raise InputError(
+            f"max_file_gb={show(max_file_gb)} is not a size of files in GiB; give a number above 0 and below {MOST_GIB}"
+        )
+    other = _FORMAT_OF.get(path.suffix, format)
+    if other != format:
+        fits = next(suffix for suffix, theirs in _FORMAT_OF.items() if theirs == format)
+        raise InputError(
+            f"{path} ends like a file of the format {other!r}, and format={format!r} was asked for; give "
+            f"format={other!r}, or a name that ends with {fits}"
+        )
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file in it, such as {path / 'model.safetensors'}")
 

@@ -192,10 +192,10 @@ class Canary:
 def test_code(trial, name, tmp_path):
     canary = tmp_path / "canary"
     for protocol in (0, 2, 4):
-        code = pickle.dumps(Canary(canary), protocol)
+        code = pickle.dumps(Canary(canary), protocol).ljust(2 * 10**5)  # as long as .metadata says that files are
         assert not trial.load(lambda place, code=code: (place / name).write_bytes(code), late=name == "__0_0.distcp")
         for module in (b"os\nsystem", b"posix\nsystem", b"builtins\neval", b"torch\nhub.load", b"torch\nos.system"):
-            code = b"c" + module + b"\n(S'touch " + os.fsencode(canary) + b"'\ntR."
+            code = (b"c" + module + b"\n(S'touch " + os.fsencode(canary) + b"'\ntR.").ljust(2 * 10**5)
             assert not trial.load(lambda place, code=code: (place / name).write_bytes(code), late=name.startswith("__"))
     for module in (b"os\nsystem", b"pathlib\nPath", b"pathlib\nos.system"):
         code = b"\x80\x02c" + module + b"\nU\x05touchq\x00\x85R."
@@ -215,6 +215,13 @@ def test_bytes(trial, name):
         for _ in range(chance.choice([1, 1, 20])):
             changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
         trial.load(lambda place, changed=changed: (place / name).write_bytes(changed), late=late)
+
+
+def test_a_number_for_which_memory_would_be_made(trial):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for code in (b"Nr\x00\x00\x00\x10.", b"Np300000000\n."):
+        assert not trial.load(lambda place, code=code: (place / ".metadata").write_bytes(code))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB; 4 GiB and 5 without the check
 
 
 def test_opcodes(trial):

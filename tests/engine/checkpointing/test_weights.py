@@ -215,3 +215,53 @@ def test_refusals(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(InputError, match="needs the package of that name: pip install safetensors; or use format='tor"):
         engine.save_weights(tmp_path / "w.safetensors")
+
+
+def small(**options):
+    return make_engine("one", "none", samples=16, batch=4, **options)
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), 0, -1, "5", None, True, 10**400])
+def test_sizes_of_files_that_are_none(size, tmp_path):
+    with pytest.raises(InputError, match=r"max_file_gb=.* is not a size of files in GiB; give a number above 0"):
+        small().save_weights(tmp_path / "model.safetensors", max_file_gb=size)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "other"),
+    [
+        ("m.pt", "safetensors", "torch"),
+        ("m.bin", "safetensors", "torch"),
+        ("m.safetensors", "torch", "safetensors"),
+    ],
+)
+def test_a_name_that_is_of_another_format(name, format, other, tmp_path):
+    with pytest.raises(InputError, match=rf"m\.\w+ ends like a file of the format '{other}'.*; give format='{other}'"):
+        small().save_weights(tmp_path / name, format=format)
+    small().save_weights(tmp_path / name, format=other)
+    small().save_weights(tmp_path / "weights", format=format)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "weights"])
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.int64, "integer"), (torch.bool, "bool"), (torch.complex64, "complex"), (torch.uint8, "integer")],
+)
+def test_numbers_of_another_kind(name, dtype, kind, tmp_path):
+    engine = small()
+    before = {key: value.clone() for key, value in engine.model.state_dict().items()}
+    changed = {**before, "head.bias": before["head.bias"].to(dtype)}
+    save = torch.save if name == "m.pt" else safetensors.save_file
+    save(changed, tmp_path / name)
+    words = rf"other kinds of numbers: head.bias \({kind} in the file, floating point here\); convert them"
+    with pytest.raises(InputError, match=words):
+        engine.load_weights(tmp_path / name)
+    assert all(torch.equal(value, before[key]) for key, value in engine.model.state_dict().items())
+    for fits in (torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        save({**before, "head.bias": before["head.bias"].to(fits)}, tmp_path / name)
+        engine.load_weights(tmp_path / name)
+        assert torch.equal(engine.model.head.bias, before["head.bias"].to(fits).float())
+    save({**before, "norm.num_batches_tracked": torch.tensor(2.5)}, tmp_path / name)
+    with pytest.raises(InputError, match=r"num_batches_tracked \(floating point in the file, integer here\)"):
+        engine.load_weights(tmp_path / name)
