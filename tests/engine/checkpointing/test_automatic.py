@@ -127,6 +127,7 @@ def test_a_run_that_was_told_to_end_goes_on_exactly(name, tmp_path):
     assert ended.value.code == halfmesh.EXIT_PREEMPTED == 75
     assert ended.value.folder == tmp_path / f"step-{told_in:08d}"
     assert os.listdir(tmp_path) == [f"step-{told_in:08d}"]
+    first.close()
     assert callable(signal.getsignal(signal.SIGTERM))  # another one changes nothing
     os.kill(os.getpid(), signal.SIGTERM)
     forget_the_end()
@@ -302,6 +303,21 @@ def test_several_steps_with_each_batch(tmp_path):
     twice(second)
     assert same(weights(second), weights(whole))
     second.close()
+
+
+def test_gradients_that_no_step_has_used_are_not_lost(tmp_path):
+    engine = made(tmp_path, every=1)
+    batches = iter(engine.dataloader)
+    x, y = next(batches)
+    for _ in range(2):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    engine.backward(engine.criterion(engine(x), y))
+    next(batches)  # no boundary: a save would be refused
+    assert engine.step() is not None
+    next(batches)
+    engine.close()
+    assert os.listdir(tmp_path) == ["step-00000003"]
 
 
 def test_every_where_boundaries_do_not_meet_it(tmp_path):
