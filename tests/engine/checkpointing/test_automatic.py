@@ -536,14 +536,19 @@ def test_a_relative_folder_is_that_of_the_start(tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_a_load_is_not_a_boundary(tmp_path):
-    engine = made(tmp_path, every=5)
+@pytest.mark.parametrize("way", ["load", "load_state_dict"])
+def test_a_load_is_not_a_boundary(way, tmp_path):
+    engine = made(tmp_path / "first", every=5)
     loop(engine)
-    engine.wait_for_save()
-    engine.load(tmp_path / "step-00000030")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     engine.close()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    other = made(tmp_path / "second", every=5)
+    if way == "load":
+        other.load(tmp_path / "first")
+    else:
+        other.load_state_dict(engine.state_dict())
+    assert other.global_step >= 35
+    other.close()
+    assert os.listdir(tmp_path / "second") == []
 
 
 def test_a_dry_run_leaves_the_disk_alone(tmp_path):
