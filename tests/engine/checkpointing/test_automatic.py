@@ -127,6 +127,7 @@ def test_a_run_that_was_told_to_end_goes_on_exactly(name, tmp_path):
     assert ended.value.code == halfmesh.EXIT_PREEMPTED == 75
     assert ended.value.folder == tmp_path / f"step-{told_in:08d}"
     assert os.listdir(tmp_path) == [f"step-{told_in:08d}"]
+    first.close()
     assert callable(signal.getsignal(signal.SIGTERM))  # another one changes nothing
     os.kill(os.getpid(), signal.SIGTERM)
     forget_the_end()
@@ -302,6 +303,21 @@ def test_several_steps_with_each_batch(tmp_path):
     twice(second)
     assert same(weights(second), weights(whole))
     second.close()
+
+
+def test_gradients_that_no_step_has_used_are_not_lost(tmp_path):
+    engine = made(tmp_path, every=1)
+    batches = iter(engine.dataloader)
+    x, y = next(batches)
+    for _ in range(2):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    engine.backward(engine.criterion(engine(x), y))
+    next(batches)  # no boundary: a save would be refused
+    assert engine.step() is not None
+    next(batches)
+    engine.close()
+    assert os.listdir(tmp_path) == ["step-00000003"]
 
 
 def test_every_where_boundaries_do_not_meet_it(tmp_path):
@@ -520,14 +536,19 @@ def test_a_relative_folder_is_that_of_the_start(tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_a_load_is_not_a_boundary(tmp_path):
-    engine = made(tmp_path, every=5)
+@pytest.mark.parametrize("way", ["load", "load_state_dict"])
+def test_a_load_is_not_a_boundary(way, tmp_path):
+    engine = made(tmp_path / "first", every=5)
     loop(engine)
-    engine.wait_for_save()
-    engine.load(tmp_path / "step-00000030")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     engine.close()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    other = made(tmp_path / "second", every=5)
+    if way == "load":
+        other.load(tmp_path / "first")
+    else:
+        other.load_state_dict(engine.state_dict())
+    assert other.global_step >= 35
+    other.close()
+    assert os.listdir(tmp_path / "second") == []
 
 
 def test_a_dry_run_leaves_the_disk_alone(tmp_path):

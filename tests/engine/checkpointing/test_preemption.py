@@ -96,7 +96,9 @@ def test_nobody_waits_for_a_rank_that_is_gone(quick):
     """It does not listen: no count is held, so that the ranks come to where they notice."""
     ranks = Ranks(3, missing=[1])
     ranks.came[0].append("SIGTERM")
-    time.sleep(0.1)
+    time.sleep(0.2)
+    assert ranks.store.check(["0/listens/0", "0/listens/2"])
+    assert not ranks.store.check(["0/count/0"])
     ranks.run([0.0] * 3, most=50, together=False)
     assert ranks.join() == {0: 50, 2: 50}
 

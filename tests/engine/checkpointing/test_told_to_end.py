@@ -52,6 +52,14 @@ def await_step(folder, rank, step, process, from_step=0):
     raise AssertionError(f"rank {rank} did not come to step {step}: {process.communicate(timeout=10)[0][-3000:]}")
 
 
+def ended(process):
+    """What it has said by its end."""
+    try:
+        return process.communicate(timeout=200)[0]
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"it did not end; it said: {(error.stdout or b'').decode()[-5000:]}") from None
+
+
 def began_from(folder, rank=0):
     """The steps from which a rank has begun, one for each start."""
     lines = (Path(folder) / f"rank-{rank}").read_text().splitlines()
@@ -70,7 +78,7 @@ def test_one_process_ends_with_status_75_and_goes_on(tmp_path):
     with started(**options, pause=0.05) as process:
         await_step(options["log"], 0, 7, process)
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output = ended(process)
     assert process.returncode == 75, output
     assert "told to end (SIGTERM): saved to " in output
     assert "Traceback" not in output
@@ -98,7 +106,7 @@ def test_torchrun_starts_again_and_it_goes_on(tmp_path):
     with started(*TORCHRUN, "--max-restarts", "1", **options, pause=0.05) as process:
         await_step(options["log"], 1, 7, process)
         send_to_rank(1, process.pid)
-        output, _ = process.communicate(timeout=100)
+        output = ended(process)
     assert process.returncode == 0, output
     starts = began_from(options["log"])
     assert len(starts) == 2
@@ -132,7 +140,7 @@ def test_told_through_torchrun_and_gone_on_with_one_process(tmp_path):
     with started(*TORCHRUN, **options, pause=0.05) as process:
         await_step(options["log"], 0, 7, process)
         process.terminate()
-        output, _ = process.communicate(timeout=100)
+        output = ended(process)
     assert process.returncode != 0
     assert "[rank 0] told to end (SIGTERM on rank 0, 1): saved to" in output
     assert len(os.listdir(options["folder"])) == 2
