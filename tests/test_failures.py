@@ -120,7 +120,8 @@ def test_where_the_ranks_are(
         ranks.logs[2].leave(End.TIMED_OUT)
     ranks.fail(error)
     said = capsys.readouterr().err
-    assert ("rank 2 (dp 1, tp 0), rank 3 (dp 1, tp 1)\n" in said) == (error is LATE)
+    missing = "rank 2 (dp 1, tp 0), rank 3 (dp 1, tp 1)" if error is LATE else "rank 3 (dp 1, tp 1)"
+    assert f"likely hanging (or slower than that): {missing}\n" in said
     report = said.partition("Where the ranks are:\n")[2].splitlines()
     assert report[0].startswith("  rank 0 (dp 0, tp 0): waiting - ")
     assert report[0].endswith(" in fail: raise type(error)(*error.args)")
@@ -131,6 +132,15 @@ def test_where_the_ranks_are(
     ]
     for rank in (1, 2, 3):  # was asked
         assert ranks.store.check([f"halfmesh/call_to_rank_{rank}/0"])
+
+
+def test_after_an_error_nobody_asks_where_ranks_are(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks.guard, "_whereabouts", Whereabouts())
+    ranks.logs[3].leave(End.FAILED, "[rank 3] Traceback\nValueError: boom")
+    ranks.fail(LATE)
+    assert capsys.readouterr().err.endswith("ValueError: boom\n")
 
 
 @pytest.mark.parametrize("error", [LOST, LATE])  # LATE: the sockets of a dead rank may live on in its data workers
