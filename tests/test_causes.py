@@ -48,3 +48,18 @@ HANGS = "not waiting, so likely hanging (or slower than that): "
 def test_the_reason(ends: dict[int, End], text: str, certain: bool) -> None:
     cause = find_cause(Ends(ends, "boom"), MESH)
     assert (cause.text, cause.certain) == (text, certain)
+
+
+def test_who_is_known_to_wait_is_not_the_reason() -> None:
+    """It began to wait later, and has time left."""
+    ends = Ends({3: R, 1: R, 0: LATE, 2: LATE}, "")
+    assert find_cause(ends, MESH).text == f"{HANGS}rank 1 (dp 0, tp 1), rank 3 (dp 1, tp 1)"
+    assert find_cause(ends, MESH, {0, 1, 2}).text == f"{HANGS}rank 3 (dp 1, tp 1)"
+    assert find_cause(ends, MESH, {0, 1, 2, 3}).text.startswith("all ranks do, so they wait in different collectives")
+
+
+@pytest.mark.parametrize(
+    ("end", "asks"), [(R, True), (DONE, True), (KILLED, False), (End.FAILED, False), (End.INTERRUPTED, False)]
+)
+def test_where_ranks_are_is_asked_where_it_tells_more(end: End, asks: bool) -> None:
+    assert find_cause(Ends({3: end, 0: LATE, 1: LATE, 2: LATE}, ""), MESH).asks == asks

@@ -17,6 +17,7 @@ from halfmesh import failures
 from halfmesh.end_log import End, EndLog
 from halfmesh.failures import FailureGuard, is_echo, is_timeout, told_to_torchrun
 from halfmesh.layout import Layout
+from halfmesh.positions import RUNS, WAITS, Position, Whereabouts
 
 LOST = RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:86. GLHF!")
 LATE = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
@@ -104,6 +105,42 @@ def test_whoever_has_not_come_at_the_end_of_the_grace(ranks: Ranks, capsys: pyte
     ranks.logs[3].leave(End.LOST)
     ranks.fail(LATE)
     assert capsys.readouterr().err.endswith("likely hanging (or slower than that): rank 2 (dp 1, tp 0)\n")
+
+
+@pytest.mark.parametrize("error", [LOST, LATE])
+def test_where_the_ranks_are(
+    ranks: Ranks, error: RuntimeError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 waits, but has time left; rank 2 is silent; rank 3 is the reason."""
+    monkeypatch.setattr(ranks.guard, "_whereabouts", Whereabouts())
+    monkeypatch.setattr(failures, "ANSWER_S", 0.3)
+    ranks.logs[1].leave_answer(Position(WAITS, "engine.step()", (8,)).dump())
+    ranks.logs[3].leave_answer(Position(RUNS, "", (8,), "train.py:3 in load: sleep()").dump())
+    if error is LOST:
+        ranks.logs[2].leave(End.TIMED_OUT)
+    ranks.fail(error)
+    said = capsys.readouterr().err
+    missing = "rank 2 (dp 1, tp 0), rank 3 (dp 1, tp 1)" if error is LATE else "rank 3 (dp 1, tp 1)"
+    assert f"likely hanging (or slower than that): {missing}\n" in said
+    report = said.partition("Where the ranks are:\n")[2].splitlines()
+    assert report[0].startswith("  rank 0 (dp 0, tp 0): waiting - ")
+    assert report[0].endswith(" in fail: raise type(error)(*error.args)")
+    assert report[1:] == [
+        "  rank 1 (dp 0, tp 1): waiting, in engine.step(), after update 8",
+        "  rank 2 (dp 1, tp 0): no answer (stopped, or its machine is lost)",
+        "  rank 3 (dp 1, tp 1): after update 8 - train.py:3 in load: sleep()   <- not waiting",
+    ]
+    for rank in (1, 2, 3):  # was asked
+        assert ranks.store.check([f"halfmesh/call_to_rank_{rank}/0"])
+
+
+def test_after_an_error_nobody_asks_where_ranks_are(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks.guard, "_whereabouts", Whereabouts())
+    ranks.logs[3].leave(End.FAILED, "[rank 3] Traceback\nValueError: boom")
+    ranks.fail(LATE)
+    assert capsys.readouterr().err.endswith("ValueError: boom\n")
 
 
 @pytest.mark.parametrize("error", [LOST, LATE])  # LATE: the sockets of a dead rank may live on in its data workers

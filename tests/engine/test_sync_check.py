@@ -205,7 +205,7 @@ def target(engine, x, y):
 
 HARM = [  # layout, options, what is done on which rank, what the message begins with, and says of whom
     ("dp2", {}, weight, 1, "the weight first.weight", "rank 1: differs by 1.0"),
-    ("dp2", {}, buffer, None, None, None),
+    ("dp2", {}, buffer, 1, None, None),  # each data rank may have its own
     ("dp2", {}, statistics, 1, "the buffer norm.running_mean", "rank 1: differs by "),
     ("dp2", {}, lr, 1, "lr of parameter group 0", "rank 1: 0.02 instead of 0.01"),
     ("dp2", {}, decay, 1, "weight_decay of parameter group 0", "rank 1: 0.5 instead of 0.01"),

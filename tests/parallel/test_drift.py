@@ -23,6 +23,7 @@ def found(rank, world_size):
             [Common(f"only rank {rank}", rank), *([Common("a", ones[:1] * rank)] if rank > 0 else [])],
             [Common(f"thing {number}", rank) for number in range(9)],
             [Common("a", (rank, "x" * 1000)), Common("b", rank == 3)],
+            [Common("a", rank == 0)],
         )
     ]
 
@@ -30,7 +31,7 @@ def found(rank, world_size):
 def test_what_differs():
     results = run_ranks(found, 4)
     assert all(result == results[0] for result in results)
-    alike, first, halves, parts, among, missing, many, long = results[0]
+    alike, first, halves, parts, among, missing, many, long, odd = results[0]
     assert alike is None
     assert first == Drift("c", [[0], [1], [2], [3]], [f"{rank} instead of 0" for rank in (1, 2, 3)], ["b"])
     assert halves == Drift("a", [[0, 1], [2, 3]], ["1 instead of 0"], [])
@@ -43,6 +44,7 @@ def test_what_differs():
     assert many.also == [f"thing {number}" for number in range(1, 9)]
     assert all(len(text) < 300 for text in long.apart)
     assert long.also == ["b"]
+    assert odd == Drift("a", [[1, 2, 3], [0]], ["True instead of False"], []), "the first rank is the odd one"
 
 
 def test_what_is_said():
