@@ -13,6 +13,8 @@ from models import make_data
 from torch import nn
 
 import halfmesh
+from halfmesh.engine.health.probes import CRITERION, Listener
+from halfmesh.engine.health.replay import replay
 from halfmesh.engine.rank_random import rank_random
 
 OPTIONS = {"gradient_accumulation": 2, "clip_grad_norm": 1.0, "on_nonfinite": "raise"}
@@ -162,6 +164,41 @@ class Weighs(nn.Module):
 
     def forward(self, output):
         return self.inner(output).square().sum()
+
+
+def test_no_gradients_are_left_over():
+    engine = make_engine("one", "torch")
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert engine.precision_report() == engine.precision_report()
+    with pytest.raises(halfmesh.InputError, match="before engine.backward"):
+        engine.step()
+
+
+class Counts(Listener):
+    def __init__(self):
+        self.seen = []
+
+    def entered(self, visit):
+        self.seen.append(("in", visit.name))
+
+    def left(self, visit, outputs):
+        self.seen.append(("out", visit.name))
+
+
+@pytest.mark.parametrize("patterns", [None, ["up", "drop"]])
+def test_what_is_computed_again_counts_once(patterns):
+    options = {} if patterns is None else {"activation_checkpoint": {"patterns": patterns}}
+    engine = make_engine("one", "none", dropout=0.3, **options)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    listener = Counts()
+    assert replay(engine._parts, engine._seen, listener) == []
+    for name in ("", "first", "up", "drop", CRITERION):
+        calls = 2 if name == "drop" else 1  # one module, called twice
+        assert listener.seen.count(("in", name)) == listener.seen.count(("out", name)) == calls
 
 
 def test_training_flags_stay():
