@@ -21,7 +21,6 @@ from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
-from ..parallel.pipeline.stage import StageModule
 from ..parallel.same_calls import SameCalls
 from ..tree import map_tensors
 from .accumulation import Accumulation
@@ -76,6 +75,7 @@ class PipelinePasses:
     ) -> None:
         self._model = model
         self._pipeline = pipeline
+        self.stages = pipeline.stages
         self._options = options
         self._context = context
         self._precision = precision
@@ -89,10 +89,6 @@ class PipelinePasses:
         self._sent: list[dist.Work | None] = []
         self._has_run = False
         self._has_batch_norm = any(torch_private.is_batch_norm(module) for module in model.modules())
-
-    @property
-    def stages(self) -> Collection[StageModule]:
-        return self._pipeline.stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""

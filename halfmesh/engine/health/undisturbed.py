@@ -40,8 +40,6 @@ def undisturbed(parts: Parts) -> Iterator[None]:
         with torch.no_grad():
             for put_back in undo:
                 put_back()
-        if parts.cycle.reducer is not None:
-            parts.cycle.reducer.note_buffers()
 
 
 def _gradients(parts: Parts) -> Iterator[Undo]:

@@ -253,7 +253,7 @@ def test_buffers_are_told_of():
     "options",
     [
         {"activation_checkpoint": {"patterns": ["1"]}},
-        {"compile": {"backend": "eager", "scope": "model"}},
+        {"compile": {"backend": "eager", "scope": "model", "fullgraph": True}},
         {"activation_checkpoint": {"patterns": ["1"]}, "compile": {"backend": "eager", "scope": "blocks"}},
     ],
     ids=["checkpoint", "compile", "both"],

@@ -176,20 +176,30 @@ def test_a_fault_of_one_data_rank(layout):
         assert found[name, "loss"][0][3] == (1,)
 
 
-def sharded_weight(rank, world_size):
-    """Under fsdp one rank holds the part that is nan."""
+def sharded_weight(rank, world_size, value, config):
+    """Under fsdp one rank holds the part that is `value`."""
 
     def spoil(engine):
         part = next(p for n, p in engine.model.named_parameters() if n == "2.inner.weight").to_local()
         if rank == 1:
-            part[-1, -1] = float("nan")
+            part[-1, -1] = value
 
     x, y = batch()
-    return fail({**RAISE, "parallel": DATA["fsdp"]}, Row(), x, y, spoil)
+    return fail({**config, "parallel": DATA["fsdp"]}, Row(), x, y, spoil)
 
 
 def test_a_weight_of_which_one_rank_has_the_part():
-    assert same(run_ranks(sharded_weight, 2, timeout=60))[0] == ("weight", "2.inner.weight", (), (1,))
+    words, text = same(run_ranks(sharded_weight, 2, float("nan"), RAISE, timeout=60))
+    assert words == ("weight", "2.inner.weight", (), (1,))
+    assert "before the forward: 1 nan of " in text
+
+
+def test_a_part_in_fp32_that_fp16_does_not_have():
+    """Parts are the masters: gathered in fp16 it is inf."""
+    words, text = same(run_ranks(sharded_weight, 2, 1e6, FP16, timeout=60))
+    assert words == ("weight", "2.inner.weight", (), (1,))
+    assert "before the forward: it reaches 1e+06, and float16 ends at 65504, on rank 1" in text
+    assert "float16 has no such number: use bf16" in text
 
 
 # -- a tensor group --------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from models import make_data
 from torch import nn
 
 import halfmesh
+from halfmesh.engine.health.probes import CRITERION, Listener
+from halfmesh.engine.health.replay import replay
 from halfmesh.engine.rank_random import rank_random
 
 OPTIONS = {"gradient_accumulation": 2, "clip_grad_norm": 1.0, "on_nonfinite": "raise"}
@@ -162,6 +164,60 @@ class Weighs(nn.Module):
 
     def forward(self, output):
         return self.inner(output).square().sum()
+
+
+def test_no_gradients_are_left_over():
+    engine = make_engine("one", "torch")
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert engine.precision_report() == engine.precision_report()
+    with pytest.raises(halfmesh.InputError, match="called before engine"):
+        engine.step()
+
+
+class Counts(Listener):
+    def __init__(self):
+        self.seen = []
+
+    def entered(self, visit):
+        self.seen.append(("in", visit.name))
+
+    def left(self, visit, outputs):
+        self.seen.append(("out", visit.name))
+
+
+@pytest.mark.parametrize("patterns", [None, ["1"]])
+def test_what_is_computed_again_counts_once(patterns):
+    options = {} if patterns is None else {"activation_checkpoint": {"patterns": patterns}}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout()), nn.Linear(8, 4))
+    engine = make_engine("one", "none", model=model, **options)
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    listener = Counts()
+    assert replay(engine._parts, engine._seen, listener) == []
+    names = ["", "0", "1", "1.0", "1.1", "1.2", "2", CRITERION]
+    assert sorted(listener.seen) == sorted((end, name) for name in names for end in ("in", "out"))
+
+
+def forward_only(rank, world_size):
+    """Whether all weights are in parts, before a report that computes no backward and after it."""
+    data = {"strategy": "fsdp", "reshard_after_forward": False}
+    engine = make_engine("fsdp", "naive", parallel={"data": data})
+    x, y = make_data(8)
+    engine.backward(nn.functional.cross_entropy(engine(x), y))
+    engine.step()
+    before = [hasattr(param, "to_local") for param in engine.model.parameters()]
+    engine.precision_report()
+    after = [hasattr(param, "to_local") for param in engine.model.parameters()]
+    engine.backward(nn.functional.cross_entropy(engine(x), y))
+    return before == after, engine.step().skipped
+
+
+@pytest.mark.distributed
+def test_a_forward_alone_leaves_no_weights_gathered():
+    assert run_ranks(forward_only, 2, timeout=60) == [(True, False)] * 2
 
 
 def test_training_flags_stay():
