@@ -214,9 +214,9 @@ def _convert(
 
 
 def _begin(engine: Engine) -> Engine:
-    """What goes beyond the process."""
+    """Saves that nobody calls, and the state to go on from."""
     if engine.config.checkpoint is not None or engine.config.resume is not None:
-        from .engine.checkpointing.automatic import begin  # torch.distributed.checkpoint: only where it is used
+        from .engine.checkpointing.automatic import begin
 
         begin(engine)
     return engine

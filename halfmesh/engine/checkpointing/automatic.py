@@ -84,6 +84,8 @@ class Automatic:
         try:
             if sys.exception() is None:
                 self._pass_boundary(closes=True)
+                if self._signals.came and not self._ended:
+                    _log.info("told to end, but training is over: the program goes on to its end", ranks=None)
         finally:
             self.stop()
 
@@ -114,7 +116,7 @@ class Automatic:
         reason = self._preemption.reason
         self._preemption.stop()
         if closes:
-            _log.info("told to end (%s), at its end: saved to %s", reason, place)
+            _log.info("told to end (%s): saved to %s", reason, place)
             return
         _log.info("told to end (%s): saved to %s, and ends with status %d", reason, place, Preempted().code)
         self._ended = True

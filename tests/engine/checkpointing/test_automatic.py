@@ -385,15 +385,19 @@ def test_told_to_end_by_a_call(tmp_path):
         made(None).preempt()
 
 
-def test_a_run_that_is_over_ends_as_ever(tmp_path, caplog):
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_is_over_ends_as_ever(saved, tmp_path, caplog):
     engine = made(tmp_path)
     x, y = make_data(4)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
+    if saved:
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
     os.kill(os.getpid(), signal.SIGTERM)
     with caplog.at_level("INFO", "halfmesh"):
         engine.close()
-    assert f"told to end (SIGTERM), at its end: saved to {tmp_path / 'step-00000001'}" in caplog.text
+    assert os.listdir(tmp_path) == (["step-00000001"] if saved else [])
+    assert (f"told to end (SIGTERM): saved to {tmp_path / 'step-00000001'}" in caplog.text) == saved
+    assert "told to end, but training is over: the program goes on to its end" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
