@@ -88,7 +88,6 @@ def initialize(
         ConfigError: mistakes in the config.
         IncompatibleConfigError: a combination that cannot be right, or does not fit model or device.
         InputError: arguments of the wrong kind.
-        NotImplementedError: a combination that is declared possible but not built yet.
     """
     with told_to_torchrun():
         return _initialize(

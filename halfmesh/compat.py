@@ -15,7 +15,7 @@ from typing import Literal
 from .amp.plugin import AMP_PLUGINS, AMPPlugin
 from .amp.recipe import FP32
 from .config.config import Config
-from .errors import IncompatibleConfigError, bullet_list, did_you_mean, show
+from .errors import IncompatibleConfigError, did_you_mean, show
 from .key_checks import Finding, find_key_problems, recipe_of
 from .parallel.registries import DATA_STRATEGIES
 
@@ -65,17 +65,9 @@ def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding
 
 
 def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
-    """Raise what `findings` amount to, if anything.
-
-    Raises:
-        IncompatibleConfigError: something is refused; the message lists what is not built yet, too.
-        NotImplementedError: nothing is refused, but something is not built yet.
-    """
-    lines = [str(finding) for finding in findings]
-    if any(finding.kind == "refused" for finding in findings):
-        raise IncompatibleConfigError(lines, source)
-    if lines:
-        raise NotImplementedError(bullet_list(f"{len(lines)} thing(s) in {source} are not built yet:", lines))
+    """Raise IncompatibleConfigError, with all of `findings`, if there are any."""
+    if findings:
+        raise IncompatibleConfigError([str(finding) for finding in findings], source)
 
 
 def get_layout(config: Config, world_size: int) -> Layout:

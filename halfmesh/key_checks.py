@@ -1,8 +1,8 @@
-"""What a config's keys say to each other, beside the composition table: pipeline, data, losses, what is not built."""
+"""What a config's keys say to each other, beside the composition table: pipeline, data, losses, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,13 +12,9 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import FP32, Recipe
 from .config.config import Config
 from .config.schema import DataConfig
-from .errors import show
 from .parallel.registries import SCHEDULES
 
-Kind = Literal["refused", "unbuilt", "advice"]
-
-UNBUILT_KEYS: tuple[str, ...] = ()
-"""Keys that must have their default for now."""
+Kind = Literal["refused", "advice"]
 
 _FSDP_KEYS = (
     "param_dtype",
@@ -52,7 +48,6 @@ def find_key_problems(config: Config) -> Iterator[Finding]:
     yield from _check_compile(config)
     yield from _check_activations(config)
     yield from _check_resume(config)
-    yield from _check_keys(config)
 
 
 def find_advice(config: Config) -> Iterator[Finding]:
@@ -209,10 +204,3 @@ def _check_resume(config: Config) -> Iterator[Finding]:
             "checkpoint='checkpoints', or give resume a folder"
         )
         yield Finding("refused", "resume", message)
-
-
-def _check_keys(config: Config, keys: Iterable[str] = UNBUILT_KEYS) -> Iterator[Finding]:
-    for key in keys:
-        value, default = getattr(config, key), type(config).model_fields[key].default
-        if value != default:
-            yield Finding("unbuilt", key, f"{show(value)} is not built yet; leave it at {default!r}")

@@ -20,7 +20,7 @@ from halfmesh.compat import (
 from halfmesh.config import Config
 from halfmesh.config.load import load_config
 from halfmesh.errors import IncompatibleConfigError
-from halfmesh.key_checks import UNBUILT_KEYS, Finding, find_advice
+from halfmesh.key_checks import Finding, find_advice
 from halfmesh.options import Options
 from halfmesh.parallel.registries import DATA_STRATEGIES
 
@@ -309,17 +309,7 @@ def test_fsdp_param_dtype_is_the_modes():
     assert find({"fp16": {"mode": "torch"}, "parallel": {"data": data}}) == []
 
 
-# --- not built yet -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", UNBUILT_KEYS)
-def test_unbuilt_keys(key):
-    value = "x"
-    default = load_config({}).to_dict().get(key, Config.model_fields[key].default)
-    message = f"{key}: {value!r} is not built yet; leave it at {default!r}"
-    assert find({key: value}, kind="unbuilt") == [message]
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        raise_for(check(load_config({key: value}), 1, "cpu"))
+# --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
 def test_resume_needs_a_folder():
@@ -331,7 +321,7 @@ def test_resume_needs_a_folder():
     assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
 
 
-def test_every_other_key_is_built():
+def test_keys_that_go_together():
     raw = {
         "checkpoint": "x", "resume": "auto",
         "gradient_accumulation": 2, "clip_grad_norm": 1.0, "loss_reduction": "sum", "lr_interval": "epoch",
@@ -341,22 +331,6 @@ def test_every_other_key_is_built():
         "parallel": {"data": {"bucket_mb": 1.0, "max_inflight": 2}},
     }  # fmt: skip
     assert check(load_config(raw), 2, "cpu") == []
-
-
-def test_what_is_not_built_is_listed():
-    parallel = {
-        "tensor": 2,
-        "pipeline": {"size": 2, "microbatches": 2},
-    }
-    raw = {"fp16": {"mode": "naive"}, "parallel": parallel, "resume": "x"}
-    findings = check(load_config(raw), 4, "cpu")
-    expected = [
-        "resume: 'x' is not built yet; leave it at None",
-    ]
-    assert [str(finding) for finding in findings] == expected
-    message = "1 thing(s) in the config are not built yet:\n" + "\n".join(f"  - {line}" for line in expected)
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        raise_for(findings)
 
 
 def test_third_party_strategy_is_a_column():
@@ -377,13 +351,11 @@ def test_nothing_found_raises_nothing():
     raise_for([])
 
 
-def test_refusals_are_raised_together_with_what_is_unbuilt():
-    findings = [Finding("unbuilt", "a", "is not built yet"), Finding("refused", "b", "is wrong")]
-    with pytest.raises(
-        IncompatibleConfigError, match=r"in config.py:\n  - a: is not built yet\n  - b: is wrong"
-    ) as caught:
+def test_refusals_are_raised_together():
+    findings = [Finding("refused", "a", "is wrong"), Finding("refused", "b", "is wrong")]
+    with pytest.raises(IncompatibleConfigError, match=r"in config.py:\n  - a: is wrong\n  - b: is wrong") as caught:
         raise_for(findings, "config.py")
-    assert caught.value.problems == ("a: is not built yet", "b: is wrong")
+    assert caught.value.problems == ("a: is wrong", "b: is wrong")
 
 
 def test_check_has_no_side_effects(monkeypatch):

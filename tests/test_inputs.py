@@ -193,7 +193,7 @@ def test_the_probe_asks_the_device():
         ({"paralel": {}}, ConfigError),
         ({"fp16": {"mode": "torch"}, "parallel": {"tensor": 2}}, IncompatibleConfigError),
         ({"fp16": {"mode": "apex"}, "parallel": {"data": "zero1"}}, IncompatibleConfigError),
-        ({"resume": "x"}, NotImplementedError),
+        ({"resume": "auto"}, IncompatibleConfigError),
         (FP16_NAIVE | {"loss_reduction": "weighted"}, InputError),  # refused for the loader
     ],
 )

@@ -211,11 +211,9 @@ def _print(
         return
     say(f"{path}: cannot run on {world_size} rank(s)", "red")
     refused = [str(finding) for finding in findings if finding.kind == "refused"]
-    unbuilt = [str(finding) for finding in findings if finding.kind == "unbuilt"]
     for title, lines in (
         ("config problems", problems),
         ("refused", refused),
-        ("not built yet", unbuilt),
         ("advice", [str(finding) for finding in findings if finding.kind == "advice"]),
         ("problems with the model", planned.problems if planned else []),
     ):

@@ -207,7 +207,7 @@ def try_to_rehearse(
         return rehearse(config, model, batch, place, count, rows)
     except ConfigError as error:
         return list(error.problems)
-    except (HalfmeshError, NotImplementedError) as error:
+    except HalfmeshError as error:
         return str(error).splitlines()
     except Exception as error:  # of the model, or of torch, which may not go through a pipe
         return [_failed(error)]

@@ -82,10 +82,10 @@ def test_measuring_runs_with_a_tiny_model():
 
 
 def test_what_halfmesh_has_not_is_a_line_of_the_table(monkeypatch):
-    def unbuilt(*_):
+    def lacking(*_):
         raise NotImplementedError("not built yet:\n  - compile: True is not built yet")
 
-    monkeypatch.setattr(gpu, "make_halfmesh", unbuilt)
+    monkeypatch.setattr(gpu, "make_halfmesh", lacking)
     monkeypatch.setattr(gpu, "_side_by_side", lambda rows, each, *_: measured.extend(name for name, _ in each))
     measured = []
     rows = gpu.measure(tiny_works()[1], MODES[0], False, "cpu", 2, bandwidth=1e9)

@@ -76,13 +76,19 @@ def test_problems_and_findings_together(run):
     ]  # fmt: skip
 
 
+NO_FOLDER = (
+    "'auto' goes on from the newest checkpoint of checkpoint.directory, which is not set; set "
+    "checkpoint='checkpoints', or give resume a folder"
+)
+
+
 def test_json_of_findings(run):
-    result = run("resume: all\n", "--world-size", "1", "--json", name="config.yaml")
+    result = run("resume: auto\n", "--world-size", "1", "--json", name="config.yaml")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {
         "ok": False,
         "problems": [],
-        "findings": [{"kind": "unbuilt", "where": "resume", "message": "'all' is not built yet; leave it at None"}],
+        "findings": [{"kind": "refused", "where": "resume", "message": NO_FOLDER}],
         "plan": None,
     }
 
@@ -99,7 +105,7 @@ def test_advice(run):
     assert answer["ok"] is True
     assert [row["kind"] for row in answer["findings"]] == ["advice"]
     assert "advice:" not in run(text, "--world-size", "1").stdout  # where nothing is gathered
-    wrong = run(text + "resume = 'all'\n", "--world-size", "2")
+    wrong = run(text + "resume = 'auto'\n", "--world-size", "2")
     assert wrong.exit_code == 1
     assert f"advice:\n  - {ADVICE}" in wrong.stdout
 

@@ -97,7 +97,7 @@ def _trained() -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    yield "## What is refused, or not built yet"
+    yield "## What is refused"
     rows = ((", ".join(f"`{where}`" for where in places), message) for message, places in messages().items())
     yield _table(("combination", "message"), rows)
 
