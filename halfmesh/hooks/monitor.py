@@ -10,7 +10,7 @@ from ..errors import InputError, did_you_mean
 
 
 class Monitor:
-    """The best value so far of one result.
+    """The best value so far of one result. It is not saved with a run.
 
     Args:
         name: of a result of evaluation, "eval_loss".
@@ -22,7 +22,7 @@ class Monitor:
         if mode not in ("min", "max"):
             raise InputError(f"mode={mode!r}: expected 'min' (less is better) or 'max'")
         self.name, self._sign, self._min_delta = name, 1 if mode == "min" else -1, min_delta
-        self.best = math.inf * self._sign
+        self.best = self.worst = math.inf * self._sign
 
     def read(self, results: Mapping[str, float]) -> float:
         """The value. Raises InputError if there is none of that name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..trainer.hook import Hook, Record
+from .files import replace_file, set_aside
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 class JSONLHook(Hook):
     """Appends each record as a line of JSON; inf and nan are written as null.
 
-    A run that goes on from a checkpoint takes away the lines of what is trained again.
+    A run that goes on from a checkpoint takes away the records of what is trained again. One that begins renames a file
+    that is there.
 
     Args:
         path: the file; its folder is made if it is not there.
@@ -27,19 +30,26 @@ class JSONLHook(Hook):
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file: Any = None
+        self._last = ""
 
     def before_fit(self, trainer: Trainer) -> None:
-        if trainer.engine.context.rank == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for line in _lines(self._path) if _step_of(line) <= trainer.engine.global_step]
-            self._file = self._path.open("w")
-            self._file.writelines(f"{line}\n" for line in kept)
+        step = trainer.engine.global_step
+        if trainer.engine.context.rank != 0:
+            return
+        if step == 0:
+            set_aside(self._path)
+        kept = [line for line in _lines(self._path) if _step_of(line) <= step]
+        self._last = kept[-1] if kept else ""
+        replace_file(self._path, "".join(f"{line}\n" for line in kept))
+        self._file = self._path.open("a")
 
     def write(self, trainer: Trainer, record: Record) -> None:
         if self._file is not None:
-            plain = {name: None if _is_odd(value) else value for name, value in record.items()}
-            self._file.write(json.dumps(plain) + "\n")
-            self._file.flush()
+            line = json.dumps({name: None if _is_odd(value) else value for name, value in record.items()})
+            if line != self._last:  # an evaluation that was made again
+                self._file.write(f"{line}\n")
+                self._file.flush()
+            self._last = line
 
     def close(self, trainer: Trainer) -> None:
         if self._file is not None:
@@ -50,7 +60,8 @@ class JSONLHook(Hook):
 class CSVHook(Hook):
     """Writes the records as a table; what a record does not have stays empty.
 
-    A run that goes on from a checkpoint takes away the rows of what is trained again.
+    A run that goes on from a checkpoint takes away the rows of what is trained again. One that begins renames a file
+    that is there.
 
     Args:
         path: the file; its folder is made if it is not there. A column that comes later has the file written anew.
@@ -64,8 +75,9 @@ class CSVHook(Hook):
     def before_fit(self, trainer: Trainer) -> None:
         if trainer.engine.context.rank != 0:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._rows, self._columns = [], []
+        if trainer.engine.global_step == 0:
+            set_aside(self._path)
         if self._path.exists():
             with self._path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
@@ -86,10 +98,11 @@ class CSVHook(Hook):
             csv.DictWriter(file, self._columns).writerow(record)
 
     def _write_all(self) -> None:
-        with self._path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(self._rows)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        replace_file(self._path, text.getvalue())
 
 
 class TensorBoardHook(Hook):
@@ -128,12 +141,14 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _step_of(line: str) -> int:
-    """Of a line of an earlier run; one that was cut off in the middle goes."""
+def _step_of(line: str) -> float:
+    """Of a line of an earlier run. One that was cut off in the middle goes, others that are no records stay."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 2**63
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
+    except (KeyError, TypeError):
+        return -1
 
 
 def _is_odd(value: Any) -> bool:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class MeanLoss:
     """Mean of the losses of several batches, over the data ranks. Nothing is read before `take`.
 
+    A loss that is a sum (`loss_reduction="sum"`) is divided by the number of samples, if these are counted.
+
     Args:
         by_rows: a batch weighs as much as it has samples (evaluation), and not as much as another (training, where
             `engine.step` has it so).
@@ -35,6 +37,7 @@ class MeanLoss:
         self._engine = engine
         self._by_rows = by_rows
         self._weighted = engine.config.loss_reduction == "weighted"
+        self._is_sum = engine.config.loss_reduction == "sum"
         self._reset()
 
     def _reset(self) -> None:
@@ -53,7 +56,7 @@ class MeanLoss:
             self._total.add_(loss)
             return
         weight = outcome.rows if self._by_rows else 1
-        self._total.add_(loss, alpha=weight)
+        self._total.add_(loss, alpha=1 if self._is_sum else weight)
         self._weight += weight
 
     def take(self) -> float | None:
@@ -133,7 +136,8 @@ def _call(engine: Engine, batch: Any) -> Any:
 
 def _deals_batches(loader: Any) -> bool:
     """Whether data ranks take turns in batches of the order, and not in samples of it."""
-    return isinstance(loader, StridedBatches) or isinstance(getattr(loader, "batch_sampler", None), ShardedSampler)
+    batches = getattr(loader, "batch_sampler", None)  # None: what the sampler gives is a batch already
+    return isinstance(loader, StridedBatches) or batches is None or isinstance(batches, ShardedSampler)
 
 
 def _rows(output: Any) -> list[Any]:

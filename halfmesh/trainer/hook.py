@@ -35,7 +35,7 @@ class Hook:
         """The epoch `trainer.epoch` begins."""
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """All batches of the epoch were trained on, or `max_steps` was reached. Evaluation follows."""
+        """All batches of the epoch were trained on. Evaluation follows. Not of an epoch that was left early."""
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
         """`batch`, one of the dataloader's, is trained on next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ class Trainer:
         self._max_steps: int | None = None
         self._stopped: str | None = None
         self._loss = MeanLoss(engine)
-        self._evaluated_at = -1
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -85,17 +84,19 @@ class Trainer:
         _refuse_below(0, eval_interval=eval_interval)
         batches = choose_train_loader(self.engine, train)
         evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval else None
-        self._max_steps, self._stopped, self._evaluated_at = max_steps, None, -1
+        self._max_steps, self._stopped, evaluated_at = max_steps, None, -1
+        self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
         with self._hooked(hooks):
             self._call("before_fit")
             self.epoch = first - 1
             while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
                 self.epoch += 1
-                self._train_epoch(batches)
-                if evaluated is not None and (self.epoch + 1) % eval_interval == 0:
+                is_complete = self._train_epoch(batches)
+                if evaluated is not None and is_complete and (self.epoch + 1) % eval_interval == 0:
                     self._evaluate(evaluated)
-            if evaluated is not None and self._evaluated_at != self.engine.global_step:
+                    evaluated_at = self.engine.global_step
+            if evaluated is not None and evaluated_at != self.engine.global_step:
                 self._evaluate(evaluated)
             self._call("after_fit")
         if self._stopped is not None:
@@ -142,15 +143,19 @@ class Trainer:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _train_epoch(self, batches: Iterable[Any]) -> None:
+    def _train_epoch(self, batches: Iterable[Any]) -> bool:
+        """Returns whether all batches were trained on."""
         engine = self.engine
         engine.train()
         self._call("before_epoch")
         before = self._hearing("before_batch")
         heard, own = self._hearing("after_batch"), batches is self._own_loader
         stepped = self._hearing("after_step")
-        count = 0
+        count, is_complete = 0, True
         for batch, is_last in ((batch, False) for batch in batches) if own else with_last(batches):
+            if own and self._is_over:  # asked for only now, to know whether it was the last batch
+                is_complete = False
+                break
             count += 1
             for hook in before:
                 hook.before_batch(self, batch)
@@ -167,16 +172,18 @@ class Trainer:
                 hook.after_step(self, self.result)
             if engine.global_step % self.log_every == 0:
                 self._record()
-            if self._is_over:
+            if not own and self._is_over:
+                is_complete = is_last
                 break
         if not count and not own:
             raise InputError(f"epoch {self.epoch}: there was no batch to train on; can `train` be iterated again?")
-        self._call("after_epoch")
+        if is_complete:
+            self._call("after_epoch")
         self._record()
+        return is_complete
 
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         results = evaluate(self, loader, self._hooks)
-        self._evaluated_at = self.engine.global_step
         self._call("after_eval", results)
         self._write({"step": self.engine.global_step, "epoch": self.epoch, **results})
         return results
@@ -222,12 +229,11 @@ class Trainer:
     def _hooked(self, hooks: Sequence[HookLike]) -> Iterator[None]:
         """`hooks` are called within, and closed at its end."""
         outside, self._hooks = self._hooks, make_hooks(hooks)
-        try:
-            yield
-        finally:
+        with ExitStack() as closed:
+            closed.callback(setattr, self, "_hooks", outside)
             for hook in self._hooks:
-                hook.close(self)
-            self._hooks = outside
+                closed.callback(hook.close, self)  # also where another one fails
+            yield
 
 
 def _refuse_below(least: int, **arguments: int | None) -> None:

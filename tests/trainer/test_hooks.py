@@ -195,9 +195,112 @@ def test_checkpoints_of_epochs_and_the_best_weights(tmp_path):
 
     hook = CheckpointHook(tmp_path, in_background=False, monitor="eval_score", mode="max")
     halfmesh.Trainer(make()).fit(epochs=3, hooks=[Results(1.0, 5.0, 2.0), Watch(), hook])
-    names = ["best.safetensors", "step-00000003", "step-00000006", "step-00000009"]
+    names = ["best.json", "best.safetensors", "step-00000003", "step-00000006", "step-00000009"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert torch.equal(load_file(tmp_path / "best.safetensors")["weight"], weights[1])
+
+
+@pytest.mark.parametrize(("stop", "saved"), [(7, 6), (11, 9)])
+@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("interval", ["epoch", "eval", "step"])
+def test_a_run_that_goes_on_from_its_checkpoints_is_the_same(tmp_path, every, interval, stop, saved):
+    """Killed in the middle of an epoch; the evaluation draws random numbers, the checkpoint hook comes first."""
+
+    def run(engine, epochs, folder):
+        hooks = [CheckpointHook(folder, every=every), LRSchedulerHook(interval), Killed(engine)]
+        halfmesh.Trainer(engine).fit(epochs=epochs, hooks=hooks)
+        return engine
+
+    class Killed(halfmesh.Hook):
+        def __init__(self, engine):
+            self.dies = getattr(engine, "dies", None)
+
+        def after_step(self, trainer, result):
+            if trainer.engine.global_step == self.dies:
+                raise KeyboardInterrupt
+
+        def after_eval(self, trainer, results):
+            torch.rand(3)
+
+    def plateau(optimizer):
+        if interval == "eval":
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, threshold=1e9, patience=0, factor=0.5)
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def shuffled():
+        engine = make(scheduler=plateau, lr_interval="manual")
+        torch.manual_seed(1)
+        return engine
+
+    expected = run(shuffled(), 5, tmp_path / "whole")
+    engine = shuffled()
+    engine.dies = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, 5, tmp_path / "killed")
+    engine.wait_for_save()
+    again = shuffled()
+    assert again.load(tmp_path / "killed").name == f"step-{saved:08d}"
+    run(again, 5, tmp_path / "killed")
+    assert again.optimizer.param_groups[0]["lr"] == expected.optimizer.param_groups[0]["lr"] < 0.1
+    assert torch.equal(again.model.weight, expected.model.weight)
+
+
+def test_the_best_weights_of_a_run_that_goes_on(tmp_path):
+    def fit(engine, epochs, *values):
+        hook = CheckpointHook(tmp_path, monitor="eval_score")
+        halfmesh.Trainer(engine).fit(epochs=epochs, hooks=[Results(*values), hook])
+
+    fit(make(), 2, 3.0, 1.0)
+    best = load_file(tmp_path / "best.safetensors")["weight"]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 6, "eval_score": 1.0}
+    again = make()
+    again.load(tmp_path)
+    fit(again, 4, 2.0, 9.0)
+    assert torch.equal(load_file(tmp_path / "best.safetensors")["weight"], best)
+    fit(make(), 1, 5.0)  # a run that begins knows nothing of it
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 3, "eval_score": 5.0}
+
+
+def test_an_epoch_that_was_left_early_is_no_epoch():
+    engine = make(
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), lr_interval="manual"
+    )
+    halfmesh.Trainer(engine).fit(max_steps=4, hooks=[LRSchedulerHook("epoch")])
+    assert engine.optimizer.param_groups[0]["lr"] == 0.05
+    x, y = make_data(12)
+    batches = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
+    for steps, lr in [(6, 0.05), (9, 0.025)]:
+        halfmesh.Trainer(engine).fit(batches, max_steps=steps, hooks=[LRSchedulerHook("epoch")])
+        assert engine.optimizer.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize("hook", [JSONLHook, CSVHook])
+def test_a_file_that_is_there_is_renamed(tmp_path, hook, caplog):
+    path = tmp_path / "data.jsonl"
+    for text in ("mine\n", "mine, too\n"):
+        path.write_text(text)
+        halfmesh.Trainer(make()).fit(epochs=1, hooks=[hook(path)])
+    assert (tmp_path / "data.1.jsonl").read_text() == "mine\n"
+    assert (tmp_path / "data.2.jsonl").read_text() == "mine, too\n"
+    assert f"{path} was there already, and is data.2.jsonl now" in caplog.text
+
+
+def test_lines_that_are_no_records_stay(tmp_path):
+    path, engine = tmp_path / "metrics.jsonl", make()
+    halfmesh.Trainer(engine).fit(epochs=1)
+    path.write_text('{"run": "a"}\n[1]\n{"step": 3}\n{"step": 4}\n')
+    halfmesh.Trainer(engine).fit(epochs=1, hooks=[JSONLHook(path)])
+    assert path.read_text().startswith('{"run": "a"}\n[1]\n{"step": 3}\n')
+    assert '{"step": 4}' not in path.read_text()
+
+
+def test_an_evaluation_that_is_made_again_is_one_record(tmp_path):
+    path, engine = tmp_path / "metrics.jsonl", make()
+    trainer = halfmesh.Trainer(engine)
+    for _ in range(2):
+        trainer.fit(epochs=1, hooks=[JSONLHook(path)])  # the second time nothing is left but the last evaluation
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [("loss" in line, "eval_loss" in line) for line in lines] == [(True, False), (False, True)]
 
 
 def test_throughput_and_memory():

@@ -11,7 +11,7 @@ from checkpoint_runs import LAYOUTS, Net, make_engine
 from dist_harness import run_ranks
 from models import FEATURES, make_data
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import halfmesh
 from halfmesh.trainer.evaluation import MeanLoss
@@ -77,12 +77,12 @@ class Events(halfmesh.Hook):
         self.records.append(record)
 
 
-def engine_of_one(samples=12, batch=4, *, evaluated=6, **config):
+def engine_of_one(samples=12, batch=4, *, evaluated=6, lr=0.1, **config):
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, 4)
     loader = DataLoader(TensorDataset(*make_data(samples)), batch)
     eval_loader = DataLoader(TensorDataset(*make_data(evaluated)), 4) if evaluated else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return halfmesh.initialize(
         model, optimizer, nn.functional.cross_entropy, loader, config, eval_dataloader=eval_loader, device="cpu"
     )
@@ -223,6 +223,79 @@ def test_hooks_are_closed_after_an_error():
         halfmesh.Trainer(engine_of_one()).fit(epochs=1, hooks=[events, Fails()])
     assert events.seen[-1] == "close"
     assert "after_fit" not in events.seen
+
+
+def test_all_hooks_are_closed_where_one_fails():
+    events = Events()
+
+    class Fails(halfmesh.Hook):
+        def close(self, trainer):
+            raise KeyError("mine")
+
+    trainer = halfmesh.Trainer(engine_of_one())
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(epochs=1, hooks=[Fails(), events, Fails()])
+    assert events.seen[-1] == "close"
+    trainer.fit(epochs=2)  # without them
+
+
+def test_what_an_error_has_left_is_not_in_the_next_record():
+    class Fails(halfmesh.Hook):
+        def after_batch(self, trainer, outcome):
+            raise KeyError("mine")
+
+    events, trainer = Events(), halfmesh.Trainer(engine_of_one(lr=0.0), log_every=100)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit([make_data(8)], epochs=1, hooks=[Fails()])
+    x, y = make_data(4)
+    trainer.fit([(x, y)], epochs=1, eval_interval=0, hooks=[events])
+    expected = nn.functional.cross_entropy(trainer.engine.model(x), y).item()
+    assert [record["loss"] for record in events.records] == [pytest.approx(expected)]
+
+
+def test_an_evaluation_of_a_hooks_own_is_not_the_last_one():
+    events = Events()
+
+    class Evaluates(halfmesh.Hook):
+        def after_epoch(self, trainer):
+            trainer.evaluate()
+
+    halfmesh.Trainer(engine_of_one()).fit(epochs=1, eval_interval=2, hooks=[Evaluates(), events])
+    assert events.seen[-3:] == ["after_eval ['eval_answer', 'eval_loss']", "after_fit", "close"]
+
+
+def test_a_loss_that_is_a_sum():
+    model, (x, y) = nn.Linear(FEATURES, 4), make_data(6)
+    engine = halfmesh.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(reduction="sum"),
+        config={"loss_reduction": "sum"},
+        device="cpu",
+    )
+    result = halfmesh.Trainer(engine).evaluate(DataLoader(TensorDataset(x, y), 4))
+    assert result["eval_loss"] == pytest.approx(nn.functional.cross_entropy(model(x), y).item())
+
+
+def predicted(rank, world_size):
+    """Of batches that the sampler gives, and of items that are batches."""
+    engine = make_engine("dp2", "none")
+    data = TensorDataset(*make_data(13))
+    batches = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+    trainer = halfmesh.Trainer(engine)
+    return [
+        trainer.predict(loader)
+        for loader in (DataLoader(data, batch_sampler=batches), DataLoader(data, batch_size=None, sampler=batches))
+    ]
+
+
+@pytest.mark.distributed
+def test_the_order_of_predictions_where_ranks_take_turns_in_batches():
+    model = Net(0.0, 0).eval()
+    expected = model(make_data(13)[0])
+    for outputs in run_ranks(predicted, 2):
+        for output in outputs:
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_batches_of_ones_own_end_a_short_cycle():
