@@ -235,6 +235,8 @@ class Engine(Health):
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
         self.model.train(mode)
+        if not mode:
+            self._seen.let_go()
         return self
 
     def eval(self) -> Engine:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import torch_private
 from ...errors import InputError, shorten
-from .last_batch import CHANGED, NO_LOSS, LastBatch, copied, criterion_arguments, own_loss
+from .last_batch import CHANGED, LET_GO, NO_LOSS, UNKNOWN, LastBatch, copied, criterion_arguments, own_loss
 from .parts import Parts
 from .probes import Listener, Probes
 from .undisturbed import undisturbed
@@ -121,7 +121,7 @@ def _loss(parts: Parts, batch: LastBatch, output: Any, probes: Probes) -> tuple[
         return None, [NO_LOSS]
     args, kwargs = given
     loss = parts.passes.criterion(probes.watched(parts.criterion), *args, **kwargs)
-    return loss, [] if batch.loss is None else [CHANGED]
+    return loss, [] if batch.loss is None else [UNKNOWN if batch.value is LET_GO else CHANGED]
 
 
 @contextmanager
