@@ -240,7 +240,10 @@ class Engine(Health):
         return self
 
     def eval(self) -> Engine:
-        """Put the model into evaluation mode. No communication: the ranks' BatchNorm statistics are already equal."""
+        """Put the model into evaluation mode, and free what is left of the last training forward's graph.
+
+        No communication: the ranks' BatchNorm statistics are already equal.
+        """
         return self.train(False)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:

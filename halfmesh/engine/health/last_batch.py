@@ -74,10 +74,11 @@ class LastBatch:
     Attributes:
         call: args and kwargs of the last forward in training mode.
         output: what it returned, while it is needed to find it among the criterion's arguments.
-        criterion: args and kwargs of the criterion's last call; without the first, if that is the output.
+        criterion: args and kwargs of the criterion's last call; without the first, if that is the output. `Arguments`
+            after `let_go`, if it is not.
         takes_output: whether the criterion's first argument was the output.
         value: what the criterion returned.
-        loss, loss_id: what `backward` was given, if that is not `value`.
+        loss, loss_id: what `backward` was given, if that is not `value`; `OwnLoss` after `let_go`.
     """
 
     __slots__ = ("call", "criterion", "loss", "loss_id", "output", "takes_output", "value")
