@@ -235,10 +235,15 @@ class Engine(Health):
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
         self.model.train(mode)
+        if not mode:
+            self._seen.let_go()
         return self
 
     def eval(self) -> Engine:
-        """Put the model into evaluation mode. No communication: the ranks' BatchNorm statistics are already equal."""
+        """Put the model into evaluation mode, and free what is left of the last training forward's graph.
+
+        No communication: the ranks' BatchNorm statistics are already equal.
+        """
         return self.train(False)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:

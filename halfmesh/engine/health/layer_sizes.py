@@ -20,11 +20,18 @@ def odd_sizes(module: nn.Module) -> tuple[str, ...]:
 
 def _sizes(module: nn.Module) -> dict[str, int]:
     if isinstance(module, nn.Linear):
-        rows, columns = module.weight.shape  # in a tensor group its own part
+        rows, columns = _shape(module) or (module.out_features, module.in_features)
         return {"in_features": columns, "out_features": rows}
     if isinstance(module, nn.Embedding):
-        return {"embedding_dim": module.weight.shape[1]}
+        return {"embedding_dim": (_shape(module) or (0, module.embedding_dim))[1]}
     if isinstance(module, _CONVOLUTIONS):
         inside = {"in_channels": module.in_channels} if module.in_channels > _IMAGE else {}
         return {**inside, "out_channels": module.out_channels}
     return {}
+
+
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """That of the weight, in a tensor group of its own part; None where no matrix is kept. Reading `module.weight`
+    would compute a parametrized one, and spectral norm changes its buffers then."""
+    weight = module._parameters.get("weight")
+    return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else None

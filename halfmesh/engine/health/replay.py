@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from ... import torch_private
-from ...errors import InputError
-from .last_batch import CHANGED, NO_LOSS, LastBatch, copied, criterion_arguments, own_loss
+from ...errors import InputError, shorten
+from .last_batch import CHANGED, LET_GO, NO_LOSS, UNKNOWN, LastBatch, copied, criterion_arguments, own_loss
 from .parts import Parts
 from .probes import Listener, Probes
 from .undisturbed import undisturbed
 
+WRITTEN = (
+    "the forward changes trained parameters by itself ({}), which computing the batch once more has done once more: "
+    "nothing else of the run is changed"
+)
 _Result = TypeVar("_Result")
 
 
@@ -44,14 +48,22 @@ def replay(parts: Parts, batch: LastBatch, listener: Listener, factor: float = 1
         factor: the gradients are so many times larger.
 
     Returns:
-        What of the batch was not computed as it was then.
+        What of the batch was not computed as it was then, and what of the run is not as it was.
     """
+    with undisturbed(parts) as written:
+        notes = _compute(parts, batch, listener, factor)
+    everyone = parts.context.everyone(written)
+    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+    return notes + ([WRITTEN.format(shorten(names))] if names else [])
+
+
+def _compute(parts: Parts, batch: LastBatch, listener: Listener, factor: float) -> list[str]:
+    """What was not computed as it was then."""
     assert batch.call is not None
     pipeline = parts.division.plans.partition is not None
     params = parts.model.named_parameters() if parts.division.sharded is None else ()  # FSDP2 calls no hooks of theirs
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(undisturbed(parts))
         enter(_eager(parts))
         enter(torch.inference_mode(False))
         enter(torch.enable_grad())
@@ -109,7 +121,7 @@ def _loss(parts: Parts, batch: LastBatch, output: Any, probes: Probes) -> tuple[
         return None, [NO_LOSS]
     args, kwargs = given
     loss = parts.passes.criterion(probes.watched(parts.criterion), *args, **kwargs)
-    return loss, [] if batch.loss is None else [CHANGED]
+    return loss, [] if batch.loss is None else [UNKNOWN if batch.value is LET_GO else CHANGED]
 
 
 @contextmanager

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..rank_random import rank_random, set_rank_random
+from .contents import Undo, contents
 from .parts import Parts
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_CONTAINERS = (list, dict, set, deque, OrderedDict)
-
-Undo = Callable[[], Any]
 
 
 @contextmanager
-def undisturbed(parts: Parts) -> Iterator[None]:
-    """Put back what a forward and a backward change: gradients, buffers and other attributes of modules, random
-    numbers, the accumulation cycle. Outside of a cycle only.
+def undisturbed(parts: Parts) -> Iterator[list[str]]:
+    """Put back what a forward and a backward change: gradients, buffers, parameters that are not trained and other
+    attributes of modules, random numbers, the accumulation cycle. Outside of a cycle only.
 
     (Not seen: what a model changes inside objects of its own.)
+
+    Yields:
+        A list, in which afterwards the names of the trained parameters are that the forward has changed. These stay so:
+        a copy of all would take too much memory.
     """
+    _reshard(parts)  # what is copied is the shards: gathered weights go
+    written: list[str] = []
+    trained = {name: (param, param._version) for name, param in _trained(parts)}
     undo = [*_gradients(parts), *_random_numbers(parts)]
+    known: dict[int, Any] = {}
     for module in parts.modules():
-        undo += _attributes(module)
+        undo += _attributes(module, known)
     try:
-        yield
+        yield written
     finally:
         parts.cycle.clear()
-        if parts.division.sharded is not None:  # a forward without a backward leaves weights gathered
-            parts.division.sharded.reshard()
+        _reshard(parts)  # a forward without a backward leaves weights gathered
+        written += [name for name, (param, version) in trained.items() if param._version != version]
         with torch.no_grad():
             for put_back in undo:
                 put_back()
+
+
+def _reshard(parts: Parts) -> None:
+    if parts.division.sharded is not None:
+        parts.division.sharded.reshard()
+
+
+def _trained(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
+    criterion = parts.criterion
+    others = criterion.named_parameters(prefix="criterion") if isinstance(criterion, nn.Module) else ()
+    for name, param in (*parts.model.named_parameters(), *others):
+        if param.requires_grad and not param.is_inference():
+            yield name, param
 
 
 def _gradients(parts: Parts) -> Iterator[Undo]:
@@ -72,12 +88,14 @@ def _random_numbers(parts: Parts) -> Iterator[Undo]:
     yield lambda: set_rank_random(state, parts.context, parts.division)
 
 
-def _attributes(module: nn.Module) -> Iterator[Undo]:
+def _attributes(module: nn.Module, known: dict[int, Any]) -> Iterator[Undo]:
     own = vars(module)
     buffers = dict(module._buffers)
+    frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
     before = {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE}
 
     def put_back() -> None:
+        module._parameters.update(frozen)
         module._buffers.clear()
         module._buffers.update(buffers)
         for name in [name for name in own if name not in before and name not in _OF_EVERY_MODULE]:
@@ -85,29 +103,4 @@ def _attributes(module: nn.Module) -> Iterator[Undo]:
         own.update(before)
 
     yield put_back
-    for value in (*buffers.values(), *before.values()):
-        yield from _content(value)
-
-
-def _content(value: Any) -> Iterator[Undo]:
-    """Of what can be changed in place."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta:
-        held, copy = value.detach(), value.detach().clone()
-        yield lambda: held.data.copy_(copy)  # `data`: not counted as a change, which it is not
-    elif type(value) in _CONTAINERS:
-        copy = value.copy()
-        yield lambda: _refill(value, copy)
-    elif isinstance(value, torch.Generator):
-        state = value.get_state()
-        yield lambda: value.set_state(state)
-    elif isinstance(value, random.Random):
-        drawn = value.getstate()
-        yield lambda: value.setstate(drawn)
-    elif isinstance(value, np.random.Generator):
-        bits = value.bit_generator.state
-        yield lambda: setattr(value.bit_generator, "state", bits)
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if hasattr(container, "extend") else container.update)(content)
+    yield from contents((*frozen.values(), *buffers.values(), *before.values()), known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from models import make_data
@@ -9,7 +11,8 @@ from torch import nn
 
 import halfmesh
 from halfmesh.engine.health.diagnosis import Diagnosis
-from halfmesh.engine.health.last_batch import CHANGED, NO_LOSS
+from halfmesh.engine.health.last_batch import CHANGED, NO_LOSS, UNKNOWN
+from halfmesh.parallel.pipeline.boundary import tensors_of
 
 RAISE = {"on_nonfinite": "raise"}
 TORCH = {"fp16": {"mode": "torch", "init_scale": 16.0}, **RAISE}
@@ -465,3 +468,91 @@ def test_closing_forgets_the_batch():
     assert engine._seen.output is None  # the batch is kept, what was made of it is not
     engine.close()
     assert engine._seen.call is None
+
+
+class Several(nn.Module):
+    """Returns what `form` says."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(8, 4), form
+
+    def forward(self, x):
+        logits = self.layer(x)
+        return {"tensor": logits, "tuple": (logits.sum(), logits), "loss": logits.sum()}[self.form]
+
+
+LOOPS = {
+    "criterion": ("tensor", lambda engine, output, y: engine.criterion(output, y)),
+    "changed": ("tensor", lambda engine, output, y: 2 * engine.criterion(output, y)),
+    "view": ("tensor", lambda engine, output, y: engine.criterion(output.view(2, -1)[:, :4], y[:2])),
+    "item": ("tuple", lambda engine, output, y: engine.criterion(output[1], target=y)),
+    "own item": ("tuple", lambda engine, output, y: output[0]),
+    "own": ("loss", lambda engine, output, y: output),
+    "computed": ("tensor", lambda engine, output, y: engine.criterion(output * 2, y)),
+    "by hand": ("tensor", lambda engine, output, y: output.sum()),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_evaluation_frees_the_graph_and_a_report_is_the_same(name, retain_graph):
+    form, loss = LOOPS[name]
+    model = Several(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    criterion = nn.functional.cross_entropy
+    engine = halfmesh.initialize(model, optimizer, criterion, config={"bf16": {"mode": "torch"}}, device="cpu")
+    x, y = make_data(4)
+    root = torch.ones(8, requires_grad=True)
+    output = engine(x * root)
+    value = loss(engine, output, y)
+    engine.backward(value, retain_graph=retain_graph)
+    engine.step()
+    made = [weakref.ref(t) for t in [value, *(output if form == "tuple" else [output])]]
+    report = engine.precision_report()
+    del output, value
+    with torch.inference_mode():
+        engine.eval()
+    engine.eval()
+    assert [ref() for ref in made if ref() is not None] == []
+    kept = tensors_of([engine._seen.call, engine._seen.criterion])
+    assert [tensor for tensor in kept if tensor.grad_fn is not None] == []
+    engine.train()
+    assert engine.precision_report() == report
+
+
+@pytest.mark.parametrize("end", ["eval", "close"])
+def test_a_forward_alone_is_freed(end):
+    model = Several("tensor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, config={}, device="cpu")
+    x, y = make_data(4)
+    saved = []
+
+    def pack(tensor):
+        held = Held(tensor.detach())  # an output that holds its own graph is never freed
+        saved.append(weakref.ref(held))
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        engine.criterion(engine(x)[:, :2], y % 2)
+    assert None not in [ref() for ref in saved]
+    getattr(engine, end)()
+    assert [ref() for ref in saved] == [None] * len(saved)
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_evaluation_between_the_criterion_and_backward():
+    def loss(engine, output):
+        value = engine.criterion(output, torch.zeros(4, dtype=torch.long))
+        engine.eval()
+        engine.train()
+        return value
+
+    error = fail(net(Times(float("inf"))), RAISE, loss=loss)
+    assert error.diagnosis.fault.name == "1.inner.0"
+    assert error.diagnosis.notes == (UNKNOWN,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import defaultdict, deque
 
 import numpy as np
 import pytest
@@ -46,7 +48,7 @@ def train(engine, looks):
                 "input" if looks else None
             )
             if looks and count in REPORTED:
-                engine.precision_report()
+                assert engine.precision_report().notes == ()
             if count == SPOILT and engine.model.norm.running_mean is not None:
                 engine.model.norm.reset_running_stats()
             seen.append((loss.item() if count != SPOILT else 0.0, engine.loss_scale, engine.skipped_steps))
@@ -153,6 +155,113 @@ def test_what_a_model_keeps_is_as_it_was():
     assert torch.equal(extra.grad, grad)
     assert torch.equal(given, x + 1)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Writes(nn.Module):
+    """Keeps what its own forward changes in parameters that are not trained, and in containers within others."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.codes, self.rebound, self.free = (nn.Parameter(torch.ones(4), requires_grad=False) for _ in range(3))
+        self.another = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.several = nn.ParameterList([nn.Parameter(torch.zeros(2), requires_grad=False)])
+        self.history, self.counts, self.pair = {"a": []}, [[0]], ([], {})
+        self.tensors, self.by_name, self.array = [torch.zeros(4)], {"a": {"b": torch.zeros(2)}}, np.zeros(2)
+        self.seen, self.queue, self.drawn = defaultdict(list), [deque([1, 2], maxlen=2)], [random.Random(1)]
+        self.itself = [0]
+        self.itself.append(self.itself)
+        self.register_buffer("wide", torch.zeros(1, 4).expand(3, 4))
+
+    def forward(self, x):
+        output = self.inner(x)
+        with torch.no_grad():
+            self.codes.mul_(0.5).add_(output.float().mean(0))
+            self.free.data.add_(1)
+            self.rebound.data = self.rebound.data * 0.5
+            self.several[0].add_(1)
+            self.another = nn.Parameter(self.another + 1, requires_grad=False)
+            self.tensors[0] += 1
+            self.by_name["a"]["b"] += 1
+            self.array += 1
+            self.wide[:1] += 1
+        self.history["a"].append(1)
+        self.counts[0][0] += 1
+        self.pair[0].append(1)
+        self.pair[1][len(self.pair[1])] = 1
+        self.seen["x"].append(1)
+        self.queue[0].append(self.counts[0][0])
+        self.drawn[0].random()
+        self.itself[0] += 1
+        return output * self.codes
+
+    def state(self):
+        frozen = [self.codes, self.rebound, self.free, self.several[0], self.another]
+        tensors = [p.detach() for p in frozen] + [self.tensors[0], self.by_name["a"]["b"], self.wide]
+        numbers = [t.tolist() for t in tensors], [p.data_ptr() for p in frozen], self.array.tolist(), self.itself[0]
+        kept = self.history, self.counts, self.pair, self.seen, self.queue, self.drawn[0].getstate()
+        return copy.deepcopy((numbers, kept))
+
+
+@pytest.mark.parametrize("config", [{}, {"fp16": {"mode": "naive"}}, {"fp16": {"mode": "torch"}}], ids=str)
+@pytest.mark.parametrize("owner", ["model", "criterion"])
+def test_what_a_forward_writes_is_as_it_was(config, owner):
+    writes, other = Writes(), nn.Linear(8, 8)
+    model = writes if owner == "model" else other
+    trained = [p for p in model.parameters() if p.requires_grad]
+    criterion = nn.MSELoss() if owner == "model" else Through(writes)
+    engine = halfmesh.initialize(model, torch.optim.SGD(trained, lr=0.1), criterion, config=config, device="cpu")
+    x, _ = make_data(4)
+    engine.backward(engine.criterion(engine(x), torch.zeros(4, 4)))
+    engine.step()
+    before = writes.state()
+    assert engine.precision_report().notes == ()
+    assert writes.state() == before
+    assert before[0][3] == before[1][1][0][0] == 1
+
+
+class Through(nn.Module):
+    """A criterion that is a model itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, output, target):
+        return nn.functional.mse_loss(self.inner(output.float()), target)
+
+
+class Clamped(nn.Linear):
+    """Changes its trained weights in its forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_trained_weights_that_a_forward_writes_are_told():
+    engine = make_engine("one", "none", model=nn.Sequential(nn.Linear(8, 8), Clamped(8, 4)))
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    (note,) = engine.precision_report().notes
+    assert "changes trained parameters by itself (1.weight)" in note
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"mode": "naive"}}, {"fp16": {"mode": "torch"}}], ids=str)
+def test_weights_that_are_computed_are_not_computed_for_their_sizes(config):
+    """Spectral norm changes its buffers whenever the weight is read."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device="cpu")
+    engine.backward(engine.criterion(engine(torch.randn(4, 8)), torch.zeros(4, 4)))
+    engine.step()
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    report = engine.precision_report()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+    sizes = [layer.odd_sizes for layer in report.layers]
+    assert not config or ("out_features=4",) in sizes
 
 
 class Weighs(nn.Module):
