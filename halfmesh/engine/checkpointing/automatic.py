@@ -31,8 +31,8 @@ class Automatic:
 
     A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that
     is not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
-    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. A loop that asks
-    for its next batch between backward and step passes it at the forward for that batch.
+    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. A loop that
+    asks for its next batch between backward and step passes it at the forward for that batch.
 
     In evaluation there is none: the loop is not through with the step then. All ranks pass the same boundaries, so what
     depends on their numbers alone is done by all ranks.
@@ -87,7 +87,7 @@ class Automatic:
         """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere.
 
         Args:
-            failed: there is one. Else it is looked for: one that is handled now, and was not when the loop went on last.
+            failed: there is one. Else it is looked for: one that is handled now, but was not when the loop went on.
         """
         try:
             error = sys.exception()
