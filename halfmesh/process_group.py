@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from .positions import Whereabouts
 
 PARTING_S = 0.1
 """What threads that wait for nothing but Python and a core need at most."""
+_numbers = itertools.count()
+"""Of the groups that this process has made in a store that outlives them; all ranks count alike."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,14 @@ def let_threads_finish() -> None:
 def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
     if address is None:
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        # torchrun --max-restarts keeps the store, in which the addresses of ranks that are gone would be taken for
-        # those of their successors. Agents of several machines count restarts differently.
-        if _agent_hosts_store() and os.environ.get("GROUP_WORLD_SIZE") == "1":
-            return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        return store
+        if not _agent_hosts_store():
+            return store
+        # torchrun keeps the store, in which addresses of a group that is gone would be taken for those of the next one:
+        # one that this process has closed, or that of ranks that --max-restarts has started again. Agents of several
+        # machines count restarts differently.
+        alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "any"
+        return dist.PrefixStore(f"restart_{restarts}/group_{next(_numbers)}", store)
     host = address.host.strip("[]")  # an IPv6 address as in a URL
     return dist.TCPStore(host, address.port, place.world_size, is_master=place.rank == 0, timeout=timeout)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -168,7 +170,8 @@ def test_ranks_that_torchrun_has_started_again_find_nothing_of_those_before(monk
     }.items():
         monkeypatch.setenv(name, value)
 
-    def store(restarts: str, machines: str) -> dist.Store:
+    def store(restarts: str, machines: str, groups_before: int = 0) -> dist.Store:
+        monkeypatch.setattr(process_group, "_numbers", itertools.count(groups_before))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
         return process_group._make_store(Place(1, 2, 1), None, timedelta(seconds=10))
@@ -177,8 +180,38 @@ def test_ranks_that_torchrun_has_started_again_find_nothing_of_those_before(monk
     first.set("address", "of rank 0")
     assert store("0", "1").check(["address"])
     assert not store("1", "1").check(["address"])
+    assert not store("0", "1", groups_before=1).check(["address"])
     store("0", "2").set("address", "of rank 0")
     assert store("1", "2").check(["address"])
+    assert not store("1", "2", groups_before=1).check(["address"])
+
+
+ONE_AFTER_THE_OTHER = """
+import torch
+import halfmesh
+
+for number in range(4):
+    model = torch.nn.Linear(4, 4)
+    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config={}, device="cpu")
+    for _ in range(2):
+        engine.backward(engine(torch.full((2, 4), float(engine.context.rank))).sum())
+        engine.step()
+    same = engine.context.everyone(model.bias.tolist())
+    assert same[0] == same[1]
+    engine.close()
+    assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.mark.distributed
+def test_engines_one_after_the_other_under_torchrun(tmp_path: Path) -> None:
+    """Each makes a process group, in the store that torchrun keeps."""
+    script = tmp_path / "train.py"
+    script.write_text(ONE_AFTER_THE_OTHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # ---- devices

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from ..errors import did_you_mean
+from ..errors import did_you_mean, show
 from ..options import Names, Options, PositiveInt
 
 _REFUSED = {
@@ -33,10 +34,22 @@ def _refuse_signals(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _as_text(value: Any) -> Any:
+    try:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    except Exception:  # of the value's own class
+        return value
+    return path if isinstance(path, str) else value  # one of bytes is refused as such
+
+
+Folder = Annotated[str, BeforeValidator(_as_text)]
+"""A string, or any path, which becomes one."""
+
+
 class AutomaticConfig(Options):
     """`checkpoint`. The shorthand is the directory."""
 
-    directory: Annotated[str, Field(min_length=1)]
+    directory: Annotated[Folder, Field(min_length=1)]
     """A folder that all ranks share; it is made if it is not there."""
     every: PositiveInt | None = None
     """Optimizer steps between two saves; None: only when the run is told to end."""
@@ -52,7 +65,8 @@ def expand_automatic(value: Any) -> Any:
     """The shorthand form as the long one."""
     if value is None or isinstance(value, (Mapping, AutomaticConfig)):
         return dict(value) if isinstance(value, Mapping) else value
+    value = _as_text(value)
     if isinstance(value, str) and value:
         return {"directory": value}
     recomputes = "; to compute activations again in backward, set activation_checkpoint" if value is True else ""
-    raise ValueError(f"{value!r} is not a folder; write 'checkpoints' or dict(directory='checkpoints'){recomputes}")
+    raise ValueError(f"{show(value)} is not a folder; write 'checkpoints' or dict(directory='checkpoints'){recomputes}")

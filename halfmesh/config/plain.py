@@ -81,9 +81,17 @@ def _plain(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """`value` with its containers copied, all the way down; what they hold is shared."""
+    """`value` with its containers copied, all the way down; what they hold is shared.
+
+    Containers of classes of their own are copied deeply, or where that fails without what they hold, say a lock.
+    """
     if type(value) in (list, tuple, set):
         return type(value)(copied(item) for item in value)
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
-    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+    if not isinstance(value, (list, dict, set)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        return copy.copy(value)

@@ -18,7 +18,7 @@ from ..options import Names, Options, PositiveFloat, PositiveInt
 from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..registry import Registry
 from .activations import CheckpointConfig, expand_checkpoint
-from .automatic import AutomaticConfig, expand_automatic
+from .automatic import AutomaticConfig, Folder, expand_automatic
 
 DType = Literal["float32", "float16", "bfloat16"]
 M = TypeVar("M", bound=Options)
@@ -284,6 +284,6 @@ class Settings(Options):
     checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
     debug: Literal["sync"] | None = None
     """"sync": compare after each step what the ranks have in common."""
-    resume: str | None = None
+    resume: Folder | None = None
     """"auto": from the newest checkpoint of `checkpoint.directory`, if there is one; else the folder to load."""
     track_grad_norm: bool = False

@@ -62,6 +62,11 @@ class EngineDataLoader:
         """Whether it is being iterated."""
         return self._course.runs
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no backward has run since a batch was handed out last."""
+        return self._course.handed > self._course.trained
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch `epoch` (its number decides the order of the samples when there are several
         data ranks). Without a call, epochs count up by themselves."""

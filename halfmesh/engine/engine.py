@@ -297,7 +297,7 @@ class Engine(Health):
         if kind is None:
             self.close()
         else:
-            self._end_automatic_saves()
+            self._end_automatic_saves(failed=True)
             self._give_back(whole=False)
 
     def __iter__(self) -> NoReturn:

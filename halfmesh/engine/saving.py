@@ -198,12 +198,12 @@ class Saving(Readings):
         if self._cycle.reducer is not None:
             self._cycle.reducer.note_buffers()
 
-    def _end_automatic_saves(self) -> None:
+    def _end_automatic_saves(self, failed: bool = False) -> None:
         automatic, self._automatic = self._automatic, None
         if automatic is not None:
             if self._dataloader is not None:
                 self._dataloader.before_fetch = None
-            automatic.close()
+            automatic.close(failed)
 
     @property
     def _run(self) -> Run:

@@ -62,8 +62,10 @@ class RudeText(str):
 class Many(dict):
     """A dict that cannot be copied."""
 
-    def __deepcopy__(self, memo):
+    def __copy__(self, memo=None):
         raise RuntimeError("no")
+
+    __deepcopy__ = __copy__
 
 
 class Colour(enum.Enum):

@@ -1,13 +1,17 @@
 """The schema: defaults, forms, strictness, and one message per mistake."""
 
+import collections
 import copy
 import datetime
 import enum
 import math
+import pathlib
 import pickle
 import re
+import threading
 
 import pytest
+import torch
 
 from halfmesh.amp.naive_amp import NaiveOptions
 from halfmesh.amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin
@@ -336,6 +340,51 @@ EVERYTHING = {
     "TEXT": "caf\xe9 # \x85: \n",
     "RATE": 1e-3,
 }
+
+
+def generate():
+    yield 1
+
+
+@pytest.mark.parametrize("held", [threading.Lock(), math, generate(), torch.zeros(2, requires_grad=True) * 2])
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_constants_that_cannot_be_copied_deeply(kind, held):
+    given = kind(a=held)
+    config = load_config({"HELD": given, "seed": 3})
+    assert type(config.HELD) is kind
+    assert config.HELD["a"] is config.user["HELD"]["a"] is held
+    given["b"] = 1
+    assert set(config.HELD) == {"a"}
+
+
+def test_constants_of_their_own_classes_are_copied_deeply():
+    config = load_config({"SIZES": collections.OrderedDict(a=[1])})
+    config.SIZES["a"].append(2)
+    assert config.SIZES == {"a": [1]}
+
+
+def test_folders_may_be_paths():
+    for form in (pathlib.Path("runs"), {"directory": pathlib.PurePosixPath("runs"), "every": 3}):
+        config = load_config({"checkpoint": form, "resume": pathlib.Path("runs") / "old"})
+        assert (type(config.checkpoint.directory), config.checkpoint.directory) == (str, "runs")
+        assert (type(config.resume), config.resume) == (str, "runs/old")
+        assert load_config(config.to_dict()) == config
+        assert "old" in config.to_yaml()
+    for odd in (BadPath(b"runs"), BadPath(None)):
+        with pytest.raises(ConfigError, match="resume"):
+            load_config({"resume": odd})
+        with pytest.raises(ConfigError, match="is not a folder; write"):
+            load_config({"checkpoint": odd})
+
+
+class BadPath:
+    """One of bytes, or of nothing."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __fspath__(self):
+        return self.path.strip()
 
 
 def test_user_constants():

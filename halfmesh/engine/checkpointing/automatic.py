@@ -16,7 +16,7 @@ from ...log import get_logger
 from ...parallel.context import ParallelContext
 from ...signals import StopSignals
 from . import finding
-from .preemption import Preemption
+from .preemption import Preemption, say_where
 from .together import on_first
 from .workers import shelter_workers
 
@@ -31,7 +31,8 @@ class Automatic:
 
     A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that
     is not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
-    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one.
+    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. A loop that
+    asks for its next batch between backward and step passes it at the forward for that batch.
 
     In evaluation there is none: the loop is not through with the step then. All ranks pass the same boundaries, so what
     depends on their numbers alone is done by all ranks.
@@ -41,8 +42,9 @@ class Automatic:
         self._engine = engine
         self._options = options
         self._directory = folder_of(options)
-        self._step = engine.global_step
+        self._step = self._tried = engine.global_step
         self._ended = False
+        self._handled = sys.exception()
         self._signals = StopSignals(options.signals)
         self._preemption = Preemption(engine.context, self._signals.came)
         for loader in (engine._dataloader, engine._eval_dataloader):
@@ -64,27 +66,34 @@ class Automatic:
 
     def forget(self) -> None:
         """What comes next is not a boundary: the state was loaded."""
-        self._step = self._engine.global_step
+        self._step = self._tried = self._engine.global_step
 
     def before_fetch(self) -> None:
         """The loop asks for a batch."""
+        self._handled = sys.exception()
         if torch.is_grad_enabled():
             self._pass_boundary()
 
     def before_forward(self) -> None:
         """The loop calls the engine."""
         engine = self._engine
+        self._handled = sys.exception()
         if engine.model.training and torch.is_grad_enabled():
             loader = engine._dataloader
-            if loader is None or not loader.runs:
+            if loader is None or not loader.runs or loader.is_untouched:
                 self._pass_boundary()
 
-    def close(self) -> None:
-        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere."""
+    def close(self, failed: bool = False) -> None:
+        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere.
+
+        Args:
+            failed: there is one. Else it is looked for: one that is handled now, but was not when the loop went on.
+        """
         try:
-            if sys.exception() is None:
-                self._pass_boundary(closes=True)
-                if self._signals.came and not self._ended:
+            error = sys.exception()
+            if not failed and not self._ended and (error is None or error is self._handled):
+                self._end_together()
+                if self._signals.came:
                     _log.info("told to end, but training is over: the program goes on to its end", ranks=None)
         finally:
             self.stop()
@@ -93,34 +102,51 @@ class Automatic:
         """Nothing more is saved. Signals are as they were, unless the process is about to end because of one: then
         another one changes nothing."""
         self._preemption.stop()
+        self._handled = None
         if not self._ended:
             self._signals.remove()
 
-    def _pass_boundary(self, closes: bool = False) -> None:
+    def _pass_boundary(self) -> None:
         engine, before = self._engine, self._step
         step = engine.global_step
         if step == before or engine._cycle.holds_gradients:
             return
         self._step = step
-        every = self._options.every
         if self._preemption.is_due(step - before):
-            self._end(closes)
-        elif every is not None and step // every > before // every:
+            place = self._save_last(self._preemption.reason, f", and ends with status {Preempted().code}")
+            self._ended = True
+            raise Preempted(place)
+        self._save_if_due(before)
+
+    def _end_together(self) -> None:
+        """All ranks close: what came to any of them, and was not agreed on in time, counts as well."""
+        engine, before = self._engine, self._step
+        told = engine.context.everyone((list(self._signals.came), engine._cycle.holds_gradients))
+        reason = say_where([came for came, _ in told])
+        if any(holds for _, holds in told):
+            if reason:
+                _log.warning("told to end (%s), but not saved: gradients are left that no step has used", reason)
+        elif reason and engine.global_step != self._tried:
+            self._save_last(reason)
+        else:
+            self._save_if_due(before)
+
+    def _save_if_due(self, before: int) -> None:
+        """With `every`: the last save was decided on after step `before`."""
+        engine, every = self._engine, self._options.every
+        if every is not None and engine.global_step // every > before // every:
+            self._tried = engine.global_step
             engine.save(self._directory, keep=self._options.keep, in_background=self._options.in_background)
 
-    def _end(self, closes: bool) -> None:
+    def _save_last(self, reason: str, then: str = "") -> Path:
         engine = self._engine
+        self._tried = engine.global_step
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             engine.wait_for_save()
         place = engine.save(self._directory, keep=self._options.keep)
-        reason = self._preemption.reason
         self._preemption.stop()
-        if closes:
-            _log.info("told to end (%s): saved to %s", reason, place)
-            return
-        _log.info("told to end (%s): saved to %s, and ends with status %d", reason, place, Preempted().code)
-        self._ended = True
-        raise Preempted(place)
+        _log.info("told to end (%s): saved to %s%s", reason, place, then)
+        return place
 
 
 def folder_of(options: AutomaticConfig) -> Path:

@@ -51,7 +51,7 @@ class Preemption:
     @property
     def reason(self) -> str:
         """What came, and where."""
-        return self._agreement.reason if self._agreement is not None else ", ".join(dict.fromkeys(self._came))
+        return self._agreement.reason if self._agreement is not None else say_where([self._came])
 
     def is_due(self, steps: int) -> bool:
         """So many steps are complete since the last call; whether to save and end now."""
@@ -162,12 +162,7 @@ class Agreement:
         told = [json.loads(self._store.get(key)) for key in counts]
         if None in told:
             return None, ""
-        where: dict[str, list[int]] = {}
-        for rank, (_, came) in enumerate(told):
-            for name in dict.fromkeys(came):
-                where.setdefault(name, []).append(rank)
-        reason = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in where.items())
-        return max(count for count, _ in told), reason
+        return max(count for count, _ in told), say_where([came for _, came in told])
 
     def _await(self, keys: Sequence[str], limit_s: float) -> bool:
         """Whether all `keys` have come, within the time."""
@@ -179,3 +174,14 @@ class Agreement:
 
     def _keys(self, name: str) -> list[str]:
         return [f"{name}/{rank}" for rank in range(self._size)]
+
+
+def say_where(came: Sequence[Sequence[str]]) -> str:
+    """What came, and to which ranks; `came` is what came to each."""
+    where: dict[str, list[int]] = {}
+    for rank, names in enumerate(came):
+        for name in dict.fromkeys(names):
+            where.setdefault(name, []).append(rank)
+    if len(came) == 1:
+        return ", ".join(where)
+    return "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in where.items())

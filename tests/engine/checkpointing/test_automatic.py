@@ -331,6 +331,38 @@ def test_every_where_boundaries_do_not_meet_it(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000016", "step-00000020"]
 
 
+def ahead(engine, when=NOWHERE):
+    """Each batch is asked for between backward and step of the one before."""
+    seen = {}
+    for _ in range(engine.dataloader.next_epoch, EPOCHS):
+        batches = iter(engine.dataloader)
+        batch = next(batches, None)
+        while batch is not None:
+            engine.zero_grad()
+            loss = engine.criterion(engine(batch[0]), batch[1])
+            engine.backward(loss)
+            batch = next(batches, None)
+            engine.step(last=batch is None)
+            when(engine)
+            seen[engine.global_step] = loss.item()
+    return seen
+
+
+@pytest.mark.parametrize("step", [1, 5, 11, 12, 13])
+def test_a_loop_that_asks_for_its_next_batch_before_it_steps(step, tmp_path):
+    whole = made(None)
+    expected = ahead(whole)
+    first = made(tmp_path)
+    with pytest.raises(Preempted):
+        ahead(first, at(step))
+    assert os.listdir(tmp_path) == [f"step-{step:08d}"]
+    second = made(tmp_path, seed=2)
+    found = ahead(second)
+    assert found == {key: value for key, value in expected.items() if key > step}
+    assert same(weights(second), weights(whole))
+    second.close()
+
+
 def test_an_epoch_that_is_left_is_over(tmp_path):
     """The next one begins by the time it is saved, as it would have."""
 
@@ -399,6 +431,93 @@ def test_a_run_that_is_over_ends_as_ever(saved, tmp_path, caplog):
     assert (f"told to end (SIGTERM): saved to {tmp_path / 'step-00000001'}" in caplog.text) == saved
     assert "told to end, but training is over: the program goes on to its end" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def train(engine, steps=1):
+    x, y = make_data(4)
+    for _ in range(steps):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+
+
+def test_told_to_end_after_the_last_boundary(tmp_path, caplog):
+    """In the evaluation after the last epoch, say: it is saved by close."""
+    engine = made(tmp_path)
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    engine.preempt()
+    with caplog.at_level("INFO", "halfmesh"):
+        engine.close()
+    assert os.listdir(tmp_path) == ["step-00000012"]
+    assert f"told to end (engine.preempt()): saved to {tmp_path / 'step-00000012'}" in caplog.text
+
+
+def test_what_is_saved_is_not_saved_again(tmp_path, monkeypatch):
+    engine = made(tmp_path, every=12)
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    engine.wait_for_save()
+    engine.preempt()
+    monkeypatch.setattr(engine, "save", None)
+    engine.close()
+    assert os.listdir(tmp_path) == ["step-00000012"]
+
+
+def test_gradients_that_are_left_are_said(tmp_path, caplog):
+    engine = made(tmp_path)
+    train(engine)
+    x, y = make_data(4)
+    engine.backward(engine.criterion(engine(x), y))
+    engine.preempt()
+    engine.close()
+    assert os.listdir(tmp_path) == []
+    assert "told to end (engine.preempt()), but not saved: gradients are left that no step has used" in caplog.text
+
+
+def test_an_error_that_was_handled_before_is_none_of_the_runs(tmp_path):
+    """The program is a handler's: of a missing file, or of a first try that had no room."""
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        engine = made(tmp_path / "made within", every=1)
+        train(engine)
+        engine.close()
+    engine = made(tmp_path / "goes on within", every=1)
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        train(engine)
+        engine.close()
+    for name in ("made within", "goes on within"):
+        assert os.listdir(tmp_path / name) == ["step-00000001"]
+
+
+def test_an_error_that_is_raised_again(tmp_path):
+    """It was handled when the engine was made, and ends its block."""
+
+    def again():
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            with made(tmp_path, every=1) as engine:
+                train(engine)
+                raise error
+
+    with pytest.raises(ZeroDivisionError):
+        again()
+    assert os.listdir(tmp_path) == []
+
+
+def test_closed_by_the_handler_of_the_loops_error(tmp_path):
+    engine = made(tmp_path, every=1)
+    try:
+        train(engine)
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        engine.close()
+    assert os.listdir(tmp_path) == []
 
 
 def fail(engine, way):

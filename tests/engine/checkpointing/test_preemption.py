@@ -284,9 +284,20 @@ def own_loader(rank, world_size, folder):
     return ended.value.folder.name == f"step-{engine.global_step:08d}"
 
 
+def after_the_last_boundary(rank, world_size, folder):
+    """One rank is told in an evaluation that comes last: all save when they close."""
+    engine = made("dp2", "none", folder, 1)
+    loop(engine)
+    engine.global_step += 1  # 36 is saved already, as `every` says
+    if rank == 1:
+        engine.preempt()
+    engine.close()
+    return sorted(os.listdir(folder))[-1] == "step-00000037"
+
+
 def other_cases(rank, world_size, folder):
     found = {}
-    for case in (during_a_save, own_loader):
+    for case in (during_a_save, own_loader, after_the_last_boundary):
         found[case.__name__] = case(rank, world_size, f"{folder}/{case.__name__}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Closed without an end, threads are gone, and two engines do not hear each other.
@@ -301,7 +312,8 @@ def other_cases(rank, world_size, folder):
 
 @pytest.mark.distributed
 def test_other_cases_on_two_ranks(tmp_path):
-    expected = {"during_a_save": True, "own_loader": True, "another engine": True, "threads": True}
+    cases = ("during_a_save", "own_loader", "after_the_last_boundary")
+    expected = dict.fromkeys(cases, True) | {"another engine": True, "threads": True}
     assert run_ranks(other_cases, 2, str(tmp_path), timeout=100) == [expected] * 2
 
 
