@@ -112,7 +112,8 @@ def train(
             if len(seen) == save_at:
                 engine.save(folder, **how)
             if len(seen) == batches:
-                engine.wait_for_save()
+                if save_at is not None:
+                    engine.wait_for_save()
                 return seen
 
 

@@ -57,7 +57,7 @@ def test_an_update_keeps_to_the_devices(no_memory, recipe, optimizer, norm_type,
                 shard.param.grad = torch.ones_like(shard.param)
         seed = update.losses.seed(torch.ones((), device=GPU), 0, 2.0)
         assert seed.device == GPU
-        assert update._measure(update._gradients()).norm.device == HOST
+        assert update._measure(update.gradients()).norm.device == HOST
         assert {number.device for number in update._scale(divisor) if number is not None} <= {HOST}
         update.step(divisor)
         update.zero_grad()
