@@ -25,7 +25,7 @@ MANY = 3000 if os.environ.get("FUZZ") == "full" else 60
 LONGEST = 250_000  # characters of a message
 
 fuzz = settings(
-    max_examples=MANY, deadline=10_000, suppress_health_check=list(HealthCheck), derandomize=MANY < 1000, database=None
+    max_examples=MANY, deadline=60_000, suppress_health_check=list(HealthCheck), derandomize=MANY < 1000, database=None
 )
 
 
