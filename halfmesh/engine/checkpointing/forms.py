@@ -28,7 +28,7 @@ def _count(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**128
+    return (type(value) is float and abs(value) < 2.0**128) or (type(value) is int and abs(value) < 2**63)
 
 
 def _text(value: Any) -> bool:

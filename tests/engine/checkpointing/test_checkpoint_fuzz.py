@@ -156,6 +156,20 @@ def test_anything_in_the_manifest(trial, signed):
         assert not trial.load(damage, sign=False) or signed, what
 
 
+def test_more_ranks_than_files(trial):
+    """Nothing is counted up to such a number."""
+    for ranks in (2, 10**30):
+        layout = {"pipeline": ranks, "data": 1, "tensor": 1}
+        assert not trial.load(lambda place, layout=layout: change_manifest(place, layout=layout), sign=False)
+
+
+def test_numbers_that_no_tensor_holds(trial):
+    content = torch.load(trial.saved / "common.pt", weights_only=True)
+    for name in ("scale", "max_scale", "growth_tracker"):
+        changed = {**content, "scalers": [content["scalers"][0] | {name: 10**30}]}
+        assert not trial.load(lambda place, changed=changed: torch.save(changed, place / "common.pt")), name
+
+
 def test_names_of_files(trial, tmp_path):
     outside = tmp_path / "outside"
     shutil.copy(trial.saved / "common.pt", outside)
