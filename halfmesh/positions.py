@@ -3,6 +3,7 @@ for another rank there. Looked up only when somebody asks; a step pays nothing f
 
 from __future__ import annotations
 
+import inspect
 import json
 import linecache
 import os
@@ -31,7 +32,7 @@ _LONGEST = 100
 _COMMUNICATES = re.compile(r"\bdist\.|\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|gather_objects")
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep
 _INSTALLED = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 _IN_ENGINE = tuple(os.path.join(_OURS, "engine", name) for name in ("engine.py", "saving.py"))
 _LOADER = os.path.join(_OURS, "engine", "dataloader.py")
