@@ -262,7 +262,7 @@ def during_a_save(rank, world_size, folder):
         with pytest.raises(Preempted) as ended:
             loop(engine, send)
         engine.close()
-    # How many steps pass until ranks have agreed is the machine's affair; all that is there is whole, and the last is it.
+    # How many steps pass until ranks have agreed is the machine's affair; what is there is whole, and ends with it.
     names = sorted(os.listdir(folder))
     *before, last = names
     due = [f"step-{step:08d}" for step in range(4, engine.global_step + 1, 4)]
