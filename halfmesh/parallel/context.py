@@ -49,7 +49,8 @@ class ParallelContext:
     needs no process group. Implements `halfmesh.shard.Ranks` over all of its ranks.
 
     Args:
-        pp, tp: sizes of the pipeline and tensor axes; data parallelism takes the ranks that are left.
+        pp: size of the pipeline axis.
+        tp: size of the tensor axis; data parallelism takes the ranks that are left.
         device: this rank's device.
         group: the process group that was made for this context, if one was; `close` closes it.
         timeout: seconds that a collective within an axis may take.
