@@ -181,7 +181,10 @@ class Engine(Health):
             self._background.before_step()
         cycle = self._cycle
         if not cycle.fresh and not (last and cycle.begun):
-            raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
+            raise InputError(
+                "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
+                "(loss.backward() does not count)"
+            )
         closes = last or cycle.is_last(self._at_end)
         cycle.count()
         if not closes:
@@ -224,7 +227,9 @@ class Engine(Health):
             InputError: inside an accumulation cycle, or before backward.
         """
         if not self._cycle.fresh:
-            raise InputError("engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients")
+            raise InputError(
+                "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
+            )
         if not self._cycle.is_last(self._at_end):
             raise InputError(
                 f"engine.clip_grad_norm_ was called on microbatch {self._cycle.position}, where gradients are "

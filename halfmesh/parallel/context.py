@@ -65,7 +65,10 @@ class ParallelContext:
         self.pp_size, self.tp_size = pp, tp
         self.dp_size = self.size // (pp * tp)
         if self.pp_size * self.dp_size * self.tp_size != self.size:
-            raise InputError(f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks")
+            raise InputError(
+                f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks; take other sizes, or start "
+                f"{pp * tp} ranks or a multiple of it"
+            )
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._axis_groups: dict[str, Any] = {}
