@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -96,7 +97,8 @@ def _entries(attributes: str) -> Iterator[tuple[str, str, str]]:
 def _section(subject: str, messages: Iterable[Message]) -> Iterator[str]:
     by_module: dict[str, list[Message]] = {}
     for message in messages:
-        if message.kind or len(message.text.split()) >= LEAST_LINE_WORDS:
+        is_long = len(message.text.split()) >= LEAST_LINE_WORDS or re.match(r"\w+: ", message.text)
+        if message.kind or is_long:
             by_module.setdefault(message.module, []).append(message)
     if not by_module:
         return

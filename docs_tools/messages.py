@@ -56,7 +56,7 @@ class _Module:
             kind = self._kind(node)
             if kind is None or (self.is_output and not kind):
                 continue
-            text = " ".join(wording.render(node).split())
+            text = self._key(node) + " ".join(wording.render(node).split())
             if _count_words(text) >= LEAST_WORDS and not _is_foreign(text):
                 found.append((node, Message(self.name, node.lineno, kind, text)))
         seen: set[tuple[str, str]] = set()
@@ -64,6 +64,14 @@ class _Module:
             if node not in wording.taken_in and (message.kind, message.text) not in seen:
                 seen.add((message.kind, message.text))
                 yield message
+
+    def _key(self, node: ast.AST) -> str:
+        """The key that a value of a table of messages is for."""
+        parent = self.parents[node]
+        if isinstance(parent, ast.Dict) and node in parent.values:
+            key = parent.keys[parent.values.index(node)]
+            return f"{key.value}: " if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+        return ""
 
     def _within_text(self, node: ast.AST) -> bool:
         """Whether `node` is a part of a text expression, which is taken as a whole; or no text at all."""

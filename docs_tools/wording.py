@@ -42,7 +42,7 @@ class Wording:
         """What stands at a place: text that is known, or {a name for it}."""
         if isinstance(node, (ast.Constant, ast.JoinedStr)):
             return self.render(node)
-        if isinstance(node, ast.IfExp) and _is_text(node.body) and _is_text(node.orelse):
+        if isinstance(node, ast.IfExp) and _is_text(node):
             return self._choice(node)
         if isinstance(node, ast.BinOp) and _is_text(node):
             return self.render(node)
@@ -126,7 +126,7 @@ def _is_text(node: ast.expr) -> bool:
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str)
     if isinstance(node, ast.IfExp):
-        return _is_text(node.body) and _is_text(node.orelse)
+        return _is_text(node.body) or _is_text(node.orelse)
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Add) and (_is_text(node.left) or _is_text(node.right))
     if isinstance(node, ast.Call):

@@ -43,7 +43,8 @@ class Engine(Health):
     Attributes:
         model: what this rank holds of the model, under the whole model's parameter names.
         optimizer: the user's optimizer. It steps through the engine only.
-        dataloader, eval_dataloader: the loaders given, sharded over the data ranks, their batches on the device.
+        dataloader: the loader given, sharded over the data ranks, its batches on the device.
+        eval_dataloader: the same for evaluation, without padding: no sample is there twice.
         lr_scheduler: the scheduler given; who advances it is `config.lr_interval`.
         context: the parallel layout.
         config: the config, as loaded.
