@@ -8,6 +8,7 @@
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make bench-overlap    what is sent while ranks compute, and what of the wait that hides
 #   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
+#   make docs     the documentation, into site/       make pages   write the generated pages in docs/ again
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -20,7 +21,7 @@ DEVICE ?= cpu
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak lint format clean
+.PHONY: demo test test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak docs pages lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -53,6 +54,13 @@ bench-overlap: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.md
 
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
+
+pages: $(INSTALLED)
+	$(BIN)/python -m docs_tools
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -63,7 +71,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find halfmesh examples configs tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is newer than pyproject.toml as long as nothing has to be installed.

@@ -165,7 +165,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
             InputError: before `backward`, or a `max_norm` that is not positive.
         """
         if not self._cycle.fresh:
-            raise InputError("clip_grad_norm was called before backward(loss): there are no gradients")
+            raise InputError("clip_grad_norm was called before backward(loss): there are no gradients; call it after")
         return self._update.clip_grad_norm_(max_norm)
 
     def master_params(self) -> Iterator[nn.Parameter]:

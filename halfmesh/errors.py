@@ -22,11 +22,21 @@ MOST_LINES = 100
 
 
 class HalfmeshError(Exception):
-    """Base class of every error that halfmesh raises on purpose."""
+    """Base class of every error that halfmesh raises on purpose: `except HalfmeshError` catches all of them.
+
+    (`Preempted` is none: it ends the process, as `SystemExit` does.)
+    """
 
 
 class ConfigError(HalfmeshError, ValueError):
-    """The config cannot be used. `problems` holds one line per mistake, all of them at once; the message the first."""
+    """The config cannot be read, or has keys or values that are not allowed.
+
+    What to do: change the config as each line says. `halfmesh check config.py --world-size N` tries it without running.
+
+    Attributes:
+        problems: one line per mistake, all of them at once; the message has the first 100.
+        source: the config's name.
+    """
 
     def __init__(self, problems: Sequence[str], source: str = "the config") -> None:
         self.problems = tuple(problems)
@@ -37,33 +47,59 @@ class ConfigError(HalfmeshError, ValueError):
 
 
 class IncompatibleConfigError(ConfigError):
-    """Each key is valid by itself, but the combination (or the device, or the model given) is not."""
+    """Each key is valid by itself, but the combination (or the device, or the model given) is not.
+
+    What to do: each line names what to use instead. Raised before anything is changed, on every rank.
+    """
 
 
 class InputError(HalfmeshError, ValueError):
-    """The model, optimizer, criterion, dataloader or a call on the engine does not fit."""
+    """The model, optimizer, criterion, dataloader or a call on the engine does not fit.
+
+    What to do: change the argument or the call in the program; the message says how. What `initialize` refuses is left
+    untouched.
+    """
 
 
 class RegistryError(HalfmeshError, LookupError):
-    """A name is not registered, or is registered twice."""
+    """A name is not registered, or is registered twice, or what it stands for cannot be imported.
+
+    What to do: take a registered name (the message has the nearest), or install the package that has it.
+    """
 
 
 class LaunchError(HalfmeshError, RuntimeError):
-    """The environment does not describe a process group, or the group cannot be made."""
+    """The environment does not describe a process group, or the group cannot be made.
+
+    What to do: start the program with the launcher that the message names, or put its numbers right.
+    """
 
 
 class CheckpointError(HalfmeshError, RuntimeError):
-    """A checkpoint could not be written, or what is there cannot be read."""
+    """A checkpoint could not be written, or what is there cannot be read. Raised on all ranks alike.
+
+    What to do: make room or give another folder (saving); take an older checkpoint (loading). What was saved before is
+    as it was.
+    """
 
 
 class NonFiniteError(HalfmeshError, RuntimeError):
-    """Training met inf or nan and was told, or has to, stop. `diagnosis` says where, if an engine raised it."""
+    """Training met inf or nan and was told (`on_nonfinite="raise"`), or has to (`max_consecutive_skips`), stop.
+
+    What to do: look at `diagnosis`, which names the layer and what to change.
+
+    Attributes:
+        diagnosis: where inf or nan came first, if an engine raised it.
+    """
 
     diagnosis: Diagnosis | None = None
 
 
 class SyncError(HalfmeshError, RuntimeError):
-    """The ranks do not have in common what they should (`debug="sync"`); raised on all that compared it."""
+    """The ranks do not have in common what they should (`debug="sync"`); raised on all that compared it.
+
+    What to do: look for what only some ranks do between the last two steps; the message names what differs first.
+    """
 
 
 class Preempted(SystemExit):

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch function found and made; `initialize` takes it as its config. `group` is None if none was made."""
+    """What a launch function found and made; `initialize` takes it as its config.
+
+    Attributes:
+        config: as loaded.
+        device: where this process trains.
+        rank: of this process among all, from 0.
+        world_size: the number of processes.
+        local_rank: of this process on its machine, from 0.
+        group: the process group that was made; None if none was.
+    """
 
     config: Config
     device: torch.device
@@ -185,7 +194,8 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """A parser with the options that the launch functions need; add your own to it."""
+    """A parser with the options that the launch functions need (`--config`, `--host`, `--port`, `--world-size`,
+    `--rank`, `--local-rank`, `--backend`); add your own to it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="the config file (.py, .yaml or .json)")
     parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")

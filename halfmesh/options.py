@@ -33,7 +33,7 @@ class Options(BaseModel):
 
 def _refuse_huge(value: int) -> int:
     if value >= 2**63:
-        raise ValueError(f"{value:.3g} is too large: integers have 64 bits" if value < 10**300 else "is too large")
+        raise ValueError(f"{f'{value:.3g} ' if value < 10**300 else ''}is too large: integers have 64 bits")
     return value
 
 

@@ -94,7 +94,9 @@ class Registry(Generic[T]):
 
     def _claim(self, name: str, override: bool) -> str:
         if not isinstance(name, str) or not name:
-            raise RegistryError(f"a {self.kind} is registered under a non-empty string, but {name!r} was given")
+            raise RegistryError(
+                f"a {self.kind} is registered under a non-empty string, but {name!r} was given; name it"
+            )
         key = _key(name)
         taken = self._objects.get(key, self._lazy.get(key))
         if taken is not None and not override:

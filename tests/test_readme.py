@@ -15,24 +15,23 @@ import halfmesh
 from halfmesh.amp.plugin import AMP_PLUGINS
 from halfmesh.cli import app
 from halfmesh.compat import Layout, composition_table, get_layout, render_table
-from halfmesh.config.schema import Settings
-from halfmesh.options import Options
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-SHORT_FORMS = {
-    "activation_checkpoint": "enabled",
-    "compile": "enabled",
-    "parallel.tensor": "size",
-    "parallel.pipeline": "size",
-    "parallel.data": "strategy",
-    "clip_grad_norm": "max_norm",
-}
 
 
 def find_blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def find_text(text):
+    """The blocks without a language: what is printed."""
+    return [
+        block
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        if not language
+    ]
 
 
 def find_python(text, first_line):
@@ -139,33 +138,6 @@ def test_the_mistakes(number, folder):
 
 def test_the_composition_table():
     assert f"\n{render_table()}\n" in README
-
-
-def default_of(path):
-    model, value = Settings, None
-    for part in path.split("."):
-        value = model.model_fields[part].get_default()
-        model = type(value) if isinstance(value, Options) else model
-    return getattr(value, SHORT_FORMS[path]) if path in SHORT_FORMS else value
-
-
-def test_the_table_of_keys():
-    rows = find_rows(README, "key")
-    keys = [row[0].strip("`") for row in rows]
-    assert {key.partition(".")[0] for key in keys} == set(Settings.model_fields)
-    assert {key for key in keys if key.startswith("parallel.")} == {
-        f"parallel.{name}" for name in type(Settings().parallel).model_fields
-    }
-    for key, default, _ in rows:
-        assert eval(default.strip("`")) == default_of(key.strip("`")), key
-
-
-def test_the_table_of_modes():
-    rows = find_rows(README, "mode")
-    assert {row[0].strip("`") for row in rows} == set(AMP_PLUGINS.names())
-    for mode, _, keys in rows:
-        options = AMP_PLUGINS.get(mode.strip("`")).options
-        assert eval(f"dict({keys.strip('`')})") == options().model_dump(), mode
 
 
 def test_every_layout_is_built_as_it_says():

@@ -29,7 +29,15 @@ class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
 
 @dataclass(frozen=True)
 class Composes:
-    """What a mode can be combined with. The defaults are the cautious ones: one process or plain data parallelism."""
+    """What a mode can be combined with. The defaults are the cautious ones: one process or plain data parallelism.
+
+    Attributes:
+        tensor: whether it works with tensor parallelism.
+        pipeline: whether it works with a pipeline.
+        data: names of the data strategies that it works with.
+        devices: kinds of devices, "cpu" and "cuda".
+        dtypes: names of the half precisions that it has.
+    """
 
     tensor: bool = False
     pipeline: bool = False

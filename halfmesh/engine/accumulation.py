@@ -92,10 +92,10 @@ def _scalar(loss: Any) -> torch.Tensor:
             "(reduction='mean'), or call .mean() on it"
         )
     if not loss.is_floating_point():
-        raise InputError(f"backward takes a floating-point loss, but its dtype is {loss.dtype}")
+        raise InputError(f"backward takes a floating-point loss, but its dtype is {loss.dtype}; call .float() before")
     if not loss.requires_grad:
         raise InputError(
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
-            "parameter that requires gradients was used"
+            "parameter that requires gradients was used; compute it outside of no_grad, from what engine(...) returned"
         )
     return loss

@@ -212,7 +212,9 @@ def get_dataloader(
     """A DataLoader whose order depends on `seed` alone. `initialize` shards it over the data ranks.
 
     Args:
+        dataset: the samples; any torch Dataset with a length.
         batch_size: samples per batch and data rank.
+        shuffle: another order in each epoch, the same in every run with this seed.
         seed: seeds the order and the workers (1024, as Colossal-AI).
         add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
         options: further arguments of `torch.utils.data.DataLoader`.

@@ -43,7 +43,8 @@ class Engine(Health):
     Attributes:
         model: what this rank holds of the model, under the whole model's parameter names.
         optimizer: the user's optimizer. It steps through the engine only.
-        dataloader, eval_dataloader: the loaders given, sharded over the data ranks, their batches on the device.
+        dataloader: the loader given, sharded over the data ranks, its batches on the device.
+        eval_dataloader: the same for evaluation, without padding: no sample is there twice.
         lr_scheduler: the scheduler given; who advances it is `config.lr_interval`.
         context: the parallel layout.
         config: the config, as loaded.
@@ -181,7 +182,10 @@ class Engine(Health):
             self._background.before_step()
         cycle = self._cycle
         if not cycle.fresh and not (last and cycle.begun):
-            raise InputError("engine.step() was called before engine.backward(loss): there is nothing to step with")
+            raise InputError(
+                "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
+                "(loss.backward() does not count)"
+            )
         closes = last or cycle.is_last(self._at_end)
         cycle.count()
         if not closes:
@@ -224,7 +228,9 @@ class Engine(Health):
             InputError: inside an accumulation cycle, or before backward.
         """
         if not self._cycle.fresh:
-            raise InputError("engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients")
+            raise InputError(
+                "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
+            )
         if not self._cycle.is_last(self._at_end):
             raise InputError(
                 f"engine.clip_grad_norm_ was called on microbatch {self._cycle.position}, where gradients are "

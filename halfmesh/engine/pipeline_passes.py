@@ -204,7 +204,10 @@ class PipelinePasses:
             )
         rows = self._splitter.batch_size(call)
         if not rows:
-            raise InputError("engine(...) was given no tensor with a batch dim, so there is nothing to split")
+            raise InputError(
+                "engine(...) was given no tensor with a batch dim, so there is nothing to split into microbatches; "
+                "give the model its batch as a tensor"
+            )
         count = self._count(rows)
         calls = self._splitter.split(call, count, rows)
         known = self._pipeline.look_up(calls[0])

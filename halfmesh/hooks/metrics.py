@@ -52,7 +52,10 @@ class MetricHook(Hook):
         needed = ("update", "compute", "reset", "sync_context", "dist_sync_fn", "update_count")
         for name, metric in metrics.items():
             if not all(hasattr(metric, attribute) for attribute in needed):
-                raise InputError(f"metric {name!r}: {type(metric).__name__} is no Metric of torchmetrics")
+                raise InputError(
+                    f"metric {name!r}: {type(metric).__name__} is no Metric of torchmetrics; give an object of one, "
+                    "such as torchmetrics.MeanMetric()"
+                )
         self._metrics = dict(metrics.items())
         self._on = on
         self._arguments = arguments

@@ -26,12 +26,18 @@ class Attention(Style):
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         if type(module).forward is not nn.MultiheadAttention.forward:
-            yield f"it is a {type(module).__name__}, and this style is for torch.nn.MultiheadAttention"
+            yield f"it is a {type(module).__name__}, and this style is for torch.nn.MultiheadAttention; choose another"
             return
         if module.in_proj_weight is None:
-            yield "keys or values have another width than queries (kdim, vdim), which this style does not know"
+            yield (
+                "keys or values have another width than queries (kdim, vdim), which this style does not know; leave "
+                "it whole, or use one width"
+            )
         if module.bias_k is not None or module.add_zero_attn:
-            yield "it adds a key and a value of its own (add_bias_kv, add_zero_attn), which this style does not know"
+            yield (
+                "it adds a key and a value of its own (add_bias_kv, add_zero_attn), which this style does not know; "
+                "leave it whole, or build it without"
+            )
         yield from find_undivided("heads", module.num_heads, size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:

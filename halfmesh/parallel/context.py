@@ -49,7 +49,8 @@ class ParallelContext:
     needs no process group. Implements `halfmesh.shard.Ranks` over all of its ranks.
 
     Args:
-        pp, tp: sizes of the pipeline and tensor axes; data parallelism takes the ranks that are left.
+        pp: size of the pipeline axis.
+        tp: size of the tensor axis; data parallelism takes the ranks that are left.
         device: this rank's device.
         group: the process group that was made for this context, if one was; `close` closes it.
         timeout: seconds that a collective within an axis may take.
@@ -64,7 +65,10 @@ class ParallelContext:
         self.pp_size, self.tp_size = pp, tp
         self.dp_size = self.size // (pp * tp)
         if self.pp_size * self.dp_size * self.tp_size != self.size:
-            raise InputError(f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks")
+            raise InputError(
+                f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks; take other sizes, or start "
+                f"{pp * tp} ranks or a multiple of it"
+            )
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._axis_groups: dict[str, Any] = {}

@@ -62,6 +62,11 @@ class LayerPlan:
     find_problem: Callable[[nn.Module], str | None] = lambda layer: None
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
+        """Names of modules of `model`, each with a style; nothing where no layer is of these classes.
+
+        Raises:
+            InputError: `find_problem` says that one cannot be divided.
+        """
         styles = [*self.styles.items(), *(self.sequence.items() if sequence_parallel else ())]
         for prefix, layer in model.named_modules():
             if not comes_from(layer, self.layers):

@@ -176,7 +176,10 @@ class Off(Style):
 def _not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Why `module` does not compute what `kind` computes from parameters of its own."""
     if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return f"it is a {type(module).__name__}, and this style is for torch.nn.{kind.__name__}"
+        return (
+            f"it is a {type(module).__name__}, and this style is for torch.nn.{kind.__name__}; choose another style, "
+            "or leave it whole"
+        )
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if "weight" not in own or (getattr(module, "bias", None) is not None and "bias" not in own):
         return "its weight or bias is computed from others (parametrized, pruned), and cannot be cut; undo that first"

@@ -93,7 +93,10 @@ def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> 
 def predict(engine: Engine, dataloader: Any) -> Any:
     """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
     if not isinstance(dataloader, DataLoader):
-        raise InputError(f"predict takes a DataLoader, but a {type(dataloader).__name__} was given")
+        raise InputError(
+            f"predict takes a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
+            "DataLoader(dataset, batch_size=...)"
+        )
     loader = shard_dataloader(engine, dataloader)
     mine: list[Any] = []
     with _evaluating(engine):
@@ -145,14 +148,15 @@ def _rows(output: Any) -> list[Any]:
     map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0) or tensor, output)  # type: ignore[func-returns-value]
     if not sizes or min(sizes) != max(sizes) or not sizes[0]:
         raise InputError(
-            f"predict joins outputs along the first dim, which has to be the batch's, but their sizes are {sizes}"
+            f"predict joins outputs along the first dim, which has to be the batch's, but their sizes are {sizes}; "
+            "let the model return tensors of one row for each sample"
         )
     return [map_tensors(lambda tensor, row=row: tensor[row : row + 1], output) for row in range(sizes[0])]  # type: ignore[misc]
 
 
 def _joined(pieces: Sequence[Any]) -> Any:
     if not pieces:
-        raise InputError("predict was given no sample")
+        raise InputError("predict was given no sample; give it a DataLoader that is not empty")
     columns: list[list[torch.Tensor]] = []
     for piece in pieces:
         found: list[torch.Tensor] = []
@@ -161,5 +165,8 @@ def _joined(pieces: Sequence[Any]) -> Any:
     try:
         joined = iter([torch.cat(parts) for parts in zip(*columns, strict=True)])
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"predict joins outputs along the first dim, which these do not allow: {error}") from error
+        raise InputError(
+            f"predict joins outputs along the first dim, which these do not allow: {error}; let the model return "
+            "tensors that differ in the first dim only, or evaluate them batch by batch with a hook"
+        ) from error
     return map_tensors(lambda tensor: next(joined), pieces[0])

@@ -21,7 +21,10 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
         InputError: not a DataLoader; or, under fsdp, ranks would have different numbers of batches.
     """
     if not isinstance(dataloader, DataLoader):
-        raise InputError(f"shard_dataloader takes a DataLoader, but a {type(dataloader).__name__} was given")
+        raise InputError(
+            f"shard_dataloader takes a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
+            "DataLoader(dataset, batch_size=...)"
+        )
     context, seed = engine.context, engine.config.seed
     loader = shard(dataloader, context, seed, training=False)
     if engine.config.parallel.data.strategy == "fsdp":
@@ -43,7 +46,10 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
             "its dataloader, and leave it out here. (fit also takes batches of your own that are on the device)"
         )
     if not isinstance(train, Iterable):
-        raise InputError(f"fit was given a {type(train).__name__} to train on, which cannot be iterated")
+        raise InputError(
+            f"fit was given a {type(train).__name__} to train on, which cannot be iterated; give batches, or "
+            "nothing for the engine's dataloader"
+        )
     return train
 
 

@@ -176,7 +176,10 @@ class Trainer:
                 is_complete = is_last
                 break
         if not count and not own:
-            raise InputError(f"epoch {self.epoch}: there was no batch to train on; can `train` be iterated again?")
+            raise InputError(
+                f"epoch {self.epoch}: there was no batch to train on; give fit a `train` that can be iterated once an "
+                "epoch (a list, a DataLoader, not a generator)"
+            )
         if is_complete:
             self._call("after_epoch")
         self._record()

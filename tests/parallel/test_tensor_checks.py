@@ -148,7 +148,8 @@ def test_words_that_cannot_be_divided_are_told_once():
     TENSOR_PLANS.register("words", LayerPlan((Language,), {"words": "vocab", "head": "vocab"}))
     try:
         assert problems(model) == [
-            "words (vocab, from plan 'words'): it is a ScaledWords, and this style is for torch.nn.Embedding"
+            "words (vocab, from plan 'words'): it is a ScaledWords, and this style is for torch.nn.Embedding; choose "
+            "another style, or leave it whole"
         ]
     finally:
         TENSOR_PLANS.unregister("words")

@@ -51,6 +51,11 @@ class BlockPartition:
     find_problem: Callable[[Any], str | None] = lambda model: None
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
+        """The pieces of `model`, in the order of its forward; None if it is not of these classes.
+
+        Raises:
+            InputError: `find_problem` says that it cannot be cut.
+        """
         if not self._knows(model):
             return None
         if (problem := self.find_problem(model)) is not None:

@@ -33,12 +33,18 @@ def cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
                     begins.setdefault(point, position)
     missing = [point for point in points if point not in begins]
     if missing:
-        raise InputError(f"parallel.pipeline.partition: {', '.join(missing)} is never called by the model's forward")
+        raise InputError(
+            f"parallel.pipeline.partition: {', '.join(missing)} is never called by the model's forward; name modules "
+            "that are"
+        )
     places = [begins[point] for point in points]
     _refuse_nothing(nodes, dict(zip(points, places, strict=True)))
     if places != sorted(places):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
-        raise InputError(f"parallel.pipeline.partition: the forward calls these modules in the order {order}")
+        raise InputError(
+            f"parallel.pipeline.partition: the forward calls these modules in the order {order}; "
+            "name them in that order"
+        )
     everywhere = _computed_everywhere(nodes)
     _refuse_changes(nodes, everywhere)
     piece_of: dict[fx.Node, int] = {}

@@ -56,7 +56,7 @@ class TracedPartition:
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise InputError(f"parallel.pipeline.partition: {point!r} is not a module of the model{hint}")
         if len(set(self.points)) < len(self.points):
-            raise InputError(f"parallel.pipeline.partition: a module is named twice in {self.points}")
+            raise InputError(f"parallel.pipeline.partition: a module is named twice in {self.points}; name it once")
 
 
 class _Interpreter(fx.Interpreter):

@@ -174,7 +174,8 @@ class FullyShard:
         new = [shard.name for shard in rest if shard.name not in self.whole]
         if new:
             raise InputError(
-                f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such part"
+                f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such part; "
+                "put parameters into model and optimizer before initialize"
             )
         return rest
 

@@ -1,0 +1,1 @@
+"""What writes and builds the documentation: generated pages, and the links of the site."""

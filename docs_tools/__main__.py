@@ -1,0 +1,8 @@
+"""Writes all generated pages of docs/, and the list of public names: `python -m docs_tools`."""
+
+from __future__ import annotations
+
+from . import error_page, picture, public_names, speed_table
+
+for module in (picture, speed_table, error_page, public_names):
+    module.main()

@@ -1,0 +1,168 @@
+"""Writes tests/frozen_names.txt, every public name with its signature: `python -m docs_tools.public_names`.
+
+It is read from the source, and nothing is imported: the list is the same under every version of Python and torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FROZEN = ROOT / "tests" / "frozen_names.txt"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A top-level definition, and the module that it is in ("halfmesh.amp.recipe")."""
+
+    module: str
+    node: ast.stmt
+
+
+def render() -> str:
+    """The list."""
+    return "\n".join([*_names("halfmesh"), *_names("halfmesh.hooks"), *_commands()]) + "\n"
+
+
+def public_places(package: str = "halfmesh") -> dict[str, Place]:
+    """The public names of `package`, each with its definition."""
+    block = next(node for node in _tree(package).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    found = {name.name: _find(_absolute(node, package, True), name.name) for node in imports for name in node.names}
+    return {name: place for name, place in sorted(found.items()) if place is not None}
+
+
+def _names(package: str) -> Iterator[str]:
+    for name, place in public_places(package).items():
+        yield from _describe(f"{package}.{name}", place)
+
+
+def _commands() -> Iterator[str]:
+    """Arguments and options of what `halfmesh` can do."""
+    registered = [node.args[0] for node in ast.walk(_tree("halfmesh.cli")) if _is_registration(node)]  # type: ignore[attr-defined]
+    for command in sorted(ast.unparse(function) for function in registered):
+        place = _find("halfmesh.cli", command)
+        if place is None or not isinstance(place.node, ast.FunctionDef):
+            continue
+        arguments = place.node.args
+        defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
+        for argument, default in zip(arguments.args, defaults, strict=True):
+            if argument.annotation is not None and "Context" not in ast.unparse(argument.annotation):
+                value = "" if default is None else f" = {ast.unparse(default)}"
+                yield f"$ halfmesh {command.replace('_', '-')} {_option(argument)}{value}"
+
+
+def _is_registration(node: ast.AST) -> bool:
+    """Whether it is `app.command(...)(function)`."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Call)
+        and ast.unparse(node.func.func) == "app.command"
+        and isinstance(node.args[0], ast.Name)
+    )
+
+
+def _option(argument: ast.arg) -> str:
+    """How an argument of a command's function is called on the command line."""
+    annotation = argument.annotation
+    assert annotation is not None
+    texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
+    named = [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]
+    if named:
+        return str(named[0])
+    return argument.arg if "Argument(" in ast.unparse(annotation) else f"--{argument.arg.replace('_', '-')}"
+
+
+def _describe(name: str, place: Place) -> Iterator[str]:
+    node = place.node
+    if isinstance(node, ast.FunctionDef):
+        yield f"{name}{_signature(node)}"
+    elif isinstance(node, ast.ClassDef):
+        yield f"class {name}({', '.join(ast.unparse(base) for base in node.bases)})"
+        fields, methods = _members(place)
+        yield from (f"    {line}" for line in [*fields.values(), *(methods[name] for name in sorted(methods))])
+    elif isinstance(node, ast.AnnAssign):
+        yield f"{name}: {ast.unparse(node.annotation)}"
+    elif isinstance(node, ast.Assign):
+        yield f"{name} = {ast.unparse(node.value)}"
+
+
+def _members(place: Place) -> tuple[dict[str, str], dict[str, str]]:
+    """Public fields, in their order, and methods, both by name; inherited ones of this package included."""
+    assert isinstance(place.node, ast.ClassDef)
+    fields: dict[str, str] = {}
+    methods: dict[str, str] = {}
+    for base in reversed(place.node.bases):
+        parent = _find(place.module, ast.unparse(base).partition("[")[0])
+        if parent is not None and isinstance(parent.node, ast.ClassDef):
+            inherited = _members(parent)
+            fields.update(inherited[0])
+            methods.update(inherited[1])
+    for node in place.node.body:
+        if isinstance(node, ast.FunctionDef) and _is_public(node.name):
+            methods[node.name] = _method(node)
+        elif isinstance(node, (ast.AnnAssign, ast.Assign)):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and _is_public(target.id):
+                fields[target.id] = ast.unparse(node)
+    return fields, methods
+
+
+def _method(node: ast.FunctionDef) -> str:
+    kinds = {ast.unparse(decorator) for decorator in node.decorator_list}
+    if kinds & {"property", "cached_property"}:
+        return f"{node.name}: {ast.unparse(node.returns) if node.returns is not None else 'Any'}"
+    return f"{node.name}{_signature(node)}"
+
+
+def _signature(node: ast.FunctionDef) -> str:
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
+    return f"({ast.unparse(node.args)}){returns}"
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name in ("__init__", "__call__", "__enter__", "__exit__")
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
+
+
+def _find(module: str, name: str) -> Place | None:
+    """The definition of `name`, as it is known in `module`: there, or where it is imported from in this package."""
+    is_package = ROOT.joinpath(*module.split(".")).is_dir()
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name and node in _tree(module).body:
+            return Place(module, node)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node in _tree(module).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id == name:
+                return Place(module, node)
+        if isinstance(node, ast.ImportFrom) and node.level and any((a.asname or a.name) == name for a in node.names):
+            return _find(
+                _absolute(node, module, is_package), next(a.name for a in node.names if (a.asname or a.name) == name)
+            )
+    return None
+
+
+def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """The module that a relative import names."""
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*parts, node.module]) if node.module else ".".join(parts)
+
+
+def main() -> None:
+    """Write the file."""
+    FROZEN.write_text(render())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""mkdocs: brings the repository's own pages into the site, and points links between all of them at the right place.
+
+In the repository a page links to files beside it, which is what GitHub and editors follow. The site has only `docs/` as
+its root: README, CONTRIBUTING, CHANGELOG and benchmarks join it under `repository/`. A link to any other file
+(source, configs) becomes its words.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "benchmarks/results/*.*")
+"""Files outside docs/ that the site has, too."""
+
+_PART = re.compile(
+    r"(^```.*?^```$|`[^`\n]+`(?!\]))|(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)", re.DOTALL | re.MULTILINE
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """mkdocs' event: the files of the site are known."""
+    for pattern in BESIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, f"repository/{name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """mkdocs' event: a page was read."""
+    return rewrite(markdown, page.file.src_uri, {file.src_uri for file in files})
+
+
+def rewrite(markdown: str, page: str, known: set[str]) -> str:
+    """`markdown` of the site's `page`, with relative links as the site needs them. `known` are the site's files."""
+    here = page.removeprefix("repository/") if page.startswith("repository/") else f"docs/{page}"
+
+    def replace(match: re.Match[str]) -> str:
+        code, image, text, link = match.groups()
+        if code is not None or re.match(r"[a-z]+:|#", link):
+            return match[0]
+        path, _, anchor = link.partition("#")
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+        inside = place.removeprefix("docs/")
+        target = inside if inside != place else f"repository/{place}"
+        if target not in known and inside == place:
+            return text
+        relative = posixpath.relpath(target, posixpath.dirname(page) or ".")
+        return f"{image}[{text}]({relative}{'#' + anchor if anchor else ''})"
+
+    return _PART.sub(replace, markdown)
