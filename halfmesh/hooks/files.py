@@ -49,7 +49,8 @@ class RecordFile:
         """
         if step == 0:
             set_aside(self._path)
-        kept, dropped = [], []
+        kept: list[str] = []
+        dropped: list[str] = []
         for line in _lines(self._path):
             (kept if _step_of(line) <= step else dropped).append(line)
         self._last = kept[-1] if kept else ""

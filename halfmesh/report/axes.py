@@ -110,9 +110,9 @@ def readable(value: float | None) -> str:
     """A value for a table: at most 5 digits."""
     if value is None:
         return "-"
-    if value == int(value) and abs(value) < 1e7:
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e7:
         return f"{int(value):,}"
-    return f"{value:.5g}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def in_bytes(count: float) -> str:

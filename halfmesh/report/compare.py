@@ -27,8 +27,11 @@ def set_keys(runs: Sequence[Run]) -> list[Row]:
     """The keys that some run has set, with the values that all of them had, also by default."""
     names = dict.fromkeys(key for run in runs for key in flatten(run.session.get("config")))
     everything = [all_keys(run.session) for run in runs]
-    names |= dict.fromkeys(key for key in everything[0] if len({found.get(key) for found in everything}) > 1)
-    return [Row(key, tuple(found.get(key) for found in everything)) for key in names]
+    known = dict.fromkeys(key for found in everything for key in found)
+    names |= dict.fromkeys(key for key in known if len({found.get(key) for found in everything}) > 1)
+    # A section that is off in one run, and has keys in another.
+    sections = {key.rpartition(".")[0] for key in names}
+    return [Row(key, tuple(found.get(key) for found in everything)) for key in names if key not in sections]
 
 
 def all_keys(session: dict[str, Any]) -> dict[str, str]:

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, did_you_mean, shorten, show_name
+from ..errors import InputError, find_near, shorten, show_name
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED
 
+_MOST_STEPS = 10**15
 _NO_VALUES = ("step", "epoch", SKIPPED, "skipped_steps")
 
 
@@ -112,21 +113,24 @@ def _refuse_no_run(path: Path) -> None:
         inside = _runs_in(path)
         if inside:
             raise InputError(f"{shown} holds runs and is none itself: give {shorten(inside)}")
-        near = [str(path.parent / name) for name in _runs_in(path.parent)]
         raise InputError(
-            f"{shown} is no run's folder: it has none of {', '.join(FILES)}{_or(str(path), near)}; the hook 'run' and "
+            f"{shown} is no run's folder: it has none of {', '.join(FILES)}{_near(path)}; the hook 'run' and "
             "halfmesh.RunFolder make such folders"
         )
     if path.exists():
         parent = path.parent if path.name in FILES else None
         what = f"; give {parent}" if parent is not None else ""
         raise InputError(f"{shown} is a file, but a run is a folder{what}")
-    near = [str(path.parent / name) for name in _runs_in(path.parent)]
-    raise InputError(f"there is no folder {shown}{_or(str(path), near)}")
+    raise InputError(f"there is no folder {shown}{_near(path)}")
 
 
-def _or(name: str, near: list[str]) -> str:
-    return did_you_mean(name, near) or (f"; runs beside it: {shorten(near)}" if near else "")
+def _near(path: Path) -> str:
+    """Runs beside `path`, in words."""
+    beside = _runs_in(path.parent)
+    near = find_near(path.name, beside)
+    if near is not None:
+        return f"; did you mean {str(path.parent / near)!r}?"
+    return f"; runs beside it: {shorten([str(path.parent / name) for name in beside])}" if beside else ""
 
 
 def _runs_in(folder: Path) -> list[str]:
@@ -139,7 +143,7 @@ def _runs_in(folder: Path) -> list[str]:
 def _read_json(run: Run, name: str) -> dict[str, Any]:
     path = run.path / name
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        content = _load(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         run.notes.append(f"{name} is missing")
         return {}
@@ -164,9 +168,9 @@ def _read_records(run: Run) -> None:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                record = _as_record(line)
-                if record is not None:
-                    records.append(record)
+                read = _as_record(line)
+                if read is not None:
+                    records.append(read)
                 elif line.strip():
                     damaged += 1
                     is_cut = not line.endswith("\n")
@@ -200,16 +204,21 @@ def _read_records(run: Run) -> None:
 
 def _as_record(line: str) -> tuple[int, dict[str, Any]] | None:
     try:
-        record = json.loads(line)
+        record = _load(line)
         step = record["step"]
-        return (int(step), record) if _is_number(step) and math.isfinite(step) and step >= 0 else None
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return (int(step), record) if _is_number(step) and 0 <= step < _MOST_STEPS else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _load(text: str) -> Any:
+    """Of JSON; integers that no float can hold are inf."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
 
 
 def _numbers(value: Any) -> list[int]:
     items = value if isinstance(value, list) else []
-    return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+    return [item for item in items if isinstance(item, int) and not isinstance(item, bool) and item > 0]
 
 
 def _is_number(value: Any) -> bool:
@@ -217,7 +226,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _finite(value: Any) -> float | None:
-    try:
-        return float(value) if value is not None and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -50,7 +50,7 @@ def summary(runs: Sequence[Run]) -> Html:
 
 def plan(runs: Sequence[Run]) -> Html:
     """What the configs came down to."""
-    rows = [run.plan.get("rows") if isinstance(run.plan.get("rows"), dict) else {} for run in runs]
+    rows = [_rows(run.plan) for run in runs]
     names = dict.fromkeys(name for found in rows for name in found)
     if not names:
         return section("plan", "Plan", _absent("plan.json has none"), wide=len(runs) > 1)
@@ -59,7 +59,7 @@ def plan(runs: Sequence[Run]) -> Html:
         (f"{run.name}, from update {old.get('from_step')}: {name}", [str(text)])
         for run in runs
         for old in run.plans[:-1]
-        for name, text in (old["rows"] if isinstance(old.get("rows"), dict) else {}).items()
+        for name, text in _rows(old).items()
     ]
     before = tag("details", tag("summary", "Before it was gone on with"), _table([], earlier)) if earlier else None
     return section("plan", "Plan", table, before, wide=len(runs) > 1)
@@ -203,6 +203,11 @@ def _scrolled(content: Html, label: str) -> Html:
 
 def _absent(why: str) -> Html:
     return tag("p", why[:1].upper() + why[1:], class_="absent")
+
+
+def _rows(plan: dict[str, Any]) -> dict[str, Any]:
+    rows = plan.get("rows")
+    return rows if isinstance(rows, dict) else {}
 
 
 def _or_none(value: str | None) -> str:

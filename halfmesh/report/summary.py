@@ -66,7 +66,9 @@ def _duration(run: Run) -> str:
     if not run.sessions:
         return ""
     hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+    if hours:
+        return f"{hours} h {rest // 60} min"
+    return f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{rest} s"
 
 
 def _resumed(run: Run) -> str:
