@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 12
 _MOST_LEVELS = 20
+_MOST_BITS = 10_000
+"""Of an integer that is written; Python refuses longer ones."""
 
 
 def describe_ranks(engine: Engine) -> dict[str, Any]:
@@ -58,8 +60,8 @@ def make_plain(value: Any, level: int = 0) -> Any:
         return [make_plain(item, level + 1) for item in value]
     if value is None or isinstance(value, (str, bool)):
         return value
-    if isinstance(value, int) and value.bit_length() < 64:
-        return value
+    if isinstance(value, int):
+        return value if value.bit_length() < 64 else (str(value) if value.bit_length() < _MOST_BITS else show(value))
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return str(value) if isinstance(value, Path) else show(value)

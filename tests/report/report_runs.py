@@ -46,10 +46,11 @@ def make_plan(pp=2, dp=2, tp=2, size=3 * 2**30):
 
 def make_records(steps=400, every=10, skipped=(3, 4, 57, 200, 201, 202)):
     """Of training and evaluation."""
-    left, scale, records = sorted(skipped), 65536.0, []
+    left, scale, records = sorted(skipped, reverse=True), 65536.0, []
     for step in range(every, steps + 1, every):
-        new = [number for number in left if number <= step]
-        left = left[len(new) :]
+        new = []
+        while left and left[-1] <= step:
+            new.append(left.pop())
         scale = max(1.0, scale / 2 ** len(new)) if new else scale * (2 if step % (20 * every) == 0 else 1)
         records.append(
             {
