@@ -45,7 +45,7 @@ WANTED = (
         "loss_scale",
         "Loss scale",
         {"loss_scale": "loss scale"},
-        "the loss is scaled, and the scale recorded, in half precision only",
+        "the loss is scaled in fp16 only",
     ),
     Wanted(
         "grad_norm",
@@ -94,7 +94,7 @@ def _chart(runs: Sequence[Run], key: str, title: str, names: dict[str, str], buc
     for number, run in enumerate(runs):
         for name, label in names.items():
             series = run.series.get(name)
-            if series is None or series.last is None:
+            if series is None or series.last is None or (name == "loss_scale" and not _is_scaled(run)):
                 continue
             is_eval = name.startswith("eval_")
             style = number if len(runs) > 1 else int(is_eval and len(names) > 1)
@@ -141,11 +141,19 @@ def _memory_chart(chart: Chart, runs: Sequence[Run]) -> Chart:
     return Chart(chart.key, f"Memory, {unit}", lines, chart.last_step, levels=levels, from_zero=True)
 
 
+def _is_scaled(run: Run) -> bool:
+    """Whether the loss is, as far as it is known; a Trainer records 1 where it is not."""
+    return _plan_values(run).get("loss_scale", "unknown") is not None
+
+
+def _plan_values(run: Run) -> dict[str, Any]:
+    values = run.plan.get("values")
+    return values if isinstance(values, dict) else {}
+
+
 def planned_mib(run: Run) -> float | None:
     """What the plan says of the rank that holds most, besides activations."""
-    values = run.plan.get("values")
-    values = values if isinstance(values, dict) else {}
-    ranks = values.get("ranks")
+    ranks = _plan_values(run).get("ranks")
     sizes: list[Any] = (
         [rank.get("bytes") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
     )

@@ -24,11 +24,11 @@ class Row:
 
 
 def set_keys(runs: Sequence[Run]) -> list[Row]:
-    """The keys that some run has set, with the values that all of them had, also by default."""
+    """The keys that some run has set, or that have other defaults, with the values that all of them had."""
     names = dict.fromkeys(key for run in runs for key in flatten(run.session.get("config")))
     everything = [all_keys(run.session) for run in runs]
-    known = dict.fromkeys(key for found in everything for key in found)
-    names |= dict.fromkeys(key for key in known if len({found.get(key) for found in everything}) > 1)
+    shared = [key for key in everything[0] if all(key in found for found in everything)]
+    names |= dict.fromkeys(key for key in shared if len({found[key] for found in everything}) > 1)
     # A section that is off in one run, and has keys in another.
     sections = {key.rpartition(".")[0] for key in names}
     return [Row(key, tuple(found.get(key) for found in everything)) for key in names if key not in sections]

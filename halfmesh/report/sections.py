@@ -53,7 +53,7 @@ def plan(runs: Sequence[Run]) -> Html:
     rows = [_rows(run.plan) for run in runs]
     names = dict.fromkeys(name for found in rows for name in found)
     if not names:
-        return section("plan", "Plan", _absent("plan.json has none"), wide=len(runs) > 1)
+        return section("plan", "Plan", _absent("There is no plan in plan.json"), wide=len(runs) > 1)
     table = _table(runs, [(name, [str(found.get(name, "-")) for found in rows]) for name in names])
     earlier = [
         (f"{run.name}, from update {old.get('from_step')}: {name}", [str(text)])
@@ -74,7 +74,7 @@ def chart(drawn: Chart) -> Html:
 
 def absent(wanted: Wanted) -> Html:
     """In place of a chart."""
-    return section(wanted.key, wanted.title, _absent(f"not recorded: {wanted.how}"), wide=False)
+    return section(wanted.key, wanted.title, _absent(f"Not recorded: {wanted.how}"), wide=False)
 
 
 def skips(runs: Sequence[Run]) -> Html:
@@ -98,7 +98,7 @@ def mesh(runs: Sequence[Run]) -> Html:
     pictures = []
     for run in runs:
         picture = draw_mesh(run.plan)
-        shown = _absent("plan.json does not say it") if picture is None else _scrolled(picture, "The mesh")
+        shown = _absent("There is none in plan.json") if picture is None else _scrolled(picture, "The mesh")
         pictures.append(join(tag("h3", run.name) if len(runs) > 1 else None, shown))
     return section("mesh", "Mesh", pictures)
 
@@ -117,7 +117,7 @@ def config(runs: Sequence[Run]) -> Html:
     rows = set_keys(runs)
     parts: list[Any] = []
     if not any(run.session for run in runs):
-        return section("config", "Config", _absent("config.json has none"))
+        return section("config", "Config", _absent("There is none in config.json"))
     if len(runs) > 1:
         differing = [(row.key, [_or_none(value) for value in row.values]) for row in rows if row.differs]
         parts += [tag("h3", "Differences"), _table(runs, differing) if differing else tag("p", "none")]
@@ -138,8 +138,8 @@ def _precision_of(content: dict[str, Any]) -> Html:
     report = content.get("report")
     if not isinstance(report, dict):
         problem = content.get("problem")
-        asked = "not asked for: RunHook(directory, precision_report=True), or run.save_precision_report()"
-        return _absent(f"there is none: {problem}" if problem else asked)
+        asked = "Not asked for: RunHook(directory, precision_report=True), or run.save_precision_report()"
+        return _absent(f"There is none: {problem}" if problem else asked)
     findings = report.get("findings")
     findings = findings if isinstance(findings, list) else []
     said = [f"after update {content.get('step')}: {report.get('compute_dtype')}"]
@@ -202,7 +202,7 @@ def _scrolled(content: Html, label: str) -> Html:
 
 
 def _absent(why: str) -> Html:
-    return tag("p", why[:1].upper() + why[1:], class_="absent")
+    return tag("p", why, class_="absent")
 
 
 def _rows(plan: dict[str, Any]) -> dict[str, Any]:

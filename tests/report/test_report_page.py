@@ -88,6 +88,16 @@ def test_where_there_is_no_loss_scale_skips_are_marked_at_the_loss(tmp_path):
     assert "skipped updates" not in section(page, "loss_scale")
 
 
+def test_a_loss_that_is_not_scaled(tmp_path):
+    """The Trainer records a scale of 1 then."""
+    plan = make_plan()
+    plan["plans"][0]["values"]["loss_scale"] = None
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", plan=plan)
+    assert "Not recorded: the loss is scaled in fp16 only" in section(page_of(two), "loss_scale")
+    paths = [p.get("class") for p in find_svgs(section(page_of(one, two), "loss_scale"))[-1].iter("path")]
+    assert paths == ["skip k0", "skip k1", "line s0"]
+
+
 def test_nothing_of_a_run_is_markup(tmp_path):
     bad = "</script><b>bold</b><script>alert(1)</script>\"'&\x07"
     config = make_config(config={bad: {bad: bad}}, argv=[bad], error=bad, status="failed", versions={bad: bad})

@@ -200,7 +200,6 @@ def test_differences_of_configs(tmp_path):
         "fp16.mode": ("naive", None),
         "fp16.initial_scale": ("65536.0", None),
         "bf16.mode": (None, "naive"),
-        "fp16.hysteresis": ("2", None),
         "clip_grad_norm.max_norm": (None, "1.0"),
         "seed": ("1024", "7"),
     }
