@@ -58,6 +58,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor_plans import LayerPlan
     from .registry import Registry
+    from .report.folder import RunFolder
+    from .report.page import write_report
     from .trainer.hook import Hook
     from .trainer.loaders import shard_dataloader
     from .trainer.outcome import Outcome, compute_batch
@@ -115,6 +117,8 @@ _NAMES = {
     "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
     "parallel.tensor_plans": ("LayerPlan",),
     "registry": ("Registry",),
+    "report.folder": ("RunFolder",),
+    "report.page": ("write_report",),
     "trainer.hook": ("Hook",),
     "trainer.loaders": ("shard_dataloader",),
     "trainer.outcome": ("Outcome", "compute_batch"),

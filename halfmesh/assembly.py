@@ -22,7 +22,7 @@ from .deferred.late import Late, arrange
 from .distribution import batch_seed, make_reduction, make_sync, refuse_uneven_evaluation, shard
 from .division import Division
 from .division_plans import Plans, balance_by_time, make_plans
-from .effective_plan import describe
+from .effective_plan import make_plan
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
 from .engine.dataloader import EngineDataLoader
@@ -206,7 +206,8 @@ def _convert(
     if config.parallel.data.cpu_offload and (context.device.type == "cpu" or division.sharded is None):
         why = "one data rank holds all weights" if division.sharded is None else "weights are in host memory already"
         _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
-    _log.info("%s", describe(engine, update, recipe, given.dataloader, division))
+    engine.plan = make_plan(engine, update, recipe, given.dataloader, division)
+    _log.info("%s", engine.plan)
     for advice in find_advice(config) if context.dp_size > 1 else ():
         _log.info("advice: %s", advice)
     return engine

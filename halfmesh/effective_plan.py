@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +13,7 @@ from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
 from .division import Division
 from .errors import shorten
-from .memory import readable, state_bytes
+from .memory import StateBytes, readable, state_bytes
 from .parallel.registries import SCHEDULES
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_plans import generalise
@@ -21,8 +23,27 @@ if TYPE_CHECKING:
     from .parallel.pipeline.partition import Partition
 
 
-def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division) -> str:
-    """A few lines: precision, loss scale, layout, batch, optimizer, bytes per rank."""
+@dataclass(frozen=True)
+class EffectivePlan:
+    """What an engine came down to.
+
+    Attributes:
+        rows: by name, in words: precision, loss scale, layout, batch, update, memory; others where they apply.
+        values: the same as plain values, for JSON. Bytes are this rank's.
+    """
+
+    rows: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(["halfmesh plan", *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
+
+
+def make_plan(
+    engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
+) -> EffectivePlan:
+    """The plan of an engine whose model is divided and cast."""
+    held = _held(engine, update)
     rows = {
         "precision": _precision(engine, recipe),
         "loss scale": _loss_scale(recipe),
@@ -33,9 +54,38 @@ def describe(engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, lo
         **({} if division.late is None else {"values": division.late.words}),
         "batch": _batch(engine, loader),
         "update": _update(engine, update),
-        "memory": _memory(engine, update),
+        "memory": _memory(held),
     }
-    return "\n".join(["halfmesh plan", *(f"  {name + ':':<11} {text}" for name, text in rows.items())])
+    return EffectivePlan(rows, _values(engine, update, recipe, loader, division) | {"bytes": asdict(held)})
+
+
+def _values(
+    engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
+) -> dict[str, Any]:
+    config, context, partition = engine.config, engine.context, division.plans.partition
+    size, cycle = _batch_size(loader), config.gradient_accumulation
+    return {
+        "mode": None if config.precision is None else config.precision.label,
+        "compute_dtype": _short(recipe.compute_dtype),
+        "param_dtype": None if recipe.param_dtype is None else _short(recipe.param_dtype),
+        "master_weights": bool(recipe.master_weights),
+        "loss_scale": None
+        if recipe.loss_scale is None
+        else {"initial": recipe.loss_scale.initial, "dynamic": recipe.loss_scale.dynamic},
+        "mesh": {"pp": context.pp_size, "dp": context.dp_size, "tp": context.tp_size},
+        "device": context.device.type,
+        "data_strategy": config.parallel.data.strategy,
+        "stages": None if partition is None else list(partition.names),
+        "batch": {
+            "per_rank": size,
+            "data_ranks": context.dp_size,
+            "accumulated": cycle,
+            "per_update": None if size is None else size * context.dp_size * cycle,
+        },
+        "optimizer": type(update.optimizer).__name__,
+        "fused": bool(update.holdings.folds),
+        "clip_grad_norm": config.clip_grad_norm.max_norm or None,
+    }
 
 
 def _precision(engine: Engine, recipe: Recipe) -> str:
@@ -165,13 +215,15 @@ def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}{held}"
 
 
-def _memory(engine: Engine, update: MixedPrecisionOptimizer) -> str:
+def _held(engine: Engine, update: MixedPrecisionOptimizer) -> StateBytes:
     data = engine.config.parallel.data
-    held = state_bytes(engine.model, update, getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None)
-    known = held.parameters + held.masters + held.gradients + (held.optimizer or 0)
+    return state_bytes(engine.model, update, getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None)
+
+
+def _memory(held: StateBytes) -> str:
     optimizer = "?" if held.optimizer is None else readable(held.optimizer)
     return (
-        f"{readable(known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
+        f"{readable(held.known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
         f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state {optimizer}"
     )
 

@@ -39,6 +39,11 @@ class StateBytes:
     gradients: int
     """At their peak, masters' temporary fp32 gradients included."""
 
+    @property
+    def known(self) -> int:
+        """The sum, without what is not known."""
+        return self.parameters + self.masters + self.gradients + (self.optimizer or 0)
+
 
 def state_bytes(
     model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None

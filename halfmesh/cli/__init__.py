@@ -1,4 +1,4 @@
-"""The command line: `halfmesh check`, `plan`, `run`, `env`. torch is imported only by the commands that need it."""
+"""The command line: `halfmesh check`, `plan`, `run`, `report`, `env`. Only commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from .check import check
 from .env import env
 from .plan import plan
+from .report import report
 from .run import run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -25,6 +26,7 @@ app.command(
     epilog="Example: halfmesh run --nproc 4 train.py --config config.py",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(run)
+app.command(epilog="Example: halfmesh report runs/first runs/second --out report.html")(report)
 app.command(epilog="Example: halfmesh env --json")(env)
 
 

@@ -25,6 +25,7 @@ from .scheduling import LRAdvance
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
+    from ..effective_plan import EffectivePlan
     from .sync_check import SyncCheck
 
 _log = get_logger(__name__)
@@ -49,7 +50,10 @@ class Engine(Health):
         context: the parallel layout.
         config: the config, as loaded.
         global_step: optimizer steps attempted so far, skipped ones included.
+        plan: what the config came down to, as initialize has printed it.
     """
+
+    plan: EffectivePlan
 
     def __init__(
         self,

@@ -18,5 +18,6 @@ for _name, _reference in {
     "tensorboard": "writers:TensorBoardHook",
     "csv": "writers:CSVHook",
     "jsonl": "writers:JSONLHook",
+    "run": "run:RunHook",
 }.items():
     HOOKS.register_lazy(_name, f"halfmesh.hooks.{_reference}")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .memory import MemoryHook
     from .metrics import MetricHook
     from .progress import ProgressHook
+    from .run import RunHook
     from .throughput import ThroughputHook
     from .writers import CSVHook, JSONLHook, TensorBoardHook
 
@@ -22,6 +23,7 @@ _MODULE_OF = {
     "MemoryHook": "memory",
     "MetricHook": "metrics",
     "ProgressHook": "progress",
+    "RunHook": "run",
     "ThroughputHook": "throughput",
     "CSVHook": "writers",
     "JSONLHook": "writers",
@@ -37,6 +39,7 @@ __all__ = [  # found by `__getattr__`
     "MemoryHook",
     "MetricHook",
     "ProgressHook",
+    "RunHook",
     "TensorBoardHook",
     "ThroughputHook",
 ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..log import get_logger
 
@@ -27,3 +31,63 @@ def set_aside(path: Path) -> None:
         number += 1
     path.rename(old)
     _log.info("%s was there already, and is %s now", path, old.name)
+
+
+class RecordFile:
+    """Records of a run as lines of JSON; inf and nan are written as null. Nothing is written before `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._last = ""
+
+    def open(self, step: int) -> list[str]:
+        """Begin to write a run that goes on after update `step`; at 0 a file that is there is renamed.
+
+        Returns:
+            The lines that were taken away: of what is trained again.
+        """
+        if step == 0:
+            set_aside(self._path)
+        kept: list[str] = []
+        dropped: list[str] = []
+        for line in _lines(self._path):
+            (kept if _step_of(line) <= step else dropped).append(line)
+        self._last = kept[-1] if kept else ""
+        replace_file(self._path, "".join(f"{line}\n" for line in kept))
+        self._file = self._path.open("a")
+        return dropped
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a line."""
+        if self._file is None:
+            return
+        line = json.dumps({name: None if _is_odd(value) else value for name, value in record.items()})
+        if line != self._last:  # an evaluation that was made again
+            self._file.write(f"{line}\n")
+            self._file.flush()
+        self._last = line
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    """Of a line of an earlier run. One that was cut off in the middle goes, others that are no records stay."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
+    except (KeyError, TypeError):
+        return -1
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

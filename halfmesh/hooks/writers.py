@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..trainer.hook import Hook, Record
-from .files import replace_file, set_aside
+from .files import RecordFile, replace_file, set_aside
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -28,33 +26,17 @@ class JSONLHook(Hook):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._file: Any = None
-        self._last = ""
+        self._file = RecordFile(Path(path))
 
     def before_fit(self, trainer: Trainer) -> None:
-        step = trainer.engine.global_step
-        if trainer.engine.context.rank != 0:
-            return
-        if step == 0:
-            set_aside(self._path)
-        kept = [line for line in _lines(self._path) if _step_of(line) <= step]
-        self._last = kept[-1] if kept else ""
-        replace_file(self._path, "".join(f"{line}\n" for line in kept))
-        self._file = self._path.open("a")
+        if trainer.engine.context.rank == 0:
+            self._file.open(trainer.engine.global_step)
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if self._file is not None:
-            line = json.dumps({name: None if _is_odd(value) else value for name, value in record.items()})
-            if line != self._last:  # an evaluation that was made again
-                self._file.write(f"{line}\n")
-                self._file.flush()
-            self._last = line
+        self._file.write(record)
 
     def close(self, trainer: Trainer) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
 
 class CSVHook(Hook):
@@ -135,21 +117,3 @@ class TensorBoardHook(Hook):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def _step_of(line: str) -> float:
-    """Of a line of an earlier run. One that was cut off in the middle goes, others that are no records stay."""
-    try:
-        return float(json.loads(line)["step"])
-    except ValueError:
-        return math.inf
-    except (KeyError, TypeError):
-        return -1
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
