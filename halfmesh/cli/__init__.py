@@ -1,10 +1,12 @@
-"""The command line: `halfmesh check`, `plan`, `run`, `env`. torch is imported only by the commands that need it."""
+"""The command line: `halfmesh check`, `plan`, `run`, `convert-config`, `configs`, `env`. torch is imported only by the commands that need it."""
 
 from __future__ import annotations
 
 import typer
 
 from .check import check
+from .configs import configs
+from .convert_config import convert_config
 from .env import env
 from .plan import plan
 from .run import run
@@ -25,6 +27,11 @@ app.command(
     epilog="Example: halfmesh run --nproc 4 train.py --config config.py",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(run)
+app.command(
+    "convert-config",
+    epilog="Example: halfmesh convert-config config.py --from colossal --world-size 8 --out halfmesh_config.py",
+)(convert_config)
+app.command(epilog="Example: halfmesh configs naive_fp16 --out config.py")(configs)
 app.command(epilog="Example: halfmesh env --json")(env)
 
 
