@@ -1,4 +1,4 @@
-"""The command line: `halfmesh check`, `plan`, `run`, `convert-config`, `configs`, `env`. torch is imported only by the commands that need it."""
+"""The command line, a file for each command. torch is imported only by the commands that need it."""
 
 from __future__ import annotations
 

@@ -76,9 +76,7 @@ class Conversion:
         return [entry for entry in self.entries if isinstance(entry.outcome, kind)]
 
 
-def convert(
-    origin: Origin, data: Mapping[Any, Any], world_size: int | None = None, device: str = "cuda"
-) -> Conversion:
+def convert(origin: Origin, data: Mapping[Any, Any], world_size: int | None = None, device: str = "cuda") -> Conversion:
     """Convert what was read from another engine's config.
 
     Args:
@@ -91,7 +89,9 @@ def convert(
     entries = [Entry(key, value, _decide(origin, name, value, source)) for key, (name, value) in source.names.items()]
     entries, settings = _join(entries, origin.defaults(source))
     entries, settings, config = _make_valid(entries, settings, origin.defaults(source))
-    return Conversion(tuple(entries), settings, config, origin.looks(source), world_size, _check(config, world_size, device))
+    return Conversion(
+        tuple(entries), settings, config, origin.looks(source), world_size, _check(config, world_size, device)
+    )
 
 
 def _decide(origin: Origin, name: str, value: Any, source: Source) -> Outcome:
@@ -188,7 +188,7 @@ def _make_valid(
 def _blame(entries: list[Entry], problems: list[str]) -> dict[str, str]:
     """By entry, the problem that it makes: those with that very key, else those of the same top-level key."""
     for depth in (None, 1):
-        found = {}
+        found: dict[str, str] = {}
         for problem in problems:
             place = problem.partition(": ")[0]
             for entry in entries:

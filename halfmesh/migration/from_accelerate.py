@@ -26,7 +26,7 @@ def _precision(value: Any, source: Source) -> Outcome:
     mode = "naive" if _kind(source) == "DEEPSPEED" else "torch"
     look = ""
     if _kind(source) == "FSDP":
-        look = "mode 'torch' gathers weights in fp32; 'naive' gathers them in half precision, as FSDP's MixedPrecision does"
+        look = "mode 'torch' gathers weights in fp32; 'naive' in half precision, as FSDP's MixedPrecision does"
     return Converted({f"{key}.mode": mode}, look=look)
 
 
@@ -164,16 +164,23 @@ RULES: dict[str, Rule] = {
     "debug": Rule(_debug),
     "use_cpu": no("initialize(device='cpu') says it; without a GPU it is so by itself"),
     "compute_environment": done("a machine of yours"),
-    **{
-        name: _LAUNCH
-        for name in (
+    **dict.fromkeys(
+        (
             *("machine_rank", "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend"),
-            *("same_network", "gpu_ids", "enable_cpu_affinity", "commands", "command_file", "num_cpu_threads_per_process"),
+            *(
+                "same_network",
+                "gpu_ids",
+                "enable_cpu_affinity",
+                "commands",
+                "command_file",
+                "num_cpu_threads_per_process",
+            ),
             *("deepspeed_hostfile", "mpirun_config", "ipex_config", "max_restarts", "monitor_interval"),
-        )
-    },
+        ),
+        _LAUNCH,
+    ),
     "downcast_bf16": _TPU,
-    **{name: _TPU for name in ("tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_name", "tpu_zone", "tpu_cluster")},
+    **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_name", "tpu_zone", "tpu_cluster"), _TPU),
     f"{_FSDP}sharding_strategy": Rule(_strategy),
     f"{_FSDP}reshard_after_forward": Rule(_reshard),
     f"{_FSDP}offload_params": Rule(_offload),
@@ -186,7 +193,7 @@ RULES: dict[str, Rule] = {
     f"{_FSDP}backward_prefetch_policy": no("parallel.data.prefetch says how many blocks are gathered ahead"),
     f"{_FSDP}forward_prefetch": no("parallel.data.prefetch says how many blocks are gathered ahead"),
     f"{_FSDP}cpu_ram_efficient_loading": no("give initialize a function that builds the model: docs/deferred.md"),
-    f"{_FSDP}state_dict_type": done("checkpoints are in parts, and are read in any layout; engine.save_weights is whole"),
+    f"{_FSDP}state_dict_type": done("checkpoints are in parts, for any layout; engine.save_weights writes whole ones"),
     f"{_FSDP}sync_module_states": done("all ranks begin with rank 0's weights"),
     f"{_FSDP}use_orig_params": done("parameters keep their names and shapes"),
     "fsdp_config.*": no("halfmesh has nothing of the kind"),
@@ -250,7 +257,9 @@ def _world_size(source: Source) -> int | None:
 def _looks(source: Source) -> tuple[str, ...]:
     if source.has("Accelerator"):
         return ()
-    return ("accelerator.accumulate and clip_grad_norm_ are in your script: write gradient_accumulation and clip_grad_norm here",)
+    return (
+        "accelerator.accumulate and clip_grad_norm_ are in your script: gradient_accumulation, clip_grad_norm here",
+    )
 
 
 ACCELERATE = Origin(title="accelerate", rules=RULES, looks=_looks, world_size=_world_size)

@@ -50,8 +50,8 @@ def _mode_look(source: Source) -> str:
     if _mode(source) != "naive" or source.has("fp16.initial_scale") or source.has("fp16.dynamic_grad_scale"):
         return ""
     return (
-        "the loss scale begins at 2**16 here; Colossal-AI's page says 2**32 (its later code 2**16), from where the first "
-        "20 steps or so are lost"
+        "the loss scale begins at 2**16 here; Colossal-AI's page says 2**32 (its later code 2**16), from where the "
+        "first 20 steps or so are lost"
     )
 
 
@@ -74,7 +74,7 @@ def _of_mode(name: str) -> Rule:
                 return Without("dynamic_grad_scale=False: the scale never moves, and this key has no effect")
         return Converted({} if value is None else {f"fp16.{name}": anything(value)}, says="None is the default")
 
-    return Rule(do, any_value=False if name not in ("min_scale", "max_scale") else True)
+    return Rule(do, any_value=name in ("min_scale", "max_scale"))
 
 
 def _unbounded(name: str) -> Outcome:
@@ -106,19 +106,19 @@ def _degree(key: str, what: str) -> Rule:
         look = ""
         if what == "pipeline" and size > 1:
             look = (
-                "the loop stays `engine(x)`, `criterion`, `backward`: there is no execute_schedule here; a batch must be "
+                "the loop stays `engine(x)`, `criterion`, `backward`: there is no execute_schedule; a batch must be "
                 "divisible by the microbatches"
             )
         if what == "tensor" and size > 1:
             mode = source.get("parallel.tensor.mode")
             if mode is not None and str(mode) == "sequence":
                 return Without(
-                    "Colossal-AI's sequence parallelism (ring attention) does not exist here; nearest is parallel.tensor = "
-                    "dict(size=..., sequence_parallel=True), which divides the layers, too"
+                    "Colossal-AI's sequence parallelism (ring attention) does not exist here; nearest is "
+                    "parallel.tensor = dict(size=..., sequence_parallel=True), which divides the layers, too"
                 )
             look = (
-                "the layers of your own model are divided by a plan; take Colossal-AI's parallel layers (colossalai.nn) "
-                "out of it"
+                "the layers of your own model are divided by a plan; take Colossal-AI's parallel layers "
+                "(colossalai.nn) out of it"
             )
             if mode is None:
                 look += "; without a mode Colossal-AI made silent replicas instead"
@@ -147,7 +147,9 @@ def _data(value: Any, source: Source) -> Outcome:
 def _microbatches(value: Any, source: Source) -> Outcome:
     size = source.get("parallel.pipeline.size", source.get("parallel.pipeline", 1))
     if size == 1:
-        return Without("without a pipeline it has no effect, there as here; for smaller batches set gradient_accumulation")
+        return Without(
+            "without a pipeline it has no effect, as in Colossal-AI; for smaller batches set gradient_accumulation"
+        )
     return Converted({"parallel.pipeline.microbatches": whole(value)})
 
 
@@ -186,8 +188,8 @@ def _seed(value: Any, source: Source) -> Outcome:
 
 def _batch_size(value: Any, source: Source) -> Outcome:
     look = (
-        "a dataloader's batch size is that of one data rank here, as in Colossal-AI's get_dataloader; if your script divides "
-        "a global one by gpc's data parallel size, keep that division"
+        "a dataloader's batch size is that of one data rank here, as in Colossal-AI's get_dataloader; if your script "
+        "divides a global one by gpc's data parallel size, keep that division"
     )
     return Converted({"BATCH_SIZE": whole(value)}, look=look)
 
@@ -219,7 +221,7 @@ RULES: dict[str, Rule] = {
         "Colossal-AI dropped the batches left over at the end of an epoch; here a shorter cycle is averaged right",
     ),
     "clip_grad_norm": to("clip_grad_norm", number),
-    "gradient_handler": no("gradients are reduced by themselves: by parallel.data, and between stages and tensor ranks"),
+    "gradient_handler": no("gradients are reduced by themselves, over data ranks, stages and tensor ranks"),
     "NUM_MICRO_BATCHES": Rule(_microbatches),
     "TENSOR_SHAPE": no("the shapes that go from stage to stage are found before the run"),
     "BATCH_SIZE": Rule(_batch_size),
@@ -248,7 +250,7 @@ RULES: dict[str, Rule] = {
         f"{section}.*": _BY_SCRIPT
         for section in ("model", "optimizer", "loss", "lr_scheduler", "train_data", "test_data", "dataset", "schedule")
     },
-    **{section: _BY_SCRIPT for section in ("model", "optimizer", "loss", "lr_scheduler", "train_data", "test_data")},
+    **dict.fromkeys(("model", "optimizer", "loss", "lr_scheduler", "train_data", "test_data"), _BY_SCRIPT),
     "hooks": no("give them to Trainer.fit(hooks=[...])"),
     "logging.*": no("halfmesh uses Python's logging: halfmesh.get_logger()"),
     "logging": no("halfmesh uses Python's logging: halfmesh.get_logger()"),

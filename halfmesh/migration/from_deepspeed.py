@@ -6,7 +6,20 @@ from typing import Any
 
 from .convert import Origin
 from .from_apex import OPTIONS as APEX_OPTIONS
-from .outcome import Converted, NotUnderstood, Outcome, Rule, UnreadableError, Without, flag, no, number, one_of, to, whole
+from .outcome import (
+    Converted,
+    NotUnderstood,
+    Outcome,
+    Rule,
+    UnreadableError,
+    Without,
+    flag,
+    no,
+    number,
+    one_of,
+    to,
+    whole,
+)
 from .source import Source
 
 _BUFFERS = no("a detail of its buffers; parallel.data has bucket_mb (MiB, not elements), max_inflight and prefetch")
@@ -112,7 +125,7 @@ def _train_batch(value: Any, source: Source) -> Outcome:
         return _derived(each, micro, "gradient_accumulation", f"{total} / ({micro} x {ranks} data ranks)")
     if type(cycle) is int and cycle > 0:
         return _derived(each, cycle, "BATCH_SIZE", f"{total} / ({cycle} x {ranks} data ranks)")
-    return Converted({"BATCH_SIZE": each}, look=f"{total} / {ranks} data ranks: give it to your DataLoader as batch_size")
+    return Converted({"BATCH_SIZE": each}, look=f"{total} / {ranks} data ranks, for your DataLoader")
 
 
 def _derived(each: int, by: int, key: str, how: str) -> Outcome:
@@ -160,7 +173,10 @@ def _accumulated_in(value: Any, source: Source) -> Outcome:
 def _autocast(value: Any, source: Source) -> Outcome:
     if not flag(value):
         return Converted(says="autocast is off, as by default")
-    dtype = one_of(str(source.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch."), {"float16": "fp16", "bfloat16": "bf16"})
+    dtype = one_of(
+        str(source.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch."),
+        {"float16": "fp16", "bfloat16": "bf16"},
+    )
     return Converted({f"{dtype}.mode": "torch"})
 
 
@@ -238,7 +254,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.cpu_offload": no("its place is offload_optimizer.device now"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
-    "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid keeps whole groups of ranks apart: not the same"),
+    "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
     "zero_optimization.zero_quantized_weights": no("weights travel in the mode's dtype"),
     "zero_optimization.zero_quantized_gradients": no("gradients travel in reduce_dtype"),
     "zero_optimization.load_from_fp32_weights": no("engine.load takes masters from what a checkpoint has"),
@@ -264,7 +280,7 @@ RULES: dict[str, Rule] = {
     "tensor_parallel.*": no("parallel.tensor.plan says how layers are divided"),
     "activation_checkpointing.cpu_checkpointing": Rule(_cpu_checkpointing),
     "activation_checkpointing.partition_activations": no("parallel.tensor.sequence_parallel is nearest"),
-    "activation_checkpointing.*": no("activation_checkpoint names the blocks; your model needs no call of a checkpoint"),
+    "activation_checkpointing.*": no("activation_checkpoint names the blocks; the model needs no call"),
     "optimizer.type": Rule(_adam, any_value=True),
     "optimizer.*": no("make the optimizer in your script"),
     "scheduler.*": no("make the scheduler in your script: LinearWarmupLR is WarmupDecayLR; the engine advances it"),
@@ -309,7 +325,7 @@ def _looks(source: Source) -> tuple[str, ...]:
             "mode='torch' is autocast"
         )
     if _on(source, "fp16") or _on(source, "bf16") or _on(source, "bfloat16"):
-        looks.append("gradients are averaged over ranks in fp32 here (parallel.data.reduce_dtype), in DeepSpeed in fp16 or bf16")
+        looks.append("gradients are averaged in fp32 here (parallel.data.reduce_dtype), in DeepSpeed in fp16 or bf16")
     return tuple(looks)
 
 

@@ -34,8 +34,8 @@ def _tensor(value: Any, source: Source) -> Outcome:
     look = ""
     if size > 1 and source.get("prescaled_batch") is not True:
         look = (
-            f"all tensor ranks of a copy see the same batch here, as with prescaled_batch=True: give the dataloader {size} "
-            "times the batch size that each rank had"
+            f"all tensor ranks of a copy see the same batch here, as with prescaled_batch=True: give the dataloader "
+            f"{size} times the batch size that each rank had"
         )
     return Converted({"parallel.tensor.size": size}, look=look)
 
@@ -45,7 +45,7 @@ def _prescaled(value: Any, source: Source) -> Outcome:
         return Converted(says="tensor ranks of a copy see the same batch here")
     if source.whole("tensor_parallel_degree", 1) == 1:
         return Converted(says="without tensor parallelism it has no effect")
-    return Without("tensor ranks of a copy see the same batch here: multiply the dataloader's batch size by their number")
+    return Without("tensor ranks of a copy see the same batch here: multiply the loader's batch size by their number")
 
 
 def _microbatches(value: Any, source: Source) -> Outcome:
@@ -55,15 +55,15 @@ def _microbatches(value: Any, source: Source) -> Outcome:
     if count == 1:
         return Converted(says="1: a batch is not split")
     look = (
-        f"without a pipeline a batch is not split here: give the dataloader 1/{count} of the batch size, so that {count} "
-        "of its batches make an update"
+        f"without a pipeline a batch is not split here: give the dataloader 1/{count} of the batch size, so that "
+        f"{count} of its batches make an update"
     )
     return Converted({"gradient_accumulation": count}, look=look)
 
 
 def _schedule(value: Any, source: Source) -> Outcome:
     schedule = one_of(value, {"simple": "gpipe", "interleaved": "1f1b"})
-    look = "SageMaker's 'interleaved' means forward and backward in turn, which is 1f1b; 'interleaved' here is another one"
+    look = "SageMaker's 'interleaved' is forward and backward in turn: 1f1b; 'interleaved' here is another one"
     return Converted({"parallel.pipeline.schedule": schedule}, look=look if schedule == "1f1b" else "")
 
 
@@ -97,8 +97,8 @@ def _fp16(value: Any, source: Source) -> Outcome:
     look = ""
     if not any(source.has(name) for name in ("static_loss_scale", "dynamic_loss_scale", "dynamic_loss_args")):
         look = (
-            "the loss scale is not among these parameters: your script gives it to smp.DistributedOptimizer, whose default is "
-            "a static 1.0. Here it is dynamic; write loss_scale=1.0 for the same"
+            "the loss scale is not among these parameters: your script gives it to smp.DistributedOptimizer, whose "
+            "default is a static 1.0. Here it is dynamic; write loss_scale=1.0 for the same"
         )
     return Converted({"fp16.mode": "naive"}, look=look)
 
@@ -119,7 +119,7 @@ def _dynamic(value: Any, source: Source) -> Outcome:
         return Converted({"fp16.mode": "naive", "fp16.loss_scale": "dynamic"}, look=look)
     if source.has("static_loss_scale"):
         return Converted(says="the scale is static_loss_scale")
-    return Converted({"fp16.mode": "naive", "fp16.loss_scale": 1.0}, look="a static scale of 1, as SageMaker's default is")
+    return Converted({"fp16.mode": "naive", "fp16.loss_scale": 1.0}, look="a static scale of 1: SageMaker's default")
 
 
 def _of_dynamic(*keys: str, look: str = "") -> Rule:
@@ -156,7 +156,9 @@ def _sharded(value: Any, source: Source) -> Outcome:
     look = ""
     copies = _data_ranks(source)
     if copies is None:
-        look = f"if there are more than {size} data ranks, write hybrid={size}: each {size} share one copy of the weights"
+        look = (
+            f"if there are more than {size} data ranks, write hybrid={size}: each {size} share one copy of the weights"
+        )
     elif copies != size:
         settings["parallel.data.hybrid"] = size
     if not source.has("sdp_gradient_clipping"):
@@ -260,7 +262,7 @@ def _defaults(source: Source) -> dict[str, Any]:
 
 
 def _looks(source: Source) -> tuple[str, ...]:
-    looks = ["in SageMaker's words: rdp is dp here, its dp is dp x tp, its mp is pp x tp; pp x dp x tp is the number of ranks"]
+    looks = ["SageMaker's rdp is dp here, its dp is dp x tp, its mp is pp x tp; pp x dp x tp is the number of ranks"]
     if _defaults(source):
         looks.append("microbatches was left out, 1 in SageMaker: 1f1b needs one for each stage at least")
     return tuple(looks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import show
-from .source import Code, Source
+from .source import Source
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,9 @@ def _find_sagemaker(tree: ast.Module, names: dict[str, Any]) -> Mapping[Any, Any
     found: dict[str, Any] = {}
     for call in find_calls(tree, "PyTorch"):
         arguments = read_call(call, names)
-        found |= {name: arguments[name] for name in ("distribution", "instance_count", "instance_type") if name in arguments}
+        found |= {
+            name: arguments[name] for name in ("distribution", "instance_count", "instance_type") if name in arguments
+        }
     if "distribution" not in found:
         known = _first_dict(names, ("distribution", "smp_options", "smp_config", "parameters"))
         found |= {} if known is None else dict(known)
@@ -129,9 +131,7 @@ def _first_dict(names: dict[str, Any], wanted: tuple[str, ...]) -> Mapping[Any, 
     return next((names[name] for name in wanted if isinstance(names.get(name), Mapping)), None)
 
 
-def _one_call(
-    tree: ast.Module, names: dict[str, Any], name: str, positional: tuple[str, ...]
-) -> dict[str, Any] | None:
+def _one_call(tree: ast.Module, names: dict[str, Any], name: str, positional: tuple[str, ...]) -> dict[str, Any] | None:
     calls = list(find_calls(tree, name))
     read_calls = [read_call(call, names, positional) for call in calls]
     if any(repr(one) != repr(read_calls[0]) for one in read_calls[1:]):

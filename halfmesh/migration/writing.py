@@ -89,7 +89,10 @@ def as_json(conversion: Conversion, text: str) -> dict[str, Any]:
 
 
 def _reasons(entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    return [{"key": entry.key, "value": show(entry.value), "reason": getattr(entry.outcome, "reason", "")} for entry in entries]
+    return [
+        {"key": entry.key, "value": show(entry.value), "reason": getattr(entry.outcome, "reason", "")}
+        for entry in entries
+    ]
 
 
 def _rest(conversion: Conversion) -> Iterator[tuple[str, list[Entry]]]:
@@ -143,7 +146,7 @@ def _show(value: Any, depth: int) -> str:
         return f"[{text}]" if isinstance(value, list) else f"({text}{',' if len(items) == 1 else ''})"
     if isinstance(value, str) and value.isascii():
         return json.dumps(value)
-    if isinstance(value, float) and value != value or value in (float("inf"), float("-inf")):
+    if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")):
         return f'float("{value}")'
     return repr(value)
 

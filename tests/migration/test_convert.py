@@ -29,7 +29,9 @@ VALUES = st.one_of(
     st.booleans(),
     st.integers(-3, 9),
     st.sampled_from([64, 2**16, 0.5, 1.0, 2.0, 1e-3, float("inf"), float("nan"), 10**400]),
-    st.sampled_from(["auto", "naive", "torch", "apex", "O1", "O2", "dynamic", "fp16", "bf16", "cpu", "FSDP", "1d", "x\ny"]),
+    st.sampled_from(
+        ["auto", "naive", "torch", "apex", "O1", "O2", "dynamic", "fp16", "bf16", "cpu", "FSDP", "1d", "x\ny"]
+    ),
     st.sampled_from([(), [], {}, [1, 2], [{"type": "X"}], Code("f(x)"), b"b", {1}]),
 )
 
@@ -53,7 +55,9 @@ def nested(names):
     return data
 
 
-KEYS = st.one_of(st.text(max_size=4), st.sampled_from(["A", "NUM", "a.b", "x y", "class"]), st.integers(0, 3), st.none())
+KEYS = st.one_of(
+    st.text(max_size=4), st.sampled_from(["A", "NUM", "a.b", "x y", "class"]), st.integers(0, 3), st.none()
+)
 ANYTHING = st.dictionaries(KEYS, st.recursive(VALUES, lambda more: st.dictionaries(KEYS, more, max_size=3)), max_size=4)
 
 

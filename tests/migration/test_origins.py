@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from halfmesh.config.foreign import _ORIGINS, find_foreign
 from halfmesh.migration.convert import convert
 from halfmesh.migration.origins import ORIGINS
 from halfmesh.migration.outcome import Converted, NotUnderstood, Without
@@ -14,7 +15,9 @@ KINDS = {Converted: "converted", Without: "without", NotUnderstood: "not underst
 def run(origin, source, world_size=None):
     """The config as a dict, without what is understood, and the kinds of the other entries by key."""
     found = convert(ORIGINS[origin], source, world_size)
-    rest = {entry.key: KINDS[type(entry.outcome)] for entry in found.entries if not isinstance(entry.outcome, Converted)}
+    rest = {
+        entry.key: KINDS[type(entry.outcome)] for entry in found.entries if not isinstance(entry.outcome, Converted)
+    }
     return found.config.to_dict(), rest
 
 
@@ -40,7 +43,11 @@ def look_of(origin, source, key, world_size=None):
             {"fp16.growth_factor": "without"},
         ),
         ({"fp16": {"mode": "naive", "min_scale": None}}, {"fp16": {"mode": "naive"}}, {"fp16.min_scale": "without"}),
-        ({"fp16": {"mode": "torch", "hysteresis": 2}}, {"fp16": {"mode": "torch"}}, {"fp16.hysteresis": "not understood"}),
+        (
+            {"fp16": {"mode": "torch", "hysteresis": 2}},
+            {"fp16": {"mode": "torch"}},
+            {"fp16.hysteresis": "not understood"},
+        ),
         (
             {"parallel": {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, "NUM_MICRO_BATCHES": 8},
             {"parallel": {"tensor": {"size": 4}, "pipeline": {"size": 2, "microbatches": 8}}},
@@ -58,7 +65,11 @@ def look_of(origin, source, key, world_size=None):
             {"parallel": {"pipeline": {"size": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2}}},
             {"model.type": "without"},
         ),
-        ({"gradient_accumulation": 4, "clip_grad_norm": 1.0}, {"gradient_accumulation": 4, "clip_grad_norm": {"max_norm": 1.0}}, {}),
+        (
+            {"gradient_accumulation": 4, "clip_grad_norm": 1.0},
+            {"gradient_accumulation": 4, "clip_grad_norm": {"max_norm": 1.0}},
+            {},
+        ),
         (
             {"zero": {"model_config": {"tensor_placement_policy": "cpu"}, "optimizer_config": {"initial_scale": 32}}},
             {
@@ -67,7 +78,11 @@ def look_of(origin, source, key, world_size=None):
             },
             {},
         ),
-        ({"NUM_EPOCHS": 3, "MODEL": {"depth": 2}, "lr": 1}, {"NUM_EPOCHS": 3, "MODEL": {"depth": 2}}, {"lr": "not understood"}),
+        (
+            {"NUM_EPOCHS": 3, "MODEL": {"depth": 2}, "lr": 1},
+            {"NUM_EPOCHS": 3, "MODEL": {"depth": 2}},
+            {"lr": "not understood"},
+        ),
     ],
 )
 def test_colossal(source, expected, rest):
@@ -86,8 +101,19 @@ def test_colossal_traps_are_said():
 
 
 def test_apex():
-    source = {"opt_level": "O2", "keep_batchnorm_fp32": "True", "loss_scale": "128.0", "cast_model_type": "torch.float16"}
-    expected = {"mode": "apex", "opt_level": "O2", "keep_batchnorm_fp32": True, "loss_scale": 128.0, "cast_model_type": "float16"}
+    source = {
+        "opt_level": "O2",
+        "keep_batchnorm_fp32": "True",
+        "loss_scale": "128.0",
+        "cast_model_type": "torch.float16",
+    }
+    expected = {
+        "mode": "apex",
+        "opt_level": "O2",
+        "keep_batchnorm_fp32": True,
+        "loss_scale": 128.0,
+        "cast_model_type": "float16",
+    }
     assert run("apex", source) == ({"fp16": expected}, {})
     assert run("apex", {"opt_levl": "O2"}) == ({"fp16": {"mode": "apex"}}, {"opt_levl": "not understood"})
     assert "loss_id" in look_of("apex", {"num_losses": 2}, "num_losses")
@@ -109,7 +135,13 @@ def parameters(values, **more):
             {"optimize": "without"},
         ),
         (
-            {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "simple", "tensor_parallel_degree": 2, "fp16": True},
+            {
+                "pipeline_parallel_degree": 2,
+                "microbatches": 4,
+                "pipeline": "simple",
+                "tensor_parallel_degree": 2,
+                "fp16": True,
+            },
             {
                 "fp16": {"mode": "naive"},
                 "parallel": {"tensor": {"size": 2}, "pipeline": {"size": 2, "microbatches": 4, "schedule": "gpipe"}},
@@ -193,7 +225,15 @@ def test_sagemakers_traps_are_said():
     ("source", "expected", "rest"),
     [
         (
-            {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "min_loss_scale": 2}},
+            {
+                "fp16": {
+                    "enabled": True,
+                    "loss_scale": 0,
+                    "initial_scale_power": 12,
+                    "loss_scale_window": 500,
+                    "min_loss_scale": 2,
+                }
+            },
             {"fp16": {"mode": "naive", "initial_scale": 4096.0, "growth_interval": 500, "min_scale": 2.0}},
             {},
         ),
@@ -204,7 +244,11 @@ def test_sagemakers_traps_are_said():
         ),
         ({"fp16": {"enabled": False, "hysteresis": 2}}, {}, {"fp16.hysteresis": "without"}),
         ({"fp16": {"enabled": "auto"}}, {}, {"fp16.enabled": "not understood"}),
-        ({"bf16": {"enabled": True}, "gradient_clipping": 1.0}, {"bf16": {"mode": "naive"}, "clip_grad_norm": {"max_norm": 1.0}}, {}),
+        (
+            {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
+            {"bf16": {"mode": "naive"}, "clip_grad_norm": {"max_norm": 1.0}},
+            {},
+        ),
         ({"zero_optimization": {"stage": 1}}, {"parallel": {"data": {"strategy": "zero1"}}}, {}),
         ({"zero_optimization": {"stage": 2}}, {"parallel": {"data": {"strategy": "zero1"}}}, {}),
         (
@@ -233,8 +277,18 @@ def test_deepspeed(source, expected, rest):
 @pytest.mark.parametrize(
     ("source", "ranks", "expected", "rest"),
     [
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 4, {"BATCH_SIZE": 4, "gradient_accumulation": 4}, {}),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, {"BATCH_SIZE": 8, "gradient_accumulation": 2}, {}),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+            4,
+            {"BATCH_SIZE": 4, "gradient_accumulation": 4},
+            {},
+        ),
+        (
+            {"train_batch_size": 64, "gradient_accumulation_steps": 2},
+            4,
+            {"BATCH_SIZE": 8, "gradient_accumulation": 2},
+            {},
+        ),
         ({"train_batch_size": 64}, 4, {"BATCH_SIZE": 16}, {}),
         ({"train_batch_size": 64}, None, {}, {"train_batch_size": "not understood"}),
         ({"train_batch_size": 63}, 4, {}, {"train_batch_size": "not understood"}),
@@ -267,7 +321,11 @@ def test_deepspeeds_adam_is_adamw():
 @pytest.mark.parametrize(
     ("source", "expected", "rest"),
     [
-        ({"mixed_precision": "fp16", "distributed_type": "MULTI_GPU", "num_processes": 4}, {"fp16": {"mode": "torch"}}, {}),
+        (
+            {"mixed_precision": "fp16", "distributed_type": "MULTI_GPU", "num_processes": 4},
+            {"fp16": {"mode": "torch"}},
+            {},
+        ),
         ({"mixed_precision": "no", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"compile": True}, {}),
         ({"mixed_precision": "fp8"}, {}, {"mixed_precision": "without"}),
         (
@@ -291,8 +349,16 @@ def test_deepspeeds_adam_is_adamw():
             {},
         ),
         (
-            {"distributed_type": "DEEPSPEED", "mixed_precision": "fp16", "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1.0}},
-            {"fp16": {"mode": "naive"}, "parallel": {"data": {"strategy": "fsdp"}}, "clip_grad_norm": {"max_norm": 1.0}},
+            {
+                "distributed_type": "DEEPSPEED",
+                "mixed_precision": "fp16",
+                "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1.0},
+            },
+            {
+                "fp16": {"mode": "naive"},
+                "parallel": {"data": {"strategy": "fsdp"}},
+                "clip_grad_norm": {"max_norm": 1.0},
+            },
             {},
         ),
         (
@@ -300,7 +366,11 @@ def test_deepspeeds_adam_is_adamw():
             {"parallel": {"tensor": {"size": 2}}},
             {"parallelism_config.parallelism_config_cp_size": "without"},
         ),
-        ({"Accelerator": {"gradient_accumulation_steps": 4, "split_batches": True}}, {"gradient_accumulation": 4}, {"Accelerator.split_batches": "without"}),
+        (
+            {"Accelerator": {"gradient_accumulation_steps": 4, "split_batches": True}},
+            {"gradient_accumulation": 4},
+            {"Accelerator.split_batches": "without"},
+        ),
     ],
 )
 def test_accelerate(source, expected, rest):
@@ -312,3 +382,10 @@ def test_accelerate(source, expected, rest):
 
 def test_the_ranks_of_an_accelerate_config():
     assert convert(ORIGINS["accelerate"], {"num_processes": 6}).world_size == 6
+
+
+def test_every_hint_names_an_origin_that_takes_the_key():
+    for key, name in _ORIGINS.items():
+        assert f"convert-config --from {name} " in find_foreign(key.upper())
+        rules = ORIGINS[name].rules
+        assert {key, key.upper()} & {one.partition(".")[0] for one in rules}, key

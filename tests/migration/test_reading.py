@@ -108,7 +108,10 @@ def test_scripts_of_deepspeed_and_accelerate(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("opt_level=O2 loss_scale=128.0, keep_batchnorm_fp32=True", {"opt_level": "O2", "loss_scale": 128.0, "keep_batchnorm_fp32": True}),
+        (
+            "opt_level=O2 loss_scale=128.0, keep_batchnorm_fp32=True",
+            {"opt_level": "O2", "loss_scale": 128.0, "keep_batchnorm_fp32": True},
+        ),
         ("enabled=false", {"enabled": False}),
         ('{"opt_level": "O2", "enabled": true}', {"opt_level": "O2", "enabled": True}),
         ("{'a': dict(b=2**3)}", {"a": {"b": 8}}),
