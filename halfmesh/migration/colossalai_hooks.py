@@ -54,9 +54,7 @@ class AccuracyHook(Hook):
 class LRSchedulerHook(Hook):
     """Advances a scheduler after each epoch, or each update. It is not one that the engine advances."""
 
-    def __init__(
-        self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
-    ) -> None:
+    def __init__(self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1) -> None:
         self._scheduler, self._by_epoch = lr_scheduler, by_epoch
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -113,7 +111,11 @@ def TensorboardHook(  # noqa: N802
 
 
 def SaveCheckpointHook(  # noqa: N802
-    interval: int = 1, checkpoint_dir: str | None = None, model: Any = None, save_by_iter: bool = False, priority: int = 10
+    interval: int = 1,
+    checkpoint_dir: str | None = None,
+    model: Any = None,
+    save_by_iter: bool = False,
+    priority: int = 10,
 ) -> Hook:
     """`halfmesh.hooks.CheckpointHook`: with optimizer, loss scale and all, after each epoch or `interval` updates."""
     if checkpoint_dir is None:
