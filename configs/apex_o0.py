@@ -1,6 +1,6 @@
 """Mode APEX, opt level O0: fp32 throughout, by the rules of NVIDIA's apex.amp. What the other levels are compared with.
 
-All four levels and what apex's calls are now: docs/coming-from-apex.md.
+All four levels and what apex's calls are now: docs/migration/apex.md.
 """
 
 from base import *

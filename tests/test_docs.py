@@ -13,7 +13,7 @@ from halfmesh.amp.apex_amp import ApexAMP
 from halfmesh.amp.apex_options import OPT_LEVELS, ApexOptions
 
 ROOT = Path(__file__).resolve().parents[1]
-APEX = (ROOT / "docs" / "coming-from-apex.md").read_text()
+APEX = (ROOT / "docs" / "migration" / "apex.md").read_text()
 
 
 @pytest.fixture

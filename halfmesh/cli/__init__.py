@@ -1,10 +1,12 @@
-"""The command line: `halfmesh check`, `plan`, `run`, `report`, `env`. Only commands that need torch import it."""
+"""The command line, a file for each command. torch is imported only by the commands that need it."""
 
 from __future__ import annotations
 
 import typer
 
 from .check import check
+from .configs import configs
+from .convert_config import convert_config
 from .env import env
 from .plan import plan
 from .report import report
@@ -27,6 +29,11 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(run)
 app.command(epilog="Example: halfmesh report runs/first runs/second --out report.html")(report)
+app.command(
+    "convert-config",
+    epilog="Example: halfmesh convert-config config.py --from colossal --world-size 8 --out halfmesh_config.py",
+)(convert_config)
+app.command(epilog="Example: halfmesh configs naive_fp16 --out config.py")(configs)
 app.command(epilog="Example: halfmesh env --json")(env)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from ..amp.plugin import AMP_PLUGINS
 from ..errors import cut, did_you_mean, find_near, shorten, show, show_name
 from ..options import Options
-from .foreign import FOREIGN_KEYS
+from .foreign import find_foreign
 from .schema import PrecisionConfig, Settings, get_plugin
 
 PRECISION_KEYS = ("fp16", "bf16")
@@ -52,7 +52,7 @@ def find_unknown(raw: Mapping[str, Any], hint: str) -> Iterator[Problem]:
     ]
     for key in unknown[:_MOST_EACH]:
         if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
-            yield Problem((key,), f"{key}: {FOREIGN_KEYS[key.lower()]}")
+            yield Problem((key,), f"{key}: {find_foreign(key)}")
         else:
             yield Problem((key,), f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}")
     if rest := unknown[_MOST_EACH:]:
@@ -237,8 +237,8 @@ def _number(bound: float) -> str:
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
     """Which key was meant: another library's, one that lies elsewhere in the tree, or a near one at this place."""
-    if key.lower() in FOREIGN_KEYS:
-        return f"; {FOREIGN_KEYS[key.lower()]}"
+    if (foreign := find_foreign(key)) is not None:
+        return f"; {foreign}"
     here = list(owner.model_fields)
     if parents[:1] and parents[0] in PRECISION_KEYS:
         near = did_you_mean(key, here)

@@ -1,0 +1,332 @@
+"""DeepSpeed's ds_config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .convert import Origin
+from .from_apex import OPTIONS as APEX_OPTIONS
+from .outcome import (
+    Converted,
+    NotUnderstood,
+    Outcome,
+    Rule,
+    UnreadableError,
+    Without,
+    flag,
+    no,
+    number,
+    one_of,
+    to,
+    whole,
+)
+from .source import Source
+
+_BUFFERS = no("a detail of its buffers; parallel.data has bucket_mb (MiB, not elements), max_inflight and prefetch")
+_TRACKER = no("give Trainer.fit a hook: 'tensorboard', 'csv' or 'jsonl'")
+_LATER = no("halfmesh has nothing of the kind")
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
+
+
+def _on(source: Source, section: str) -> bool:
+    return source.get(f"{section}.enabled") is True
+
+
+def _stage(source: Source) -> int:
+    value = source.get("zero_optimization.stage", 0)
+    return value if value in (1, 2, 3) and type(value) is int else 0
+
+
+def _pipeline(source: Source) -> int:
+    return source.whole("pipeline.stages", 1)
+
+
+def _ranks(source: Source) -> int | None:
+    """The data ranks, where they are known."""
+    if source.world_size is None:
+        return None
+    return max(1, source.world_size // (_pipeline(source) * source.whole("tensor_parallel.autotp_size", 1)))
+
+
+def _switch(section: str, mode: str) -> Rule:
+    def do(value: Any, source: Source) -> Outcome:
+        if not flag(value):
+            return Converted(says=f"{section} is off, as by default")
+        return Converted({f"{section}.mode": mode})
+
+    return Rule(do)
+
+
+def _scaler(key: str, kind: Any = number) -> Rule:
+    """A key of the dynamic loss scale."""
+
+    def do(value: Any, source: Source) -> Outcome:
+        if not _on(source, "fp16"):
+            return Without("fp16 is off, so this key has no effect")
+        if source.get("fp16.loss_scale", 0) not in (0, None):
+            return Without("loss_scale is static, so this key has no effect")
+        read = kind(value)
+        return Converted({f"fp16.{key}": read})
+
+    return Rule(do)
+
+
+def _power(value: Any) -> float:
+    power = whole(value)
+    if not 0 <= power <= 64:
+        raise UnreadableError(f"{value!r} is not a power of 2 between 0 and 64")
+    return 2.0**power
+
+
+def _loss_scale(value: Any, source: Source) -> Outcome:
+    if not _on(source, "fp16"):
+        return Without("fp16 is off, so this key has no effect")
+    scale = number(value)
+    if scale == 0:
+        return Converted({"fp16.loss_scale": "dynamic"})
+    look = "DeepSpeed skips an update with inf or nan under a static scale, too: on_nonfinite says so"
+    return Converted({"fp16.loss_scale": float(scale), "on_nonfinite": "skip"}, look=look)
+
+
+def _micro_batch(value: Any, source: Source) -> Outcome:
+    size = whole(value)
+    if _pipeline(source) > 1:
+        cycle = source.whole("gradient_accumulation_steps", 1)
+        look = f"in a pipeline a loader's batch is cut into {cycle} microbatches: {size * cycle} rows on each data rank"
+        return Converted({"BATCH_SIZE": size * cycle}, look=look)
+    return Converted({"BATCH_SIZE": size}, look="a constant of your own: give it to your DataLoader as batch_size")
+
+
+def _accumulation(value: Any, source: Source) -> Outcome:
+    count = whole(value)
+    if _pipeline(source) > 1:
+        return Converted({"parallel.pipeline.microbatches": count})
+    return Converted({"gradient_accumulation": count})
+
+
+def _train_batch(value: Any, source: Source) -> Outcome:
+    """train_batch_size = micro batch x accumulation x data ranks."""
+    total, ranks = whole(value), _ranks(source)
+    known = {
+        "train_micro_batch_size_per_gpu": source.get("train_micro_batch_size_per_gpu"),
+        "gradient_accumulation_steps": source.get("gradient_accumulation_steps"),
+    }
+    micro, cycle = known.values()
+    if type(micro) is int and type(cycle) is int and micro > 0 and cycle > 0:
+        if ranks is not None and total != micro * cycle * ranks:
+            return NotUnderstood(f"{total} is not {micro} x {cycle} x {ranks} data ranks, as DeepSpeed asks for")
+        return Converted(says=f"{micro} x {cycle} x the data ranks: it follows")
+    if ranks is None:
+        return NotUnderstood("it is divided over the data ranks, whose number is not known: give --world-size")
+    if total % ranks:
+        return NotUnderstood(f"{total} is not divisible by {ranks} data ranks")
+    each = total // ranks
+    if type(micro) is int and micro > 0:
+        return _derived(each, micro, "gradient_accumulation", f"{total} / ({micro} x {ranks} data ranks)")
+    if type(cycle) is int and cycle > 0:
+        return _derived(each, cycle, "BATCH_SIZE", f"{total} / ({cycle} x {ranks} data ranks)")
+    return Converted({"BATCH_SIZE": each}, look=f"{total} / {ranks} data ranks, for your DataLoader")
+
+
+def _derived(each: int, by: int, key: str, how: str) -> Outcome:
+    if each % by:
+        return NotUnderstood(f"{how} is not a whole number")
+    return Converted({key: each // by}, look=f"{how}" + ("; for your DataLoader" if key == "BATCH_SIZE" else ""))
+
+
+def _zero(value: Any, source: Source) -> Outcome:
+    stage = whole(value)
+    if stage not in (0, 1, 2, 3):
+        raise UnreadableError(f"{value!r} is not one of the stages 0, 1, 2 and 3")
+    if stage == 0:
+        return Converted(says="each data rank has all, as by default")
+    look = "stage 2 divides gradients, too; zero1 gives the same numbers with whole gradients" if stage == 2 else ""
+    return Converted({"parallel.data.strategy": "fsdp" if stage == 3 else "zero1"}, look=look)
+
+
+def _offload(what: str) -> Rule:
+    def do(value: Any, source: Source) -> Outcome:
+        device = one_of(value, {"none": None, "cpu": "cpu", "nvme": "nvme"})
+        if device is None:
+            return Converted(says=f"{what} stay on the device")
+        if device == "nvme":
+            return Without("nothing is put on disks here; cpu_offload is nearest, under fsdp")
+        if _stage(source) != 3:
+            return Without("without stage 3 nothing is put into host memory here; fsdp with cpu_offload does it")
+        look = "parameters, gradients and optimizer state all wait in host memory"
+        return Converted({"parallel.data.cpu_offload": True}, look=look)
+
+    return Rule(do)
+
+
+def _reduce_dtype(value: Any, source: Source) -> Outcome:
+    return Converted({"parallel.data.reduce_dtype": one_of(value, _DTYPES)})
+
+
+def _accumulated_in(value: Any, source: Source) -> Outcome:
+    dtype = one_of(value, _DTYPES)
+    if dtype == "float32":
+        return Converted({"gradient_dtype": "float32"})
+    return Without("gradients add up in the parameters' dtype, or in fp32 (gradient_dtype='float32')")
+
+
+def _autocast(value: Any, source: Source) -> Outcome:
+    if not flag(value):
+        return Converted(says="autocast is off, as by default")
+    dtype = one_of(
+        str(source.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch."),
+        {"float16": "fp16", "bfloat16": "bf16"},
+    )
+    return Converted({f"{dtype}.mode": "torch"})
+
+
+def _apex(value: Any, source: Source) -> Outcome:
+    return Converted({"fp16.mode": "apex"} if flag(value) else {}, says="apex's amp is off")
+
+
+def _apex_option(name: str) -> Rule:
+    def do(value: Any, source: Source) -> Outcome:
+        if not _on(source, "amp"):
+            return Without("amp is off, so this key has no effect")
+        return Converted({f"fp16.{name}": value})
+
+    return Rule(do)
+
+
+def _adam(value: Any, source: Source) -> Outcome:
+    reason = "make the optimizer in your script"
+    name = str(value)
+    if name.lower() in ("adam", "fusedadam"):
+        decoupled = source.get("optimizer.params.adam_w_mode", True)
+        name = "AdamW (DeepSpeed's Adam is, unless adam_w_mode is false)" if decoupled else "Adam"
+    return Without(f"{reason}: torch.optim.{name}, with what optimizer.params says")
+
+
+def _cpu_checkpointing(value: Any, source: Source) -> Outcome:
+    return Converted({"activation_offload": True} if flag(value) else {}, says="activations stay on the device")
+
+
+def _drop_last(value: Any, source: Source) -> Outcome:
+    if flag(value):
+        return Without("give your DataLoader drop_last=True")
+    return Converted(says="batches at the end are trained on")
+
+
+def _compile(value: Any, source: Source) -> Outcome:
+    return Converted({"compile": True} if flag(value) else {}, says="nothing is compiled, as by default")
+
+
+_ZERO_BUFFERS = (
+    *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions", "allgather_bucket_size"),
+    *("overlap_comm", "round_robin_gradients", "ignore_unused_parameters", "use_all_reduce_for_fetch_params"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "sub_group_size"),
+    *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "memory_efficient_linear"),
+)
+_OFFLOAD_DETAILS = ("pin_memory", "buffer_count", "fast_init", "ratio", "nvme_path", "buffer_size", "max_in_cpu")
+
+RULES: dict[str, Rule] = {
+    "train_batch_size": Rule(_train_batch),
+    "train_micro_batch_size_per_gpu": Rule(_micro_batch),
+    "gradient_accumulation_steps": Rule(_accumulation),
+    "gradient_clipping": to("clip_grad_norm", number),
+    "fp16.enabled": _switch("fp16", "naive"),
+    "fp16.auto_cast": no("floating-point arguments of the model are cast by the mode"),
+    "fp16.loss_scale": Rule(_loss_scale),
+    "fp16.initial_scale_power": _scaler("initial_scale", _power),
+    "fp16.loss_scale_window": _scaler("growth_interval", whole),
+    "fp16.hysteresis": _scaler("hysteresis", whole),
+    "fp16.min_loss_scale": _scaler("min_scale"),
+    "fp16.consecutive_hysteresis": no("hysteresis is refilled when the scale grows, and not before"),
+    "fp16.fp16_master_weights_and_grads": no("masters are fp32; without any: mode='apex' with opt_level='O3'"),
+    "bf16.enabled": _switch("bf16", "naive"),
+    "bfloat16.enabled": _switch("bf16", "naive"),
+    "bf16.immediate_grad_update": no("gradients reach the fp32 masters in the update"),
+    "torch_autocast.enabled": Rule(_autocast),
+    "torch_autocast.dtype": Rule(
+        lambda value, source: Converted(says="the key that torch_autocast.enabled makes: fp16 or bf16")
+    ),
+    "torch_autocast.lower_precision_safe_modules": no("torch.autocast decides for each operation"),
+    "amp.enabled": Rule(_apex),
+    **{f"amp.{name}": _apex_option(name) for name in APEX_OPTIONS if name != "enabled"},
+    "zero_optimization.stage": Rule(_zero),
+    "zero_optimization.offload_optimizer.device": _offload("optimizer states"),
+    "zero_optimization.offload_param.device": _offload("parameters"),
+    "zero_optimization.cpu_offload": no("its place is offload_optimizer.device now"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
+    "zero_optimization.gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
+    "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
+    "zero_optimization.zero_quantized_weights": no("weights travel in the mode's dtype"),
+    "zero_optimization.zero_quantized_gradients": no("gradients travel in reduce_dtype"),
+    "zero_optimization.load_from_fp32_weights": no("engine.load takes masters from what a checkpoint has"),
+    "zero_optimization.elastic_checkpoint": no("checkpoints are read on any number of ranks"),
+    "zero_optimization.*": _BUFFERS,
+    **{f"zero_optimization.{name}": _BUFFERS for name in _ZERO_BUFFERS},
+    **{
+        f"zero_optimization.{section}.{name}": no("a detail of its offloading; there is parallel.data.cpu_offload")
+        for section in ("offload_optimizer", "offload_param")
+        for name in _OFFLOAD_DETAILS
+    },
+    "communication_data_type": Rule(_reduce_dtype),
+    "data_types.grad_accum_dtype": Rule(_accumulated_in),
+    "prescale_gradients": no("gradients are averaged in fp32, where nothing overflows"),
+    "gradient_predivide_factor": no("gradients are averaged in fp32, where nothing overflows"),
+    "sparse_gradients": no("gradients of embeddings are dense"),
+    "pipeline.stages": to("parallel.pipeline.size", whole),
+    "pipeline.partition": no("parallel.pipeline has partition and balance"),
+    "pipeline.activation_checkpoint_interval": Rule(
+        lambda value, source: Converted({"activation_checkpoint.every": whole(value)} if value else {}, says="0: off")
+    ),
+    "tensor_parallel.autotp_size": to("parallel.tensor.size", whole),
+    "tensor_parallel.*": no("parallel.tensor.plan says how layers are divided"),
+    "activation_checkpointing.cpu_checkpointing": Rule(_cpu_checkpointing),
+    "activation_checkpointing.partition_activations": no("parallel.tensor.sequence_parallel is nearest"),
+    "activation_checkpointing.*": no("activation_checkpoint names the blocks; the model needs no call"),
+    "optimizer.type": Rule(_adam, any_value=True),
+    "optimizer.*": no("make the optimizer in your script"),
+    "scheduler.*": no("make the scheduler in your script: LinearWarmupLR is WarmupDecayLR; the engine advances it"),
+    "compile.deepcompile": Rule(_compile),
+    "dataloader_drop_last": Rule(_drop_last),
+    "seed": to("seed", whole),
+    "steps_per_print": no("Trainer(log_every=...)"),
+    "wall_clock_breakdown": no("Trainer's hook 'throughput', or torch.profiler"),
+    "memory_breakdown": no("Trainer's hook 'memory'"),
+    "dump_state": no("the effective plan is printed at the start"),
+    "zero_allow_untested_optimizer": no("what an optimizer is not fit for is refused by name"),
+    "zero_force_ds_cpu_optimizer": no("torch's own optimizers step, on the host, too"),
+    **{f"{name}.*": _TRACKER for name in ("tensorboard", "wandb", "csv_monitor", "comet")},
+    **{
+        f"{name}.*": _LATER
+        for name in (
+            *("flops_profiler", "comms_logger", "autotuning", "elasticity", "data_efficiency", "curriculum_learning"),
+            *("sparse_attention", "compression_training", "aio", "hybrid_engine", "nebula", "progressive_layer_drop"),
+            *("eigenvalue", "quantize_training", "checkpoint", "monitor_config"),
+        )
+    },
+}
+
+_SECTIONS = ("fp16", "bf16", "zero_optimization", "amp", "optimizer", "scheduler", "pipeline", "tensor_parallel")
+
+
+def _empty(value: Any, source: Source) -> Outcome:
+    if value == {} or value is None:
+        return Converted(says="nothing to write")
+    raise UnreadableError(f"{value!r:.100} is not a dict of keys")
+
+
+for _name in (*_SECTIONS, *(name.removesuffix(".*") for name in list(RULES) if name.endswith(".*"))):
+    RULES.setdefault(_name, Rule(_empty, any_value=True))
+
+
+def _looks(source: Source) -> tuple[str, ...]:
+    looks = []
+    if _on(source, "fp16"):
+        looks.append(
+            "DeepSpeed's fp16 and bf16 are mode 'naive': weights in half precision, fp32 masters. "
+            "mode='torch' is autocast"
+        )
+    if _on(source, "fp16") or _on(source, "bf16") or _on(source, "bfloat16"):
+        looks.append("gradients are averaged in fp32 here (parallel.data.reduce_dtype), in DeepSpeed in fp16 or bf16")
+    return tuple(looks)
+
+
+DEEPSPEED = Origin(title="DeepSpeed", rules=RULES, looks=_looks, fills_in="auto")
