@@ -226,7 +226,7 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
 
 def _suggest(model: nn.Module, count: int) -> str:
     """Split points that would do, from the longest row of modules; none where the forward cannot be traced."""
-    if takes_any_arguments(model):
+    if type(model).forward is not nn.Module.forward and takes_any_arguments(model):
         return (
             "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
             "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
