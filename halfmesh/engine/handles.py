@@ -118,12 +118,19 @@ class PipelineOutput(Handle):
         self._help = self._dropped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loss" and not self.is_ready:
+        self._refuse_own_loss(name)
+        return super().__getattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._refuse_own_loss(key)
+        return self.value()[_unwrap(key)]
+
+    def _refuse_own_loss(self, name: Any) -> None:
+        if isinstance(name, str) and name == "loss" and not self.is_ready:
             raise HandleError(
                 "the model's own loss (output.loss) is on the last stage of the pipeline only, one for each "
                 "microbatch; give a criterion to initialize and write loss = engine.criterion(output, target)"
             )
-        return super().__getattr__(name)
 
 
 class PipelineLoss(Handle):

@@ -37,18 +37,21 @@ TIMM_ATTENTION = LayerPlan(
     find_problem=_scaled_norm,
 )
 
+_LINEAR_MLP = "build the model with those (timm's ConvNeXt: conv_mlp=False), or leave tensor at 1"
 _NORM_PROBLEM = "its norm works on all hidden features, which are divided; build it without (norm_layer=None)"
 
 
 def _hidden_norm(mlp: Any) -> str | None:
-    return _looks_aside(mlp.act, mlp) if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
+    if getattr(mlp, "fc1", None) is not None and not isinstance(mlp.fc1, nn.Linear):
+        return f"its layers are {type(mlp.fc1).__name__}, and Linear ones can be divided; {_LINEAR_MLP}"
+    return looks_aside(mlp.act, mlp) if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
 
 
 def _activation(layer: Any) -> str | None:
-    return _looks_aside(layer.activation, layer)
+    return looks_aside(layer.activation, layer)
 
 
-def _looks_aside(activation: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module) -> str | None:
+def looks_aside(activation: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module) -> str | None:
     """Why `activation` cannot work on some of the features only."""
     param = next(layer.parameters())
     features = torch.linspace(-2, 2, 8, dtype=param.dtype, device="cpu" if param.is_meta else param.device)

@@ -21,6 +21,7 @@ for _name, _style in {
     "rowwise": "Rowwise",
     "rowwise_split": "RowwiseSplit",
     "vocab": "Vocab",
+    "embedding_features": "EmbeddingFeatures",
     "heads": "Heads",
     "config_heads": "ConfigHeads",
     "off": "Off",
@@ -49,13 +50,27 @@ for _name in (
     "hugging_face",
 ):
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
+for _name in (
+    "torchvision_vit_block",
+    "torchvision_swin_block",
+    "gpt2_attention",
+    "gpt2_mlp",
+    "bert_attention",
+    "bert_layer",
+    "t5_attention",
+    "t5_mlp",
+    "t5_gated_mlp",
+):
+    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.model_plans:{_name.upper()}")
 DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.sharding.reducers:ShardReducer")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {
-    "sequential": "SEQUENTIAL",
-    "timm_vit": "TIMM_VIT",
-    "hugging_face_llama": "LLAMA",
-    "hugging_face_gpt2": "GPT2",
+    "sequential": "model_partitions:SEQUENTIAL",
+    "timm_vit": "model_partitions:TIMM_VIT",
+    "hugging_face_llama": "hugging_face:LLAMA",
+    "hugging_face_gpt2": "hugging_face:GPT2",
+    "hugging_face_bert_classification": "hugging_face:BERT_CLASSIFICATION",
+    "hugging_face_bert_masked": "hugging_face:BERT_MASKED",
 }.items():
-    PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.pipeline.model_partitions:{_partition}")
+    PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.pipeline.{_partition}")

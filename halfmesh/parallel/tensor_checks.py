@@ -15,6 +15,8 @@ from .split import Split
 from .tensor_plans import Assignment, assign, generalise
 from .tensor_styles import Colwise, Heads, Rowwise, Vocab
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 @dataclass(frozen=True)
 class ResolvedPlan:
@@ -184,11 +186,23 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
             sizes[f"{generalise(name) or 'the model itself'} ({type(module).__name__})"] += own
     largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5))
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} divides nothing of"
+    if 2 * _count(model, _CONVOLUTIONS) > _count(model, nn.Module):
+        return (
+            f"{which} {type(model).__name__}. Its largest layers: {largest}. Convolutions are not divided over tensor "
+            "ranks, and most of this model is in them; leave tensor at 1, and use the ranks for data parallelism "
+            "(parallel.data = 'fsdp' divides what they hold) or for a pipeline"
+        )
     return (
         f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
         "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' layers hand divided features to "
         "'rowwise' ones"
     )
+
+
+def _count(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
+    """The numbers of all parameters that modules of these kinds have."""
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return sum(param.numel() for module in modules for param in module.parameters(recurse=False))
 
 
 def _is_in(name: str, top: str) -> bool:

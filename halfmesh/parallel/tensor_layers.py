@@ -39,12 +39,27 @@ class ColwiseLinear(DividedLayer, nn.Linear):
     gathers: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = F.linear(x if self.in_region else self.axis.copy_in(x), self.weight, self.bias)
-        if self.gathers:
-            return collectives.gather(output, -1, self.axis.group)
-        if self.training:
-            self.axis.fork.open()  # until the rowwise layer that follows, each rank drops features of its own
-        return output
+        return _colwise(self, x, self.weight)
+
+
+class ColwiseConv1D(DividedLayer):
+    """The same of transformers' Conv1D, a linear layer whose weight is [in, out]."""
+
+    gathers: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _colwise(self, x, self.weight.t())
+
+
+def _colwise(layer: ColwiseLinear | ColwiseConv1D, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    output = F.linear(x if layer.in_region else layer.axis.copy_in(x), weight, layer.bias)
+    if layer.gathers:
+        return collectives.gather(output, -1, layer.axis.group)
+    if layer.training:
+        layer.axis.fork.open()  # until the rowwise layer that follows, each rank drops features of its own
+    return output
 
 
 class RowwiseLinear(DividedLayer, nn.Linear):
@@ -58,20 +73,35 @@ class RowwiseLinear(DividedLayer, nn.Linear):
     splits: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.axis.settle()
-        group = self.axis.group
-        x = collectives.split(x, -1, group) if self.splits else x
-        if x.shape[-1] != self.in_features:
-            raise InputError(
-                f"a 'rowwise' layer takes this rank's {self.in_features} features, but {x.shape[-1]} came; give the "
-                "layer before it the style 'colwise', or this one 'rowwise_split' if its input is whole"
-            )
-        output = F.linear(x, self.weight)
-        if self.in_region:
-            output = collectives.sum_and_split(output, SEQUENCE_DIM, group)
-        else:
-            output = collectives.sum_out(output, group)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return _rowwise(self, x, self.weight)
+
+
+class RowwiseConv1D(DividedLayer):
+    """The same of transformers' Conv1D, a linear layer whose weight is [in, out]."""
+
+    splits: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _rowwise(self, x, self.weight.t())
+
+
+def _rowwise(layer: RowwiseLinear | RowwiseConv1D, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    layer.axis.settle()
+    group, features = layer.axis.group, weight.shape[1]
+    x = collectives.split(x, -1, group) if layer.splits else x
+    if x.shape[-1] != features:
+        raise InputError(
+            f"a 'rowwise' layer takes this rank's {features} features, but {x.shape[-1]} came; give the layer before "
+            "it the style 'colwise', or this one 'rowwise_split' if its input is whole"
+        )
+    output = F.linear(x, weight)
+    if layer.in_region:
+        output = collectives.sum_and_split(output, SEQUENCE_DIM, group)
+    else:
+        output = collectives.sum_out(output, group)
+    return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
 class VocabEmbedding(DividedLayer, nn.Embedding):

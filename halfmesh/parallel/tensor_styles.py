@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from .kinds import comes_from
 from .split import Split
 from .style import Style, Undo, both, change, divide_attributes, find_undivided, set_attributes
 from .tensor_axis import TensorAxis
-from .tensor_layers import ColwiseLinear, RowwiseLinear, VocabEmbedding
+from .tensor_layers import ColwiseConv1D, ColwiseLinear, RowwiseConv1D, RowwiseLinear, VocabEmbedding
 
 
 class Colwise(Style):
-    """A Linear by its output features. The output stays divided, for a `rowwise` layer to take.
+    """A Linear (or transformers' Conv1D) by its output features, which stay divided for a `rowwise` layer to take.
 
     Attributes:
         blocks: how many projections are fused into one weight, one below the other; each is divided by itself.
@@ -29,18 +30,19 @@ class Colwise(Style):
         return not self.gathers
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_plain(module, nn.Linear)) is not None:
+        if (problem := _not_linear(module)) is not None:
             yield problem
         else:
-            yield from find_undivided("output features", module.weight.shape[0], size, self.blocks)
+            yield from find_undivided("output features", module.weight.shape[_outputs(module)], size, self.blocks)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        names = ("weight", "bias") if module.bias is not None else ("weight",)
-        return {name: Split(0, self.blocks) for name in names}
+        bias = {} if module.bias is None else {"bias": Split(0, self.blocks)}
+        return {"weight": Split(_outputs(module), self.blocks), **bias}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        undo = change(module, ColwiseLinear, axis=axis, in_region=in_region, gathers=self.gathers)
-        return both(undo, divide_attributes(module, ("out_features",), axis.size))
+        new, count = (ColwiseConv1D, "nf") if is_conv1d(module) else (ColwiseLinear, "out_features")
+        undo = change(module, new, axis=axis, in_region=in_region, gathers=self.gathers)
+        return both(undo, divide_attributes(module, (count,), axis.size))
 
 
 class FusedColwise(Colwise):
@@ -63,7 +65,7 @@ class ColwiseGather(Colwise):
 
 
 class Rowwise(Style):
-    """A Linear by its input features, after a `colwise` one. Its output is summed, and whole.
+    """A Linear (or transformers' Conv1D) by its input features, after a `colwise` one. Its output is summed, and whole.
 
     Attributes:
         splits_input: whether the input is whole, too.
@@ -72,17 +74,18 @@ class Rowwise(Style):
     splits_input: ClassVar[bool] = False
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_plain(module, nn.Linear)) is not None:
+        if (problem := _not_linear(module)) is not None:
             yield problem
         else:
-            yield from find_undivided("input features", module.weight.shape[1], size)
+            yield from find_undivided("input features", module.weight.shape[1 - _outputs(module)], size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        return {"weight": Split(1)}
+        return {"weight": Split(1 - _outputs(module))}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        undo = change(module, RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
-        return both(undo, divide_attributes(module, ("in_features",), axis.size))
+        new, count = (RowwiseConv1D, "nx") if is_conv1d(module) else (RowwiseLinear, "in_features")
+        undo = change(module, new, axis=axis, in_region=in_region, splits=self.splits_input)
+        return both(undo, divide_attributes(module, (count,), axis.size))
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return () if module.bias is None or not in_region else (module.bias,)  # added to a divided sequence
@@ -118,6 +121,24 @@ class Vocab(Style):
             return ColwiseGather().install(module, axis, in_region)
         undo = change(module, VocabEmbedding, axis=axis, in_region=in_region)
         return both(undo, divide_attributes(module, ("num_embeddings",), axis.size))
+
+
+class EmbeddingFeatures(Style):
+    """An Embedding by its features, which stay divided: a number for each head (relative positions)."""
+
+    def find_problems(self, module: Any, size: int) -> Iterator[str]:
+        if (problem := _not_plain(module, nn.Embedding)) is not None:
+            yield problem
+            return
+        if module.max_norm is not None:
+            yield "max_norm is set, which is not defined for part of the features; leave it out"
+        yield from find_undivided("features", module.weight.shape[1], size)
+
+    def splits(self, module: nn.Module) -> dict[str, Split]:
+        return {"weight": Split(1)}
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        return divide_attributes(module, ("embedding_dim",), axis.size)
 
 
 class Heads(Style):
@@ -171,6 +192,21 @@ class Off(Style):
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
         found = [name for name in self._attributes if hasattr(module, name)]
         return set_attributes(module, dict.fromkeys(found, False))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, whole or divided: a linear layer whose weight is [in, out]."""
+    divided = isinstance(module, (ColwiseConv1D, RowwiseConv1D))
+    return divided or comes_from(module, ("transformers.pytorch_utils.Conv1D",))
+
+
+def _outputs(module: nn.Module) -> int:
+    """The dimension of the weight that counts the output features."""
+    return 1 if is_conv1d(module) else 0
+
+
+def _not_linear(module: nn.Module) -> str | None:
+    return _not_plain(module, type(module) if is_conv1d(module) else nn.Linear)
 
 
 def _not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:

@@ -218,7 +218,7 @@ SPECIAL = {
     "frozen_gpt": Workload(_frozen_gpt, _text, lr=0.05, max_norm=1.2),
     "frozen_vit": Workload(_frozen_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
 }
-"""Models that are not on an axis: one that no tensor group divides, and others in which not every parameter has a
+"""Models that are not on an axis: one whose weights are [in, out], and others in which not every parameter has a
 gradient."""
 
 

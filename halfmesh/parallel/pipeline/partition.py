@@ -15,7 +15,7 @@ from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
 from .block_partition import children_of
 from .pieces import Piece
-from .traced import TracedPartition
+from .traced import TracedPartition, takes_any_arguments
 
 
 class UnknownModelError(InputError):
@@ -225,7 +225,12 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
 
 
 def _suggest(model: nn.Module, count: int) -> str:
-    """Split points that would do, from the longest row of modules."""
+    """Split points that would do, from the longest row of modules; none where the forward cannot be traced."""
+    if type(model).forward is not nn.Module.forward and takes_any_arguments(model):
+        return (
+            "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
+            "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
+        )
     rows = [
         (sum(p.numel() for p in row.parameters()), name, row)
         for name, row in model.named_modules()

@@ -96,8 +96,7 @@ class _TracedModel:
         self._class = type(model).__name__
         self._points = points
         self._signature = inspect.signature(model.forward)
-        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if any(parameter.kind in kinds for parameter in self._signature.parameters.values()):
+        if takes_any_arguments(model):
             raise InputError(
                 f"{self._class}.forward takes *args or **kwargs, which cannot be traced for split points; {_REGISTER}"
             )
@@ -165,6 +164,12 @@ class _TracedModel:
                 f"{_REGISTER}"
             ) from error
         return cut(graph, self._points)
+
+
+def takes_any_arguments(model: nn.Module) -> bool:
+    """Whether the model's forward has *args or **kwargs, of which a trace does not know what is in them."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(parameter.kind in kinds for parameter in inspect.signature(model.forward).parameters.values())
 
 
 def _thawed(value: Any) -> Any:

@@ -20,7 +20,9 @@ LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
 
 
 def test_names():
-    assert {"hugging_face_gpt2", "hugging_face_llama", "sequential", "timm_vit"} <= set(PARTITIONERS.names())
+    known = {"hugging_face_gpt2", "hugging_face_llama", "sequential", "timm_vit"}
+    bert = {"hugging_face_bert_classification", "hugging_face_bert_masked"}
+    assert known | bert <= set(PARTITIONERS.names())
 
 
 # -- nn.Sequential ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,8 @@
+"""What several ranks import is imported once: by the server that they are forked from."""
+
+from __future__ import annotations
+
+from dist_harness import PRELOAD
+
+PRELOAD.extend(["timm", "torchvision"])
+PRELOAD.extend(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert", "t5"))

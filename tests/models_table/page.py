@@ -1,0 +1,62 @@
+"""Writes the table of docs/models.md from the cells: python -m models_table.page, within tests/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from .cells import LAYOUTS, Cell
+from .zoo import SUBJECTS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+BEGIN = "<!-- Written by `python -m models_table.page` within tests/; a test compares the two. -->\n\n"
+END = "\n<!-- end of what is written -->\n"
+
+
+def render() -> str:
+    """What stands between the two comments."""
+    lines = [
+        f"| model | {' | '.join(layout.words for layout in LAYOUTS.values())} |",
+        "|---" * (len(LAYOUTS) + 1) + "|",
+    ]
+    for model in SUBJECTS:
+        cells = [_say(Cell(model, layout)) for layout in LAYOUTS]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    lines += ["", *_half(), "", "What is refused, with which words:", "", *_refusals()]
+    return "\n".join(lines) + "\n"
+
+
+def _say(cell: Cell) -> str:
+    if cell.refusal is not None:
+        return "**refused**"
+    points = SUBJECTS[cell.model].points if LAYOUTS[cell.layout].pipeline > 1 else ()
+    return f"yes, cut at `{points[0]}`" if points else "yes"
+
+
+def _half() -> Iterator[str]:
+    yield "Also in half precision, within its rounding:"
+    yield ""
+    tried: dict[str, list[str]] = {}
+    for model, subject in SUBJECTS.items():
+        cells = ", ".join(f"{mode.replace('_', ' ')} ({LAYOUTS[layout].words})" for mode, layout in subject.half)
+        tried.setdefault(cells, []).append(model)
+    yield from (f"- {cells}: {'; '.join(models)}" for cells, models in tried.items() if cells)
+
+
+def _refusals() -> Iterator[str]:
+    said: dict[tuple[str, str], list[str]] = {}
+    for model, subject in SUBJECTS.items():
+        for axis, words in subject.refused.items():
+            said.setdefault((axis, words), []).append(model)
+    for (axis, words), models in said.items():
+        yield f"- {' and '.join(models)}, {axis}: “{words}”"
+
+
+def main() -> None:
+    """Write the page anew."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + render() + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The models of the table: tiny ones of timm, torchvision and transformers, each with data and a loss.
+
+None of them is downloaded: they are built with weights of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+UPDATES = 6
+SAMPLES = 8
+"""Of all data ranks and microbatches together, in one update."""
+CLASSES = 4
+WORDS = 32
+LENGTH = 8
+IMAGE = 32
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and how it is used.
+
+    Attributes:
+        build: makes the model.
+        data: all samples, by name of the model's argument; `labels` among them.
+        criterion: called as criterion(output, labels).
+        lr: so high that a wrong gradient moves the weights visibly.
+        own_loss: whether the model takes `labels`, and returns a loss.
+        batch_norm: whether what is normalised depends on the other samples of a rank and a microbatch.
+        points: split points for two stages, if no partitioner knows the model.
+        refused: what layouts with "tensor" or "pipeline" are refused with.
+        half: modes in half precision, each with the layout that it is tried in. (With BatchNorm and ReLU over so few
+            samples rounding grows too fast to compare.)
+    """
+
+    build: Callable[[], nn.Module]
+    data: Callable[[], Batch]
+    criterion: Callable[[Any, torch.Tensor], torch.Tensor]
+    lr: float
+    own_loss: bool = False
+    batch_norm: bool = False
+    points: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    half: tuple[tuple[str, str], ...] = ()
+
+    def make(self, seed: int = 0) -> nn.Module:
+        """The model, with initial weights of its own for each seed."""
+        torch.manual_seed(seed)
+        return self.build()
+
+
+# -- data and losses -------------------------------------------------------------------------------------------------
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def images() -> Batch:
+    """Noise around one pattern for each class."""
+    generator = _generator()
+    labels = torch.randint(CLASSES, (UPDATES * SAMPLES,), generator=generator)
+    patterns = torch.randn(CLASSES, 3, IMAGE, IMAGE, generator=generator)
+    return {"x": patterns[labels] + torch.randn(len(labels), 3, IMAGE, IMAGE, generator=generator), "labels": labels}
+
+
+def text() -> Batch:
+    """Sequences that count on from a random word. Each word is a label, which causal models shift."""
+    start = torch.randint(WORDS, (UPDATES * SAMPLES, 1), generator=_generator())
+    words = (start + torch.arange(LENGTH)) % WORDS
+    return {"input_ids": words, "labels": words}
+
+
+def padded_text() -> Batch:
+    """Texts of different lengths, padded on the right, with a class each: whether the first word is an even number."""
+    words = text()["input_ids"]
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (len(words), 1), generator=_generator())
+    mask = (torch.arange(LENGTH) < lengths).long()
+    return {"input_ids": words * mask, "attention_mask": mask, "labels": words[:, 0] % 2}
+
+
+def hidden_words() -> Batch:
+    """Texts in which every fourth word is hidden; only those have labels."""
+    words = text()["input_ids"]
+    hidden = (torch.arange(LENGTH) % 4 == 1).expand_as(words)
+    return {"input_ids": words.masked_fill(hidden, 1), "labels": words.masked_fill(~hidden, -100)}
+
+
+def translations() -> Batch:
+    """Texts, and the same backwards: with the decoder's inputs, which begin with word 0."""
+    words = text()["input_ids"]
+    target = words.flip(1)
+    begin = torch.zeros(len(words), 1, dtype=torch.long)
+    return {"input_ids": words, "decoder_input_ids": torch.cat([begin, target[:, :-1]], 1), "labels": target}
+
+
+def classify(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Of logits, or of a Hugging Face model's output, whose own loss it equals."""
+    return F.cross_entropy(getattr(output, "logits", output), labels)
+
+
+def per_word(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+
+def next_word(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def _timm(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    model = timm.create_model(name, num_classes=CLASSES, **options)
+    return spread(model)
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """With linear layers and scales of a size from which something is learnt within few updates."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        gamma = getattr(module, "gamma", None)
+        if isinstance(gamma, nn.Parameter):
+            nn.init.constant_(gamma, 0.5)
+    return model
+
+
+def timm_vit() -> nn.Module:
+    sizes = {"img_size": IMAGE, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4}
+    return _timm("vit_tiny_patch16_224", **sizes)
+
+
+def timm_convnext() -> nn.Module:
+    return _timm("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16))
+
+
+def timm_resnet() -> nn.Module:
+    from timm.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, (1, 1, 1, 1), channels=(8, 8, 16, 16), stem_width=8, output_stride=8, num_classes=CLASSES)
+
+
+def torchvision_resnet() -> nn.Module:
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=64)
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    sizes = {"patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 16, "mlp_dim": 32}
+    return spread(VisionTransformer(image_size=IMAGE, num_classes=CLASSES, **sizes))
+
+
+def torchvision_swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    sizes = {"patch_size": [4, 4], "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "window_size": [4, 4]}
+    return spread(SwinTransformer(**sizes, stochastic_depth_prob=0.0, num_classes=CLASSES))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "vocab_size": WORDS}
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, initializer_range=0.2))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": WORDS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2))
+
+
+def _bert_config() -> Any:
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(**sizes, **drop, vocab_size=WORDS, max_position_embeddings=LENGTH, initializer_range=0.2)
+
+
+def bert_classifier() -> nn.Module:
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification(_bert_config())
+
+
+def bert_masked() -> nn.Module:
+    from transformers import BertForMaskedLM
+
+    return BertForMaskedLM(_bert_config())
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+
+
+CONVOLUTIONS = "Convolutions are not divided over tensor ranks, and most of this model is in them; leave tensor at 1"
+HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
+
+SUBJECTS = {
+    "timm ViT": Subject(timm_vit, images, classify, 0.001, half=HALF),
+    "timm ConvNeXt": Subject(
+        timm_convnext,
+        images,
+        classify,
+        0.004,
+        points=("stages.2",),
+        refused={"tensor": "its layers are Conv2d, and Linear ones can be divided; build the model with those"},
+        half=(("naive_fp16", "data"), ("naive_bf16", "pipeline")),
+    ),
+    "timm ResNet": Subject(
+        timm_resnet,
+        images,
+        classify,
+        0.002,
+        batch_norm=True,
+        points=("layer3",),
+        refused={"tensor": CONVOLUTIONS},
+    ),
+    "torchvision ResNet": Subject(
+        torchvision_resnet,
+        images,
+        classify,
+        0.0005,
+        batch_norm=True,
+        points=("layer3",),
+        refused={"tensor": CONVOLUTIONS},
+    ),
+    "torchvision ViT": Subject(
+        torchvision_vit, images, classify, 0.0005, points=("encoder.layers.encoder_layer_1",), half=HALF
+    ),
+    "torchvision Swin": Subject(torchvision_swin, images, classify, 0.01, points=("features.3",), half=HALF),
+    "GPT-2": Subject(gpt2, text, next_word, 0.01, own_loss=True, half=HALF),
+    "Llama": Subject(llama, text, next_word, 0.01, own_loss=True, half=HALF),
+    "BERT, classification": Subject(bert_classifier, padded_text, classify, 0.01, own_loss=True, half=HALF),
+    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, 0.01, own_loss=True, half=HALF),
+    "T5": Subject(
+        t5,
+        translations,
+        per_word,
+        0.01,
+        own_loss=True,
+        refused={"pipeline": "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"},
+        half=(("naive_fp16", "tensor"), ("naive_bf16", "fsdp")),
+    ),
+}
