@@ -21,7 +21,14 @@ from halfmesh.migration.reading import read
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "migration"
 PAGES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
 WITH_A_LOOP = [name for name, text in PAGES.items() if "# ours.py\n" in text and name != "pytorch"]
-GUIDE = {"fp32": 1, "amp": 1, "accumulation": 1, "ddp": 2, "no_sync": 2, "fully_shard": 2}
+GUIDE = {  # each loop of the guide, the config that takes its place, and processes
+    "fp32.py": ("fp32_config.py", 1),
+    "amp.py": ("amp_config.py", 1),
+    "accumulation.py": ("accumulation_config.py", 1),
+    "ddp.py": ("ddp_config.py", 2),
+    "no_sync.py": ("no_sync_config.py", 2),
+    "fully_shard.py": ("fully_shard_config.py", 2),
+}
 
 
 def train(code, folder, config=None):
@@ -66,14 +73,14 @@ def test_the_other_side_gives_the_same_weights(name, tmp_path):
     assert difference(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("name", [name for name, ranks in GUIDE.items() if ranks == 1])
+@pytest.mark.parametrize("name", [name for name, (_, ranks) in GUIDE.items() if ranks == 1])
 def test_the_guides_loops(name, tmp_path):
-    assert compare(0, 1, name, tmp_path) < (2e-4 if name == "amp" else 1e-6)
+    assert compare(0, 1, name, tmp_path) < (2e-4 if name == "amp.py" else 1e-6)
 
 
 @pytest.mark.distributed
 def test_the_guides_loops_on_two_processes(tmp_path):
-    found = run_ranks(compare_all, 2, [name for name, ranks in GUIDE.items() if ranks == 2], tmp_path, timeout=120)
+    found = run_ranks(compare_all, 2, [name for name, (_, ranks) in GUIDE.items() if ranks == 2], tmp_path, timeout=120)
     for ddp, no_sync, sharded in found:
         assert ddp < 1e-5
         assert no_sync < 1e-5
@@ -87,8 +94,8 @@ def compare_all(rank, world_size, names, folder):
 def compare(rank, world_size, name, folder):
     own = folder / f"rank{rank}"
     own.mkdir(exist_ok=True)
-    theirs = train(find_python(PAGES["pytorch"], f"{name}.py"), own)
-    ours = train(find_python(PAGES["pytorch"], "ours.py"), own, find_python(PAGES["pytorch"], f"config of {name}.py"))
+    theirs = train(find_python(PAGES["pytorch"], name), own)
+    ours = train(find_python(PAGES["pytorch"], "ours.py"), own, find_python(PAGES["pytorch"], GUIDE[name][0]))
     assert difference(theirs, start()) > 1e-3, "they trained"
     return difference(ours, theirs)
 
@@ -98,7 +105,8 @@ def start():
 
 
 def test_every_loop_of_the_guide_is_compared():
-    assert set(re.findall(r"^# config of (\w+)\.py$", PAGES["pytorch"], re.MULTILINE)) == set(GUIDE)
+    shown = re.findall(r"^# (\w+_config\.py)$", PAGES["pytorch"], re.MULTILINE)
+    assert shown == [config for config, _ in GUIDE.values()]
 
 
 def test_the_loop_of_colossal(tmp_path, monkeypatch):

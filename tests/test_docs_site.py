@@ -127,11 +127,18 @@ TESTS = {
 }
 
 
+def readers_of(page):
+    """Tests that read a page of docs/: they name it, or the folder within docs/ where it is."""
+    name = page.relative_to(ROOT / "docs")
+    named = [f'"{page.name}"', f'"{name.as_posix()}"', *(f'"docs" / "{part}"' for part in name.parts[:-1])]
+    return [text for text in TESTS.values() if any(part in text for part in named)]
+
+
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_every_snippet_is_run_by_a_test(page):
     """A block of Python begins with `# name.py`, and a test that reads the page asks for it by that name."""
     name = page.relative_to(ROOT / "docs").as_posix()
-    readers = [text for text in TESTS.values() if f'"{page.name}"' in text or f'"{name}"' in text]
+    readers = readers_of(page)
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
         first = block.partition("\n")[0]
         assert re.match(r"# [\w./]+\.py", first), f"{name}: a snippet begins with {first!r}, not with a name"
@@ -144,5 +151,4 @@ def test_what_is_shown_of_the_command_line_is_tried(page):
     """A test that reads the page compares its console blocks."""
     text = page.read_text()
     if "```console" in text:
-        readers = [source for source in TESTS.values() if f'"{page.name}"' in source]
-        assert any('"console"' in source or "```console" in source for source in readers), page.name
+        assert any('"console"' in source or "```console" in source for source in readers_of(page)), page.name

@@ -1,0 +1,15 @@
+"""docs/planning.md tells the truth: its example prints what it says."""
+
+from pathlib import Path
+
+from test_readme import check, find_blocks, find_python
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "planning.md").read_text()
+
+
+def test_a_model_of_70_billion_parameters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "big.py").write_text(find_python(PAGE, "big.py"))
+    (block,) = find_blocks(PAGE, "console")
+    command, expected = block.split("\n", 1)
+    assert check(command) == expected
