@@ -13,7 +13,7 @@ from .wording import Wording
 PACKAGE = Path(__file__).resolve().parents[1] / "halfmesh"
 
 LEAST_WORDS = 3
-"""A text with fewer words is a name or a piece, not a message."""
+"""A text with fewer words is a name or a piece, not a message; one less where it is raised."""
 
 OUTPUT = (
     *("cli/", "plan/show", "plan/picture.py", "plan/writing.py", "plan/ranking.py", "plan/advice.py", "plan/search.py"),
@@ -57,7 +57,7 @@ class _Module:
             if kind is None or (self.is_output and not kind):
                 continue
             text = self._key(node) + " ".join(wording.render(node).split())
-            if _count_words(text) >= LEAST_WORDS and not _is_foreign(text):
+            if _count_words(text) >= LEAST_WORDS - kind.endswith("Error") and not _is_foreign(text):
                 found.append((node, Message(self.name, node.lineno, kind, text)))
         seen: set[tuple[str, str]] = set()
         for node, message in found:

@@ -7,7 +7,7 @@ import re
 import textwrap
 
 import halfmesh
-from docs_tools.messages import find_messages
+from docs_tools.messages import PACKAGE, find_messages
 from docs_tools.public_names import public_places, render
 
 
@@ -53,6 +53,21 @@ def test_messages_that_one_has_seen():
     refused = next(message for text, message in found.items() if text.startswith("only strategy='fsdp' has it"))
     assert (refused.module, refused.kind) == ("key_checks.py", "")
     assert refused.text.endswith("and the strategy is {strategy}; remove it")
+
+
+def test_whatever_is_raised_with_words_is_a_message():
+    places = {(message.module, message.place) for message in find_messages()}
+    lost = []
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            texts = [part.value for part in ast.walk(node.exc) if isinstance(part, ast.Constant)]
+            words = [text for text in texts if isinstance(text, str) and len(re.findall(r"[a-z]{2,}", text)) > 2]
+            if words and not any((module, line) in places for line in range(node.lineno, node.end_lineno + 1)):
+                lost.append(f"{module}:{node.lineno} {words}")
+    assert lost == []
 
 
 def test_public_names_are_found_with_their_signatures():
