@@ -129,7 +129,7 @@ def draw(chart: Chart, size: Size) -> Html:
         "svg",
         tag("title", f"{chart.title} by update", id=f"{base}-title"),
         tag("desc", chart.describe(), id=f"{base}-desc"),
-        _grid(frame, strip, size),
+        _grid(frame, strip),
         [_strip(frame, marks, row) for row, marks in enumerate(chart.marks)],
         [_level(frame, level) for level in chart.levels],
         [_line(frame, line) for line in chart.lines],
@@ -169,7 +169,7 @@ class _Frame:
         return self.bottom - share * (self.bottom - self.top)
 
 
-def _grid(frame: _Frame, strip: int, size: Size) -> Html:
+def _grid(frame: _Frame, strip: int) -> Html:
     lines, words = [], []
     for value, text in frame.y_axis.ticks:
         y = f"{frame.y(value):.1f}"
@@ -179,9 +179,7 @@ def _grid(frame: _Frame, strip: int, size: Size) -> Html:
     for value, text in frame.x_axis.ticks:
         x = f"{frame.x(value):.1f}"
         lines.append(tag("line", class_="tick", x1=x, x2=x, y1=f"{floor:.1f}", y2=f"{floor + 4:.1f}"))
-        # The last one would reach beyond the drawing.
-        inside = min(frame.x(value), size.width - len(text) * CHARACTER / 2 - 1)
-        words.append(tag("text", text, class_="x", x=f"{inside:.1f}", y=f"{floor + 17:.1f}"))
+        words.append(tag("text", text, class_="x", x=x, y=f"{floor + 17:.1f}"))
     middle = (frame.left + frame.right) / 2
     words.append(tag("text", "update", class_="x name", x=f"{middle:.1f}", y=f"{floor + 34:.1f}"))
     ends = {"x1": f"{frame.left:.1f}", "x2": f"{frame.right:.1f}", "y1": f"{floor:.1f}", "y2": f"{floor:.1f}"}

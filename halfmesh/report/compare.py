@@ -29,9 +29,7 @@ def set_keys(runs: Sequence[Run]) -> list[Row]:
     everything = [all_keys(run.session) for run in runs]
     shared = [key for key in everything[0] if all(key in found for found in everything)]
     names |= dict.fromkeys(key for key in shared if len({found[key] for found in everything}) > 1)
-    # A section that is off in one run, and has keys in another.
-    sections = {key.rpartition(".")[0] for key in names}
-    return [Row(key, tuple(found.get(key) for found in everything)) for key in names if key not in sections]
+    return [Row(key, tuple(found.get(key) for found in everything)) for key in names]
 
 
 def all_keys(session: dict[str, Any]) -> dict[str, str]:

@@ -68,7 +68,7 @@ def plan(runs: Sequence[Run]) -> Html:
 def chart(drawn: Chart) -> Html:
     """A chart, wide and narrow; the page shows one of the two."""
     pictures = [draw(drawn, size) for size in SIZES]
-    figure = tag("figure", legend(drawn), pictures, tag("div", class_="tip", hidden=True), class_="plot")
+    figure = tag("figure", legend(drawn), pictures, tag("div", class_="tip", role="status", hidden=True), class_="plot")
     return section(drawn.key, drawn.title, figure, wide=False)
 
 

@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from report_runs import make_config, make_plan, make_records, write_run
@@ -124,6 +126,16 @@ def test_nothing_is_loaded(tmp_path):
     page = page_of(write_run(tmp_path / "one"))
     assert not re.search(r"https?:|@import|url\(|src=|<img|<iframe", page)
     assert "default-src 'none'".replace("'", "&#x27;") in page
+
+
+def test_what_the_page_is_made_of_is_packaged():
+    root = Path(__file__).resolve().parents[2]
+    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["halfmesh"]
+    here = {
+        f"report/{path.name}" for path in (root / "halfmesh" / "report").iterdir() if path.suffix in (".css", ".js")
+    }
+    assert here
+    assert here <= set(packaged)
 
 
 def test_a_huge_run_is_a_small_page(tmp_path):

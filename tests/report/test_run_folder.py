@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,7 @@ def test_results_are_read_late_and_in_time(tmp_path):
             results.append(Result(step % 500 == 0))
             run.note(results[-1])
             assert not any(result.asked for result in results[-_MOST_UNREAD // 2 :])
+            assert sum(not result.asked for result in results) <= _MOST_UNREAD
         run.record(loss=1.0)
     assert all(result.asked == 1 for result in results)
     assert lines_of(tmp_path / "run")[0]["skipped"] == [500, 1000, 1500, 2000]
@@ -196,6 +198,22 @@ def test_a_run_that_goes_on(tmp_path):
     ]
     assert "from update 7: clip_grad_norm.max_norm 0.0 -&gt; 1.0" in make_page([run])
     assert [plan["from_step"] for plan in run.plans] == [0, 7]
+
+
+def test_what_was_skipped_before_a_checkpoint_is_kept_when_the_run_is_killed(tmp_path):
+    class Killed(halfmesh.Hook):
+        """The folder as it is when nothing more can be written."""
+
+        def after_step(self, trainer, result):
+            if trainer.engine.global_step == 9:
+                shutil.copytree(tmp_path / "run", tmp_path / "killed")
+
+    save = CheckpointHook(tmp_path / "saved", every=7, in_background=False, keep=None)
+    hooks = [Overflow(2, 6), save, RunHook(tmp_path / "run"), Killed()]
+    halfmesh.Trainer(make(**FP16), log_every=5).fit(max_steps=9, hooks=hooks)
+    killed = read_run(tmp_path / "killed")
+    assert killed.skipped == [2, 6]
+    assert "no end was written: it still runs, or was killed" in make_page([killed])
 
 
 def test_skips_in_records_that_are_taken_away_stay(tmp_path):
