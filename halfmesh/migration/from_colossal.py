@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 from typing import Any
 
+from ..errors import find_near
 from .convert import Origin
 from .from_apex import OPTIONS as APEX_OPTIONS
 from .outcome import (
@@ -223,6 +224,7 @@ RULES: dict[str, Rule] = {
     "clip_grad_norm": to("clip_grad_norm", number),
     "gradient_handler": no("gradients are reduced by themselves, over data ranks, stages and tensor ranks"),
     "NUM_MICRO_BATCHES": Rule(_microbatches),
+    "schedule.num_microbatches": Rule(_microbatches),
     "TENSOR_SHAPE": no("the shapes that go from stage to stage are found before the run"),
     "BATCH_SIZE": Rule(_batch_size),
     "model.num_chunks": Rule(_chunks),
@@ -266,13 +268,18 @@ def _whole_section(value: Any, name: str) -> Outcome:
     raise UnreadableError(f"{name} is a dict of keys, not {value!r:.100}")
 
 
+def _own_in_lower_case(value: Any, source: Source) -> Outcome:
+    raise UnreadableError("Colossal-AI itself reads no such key; a constant of your own is written in UPPERCASE here")
+
+
 def _others(name: str, value: Any) -> Rule | None:
     """UPPERCASE names are the user's own, here as there."""
     if isinstance(value, Code) and name.startswith("line "):
         return Rule(_line, any_value=True)
     top = name.partition(".")[0]
     if not (top.isupper() and top.isidentifier() and not top.startswith("_")) or keyword.iskeyword(top):
-        return None
+        is_near = find_near(top, [known for known in RULES if known.islower()])
+        return Rule(_own_in_lower_case, any_value=True) if "." not in name and not is_near else None
     return Rule(lambda given, source: _constant(name, given), any_value=True)  # None is a value of theirs
 
 

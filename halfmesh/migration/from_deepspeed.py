@@ -253,6 +253,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.offload_param.device": _offload("parameters"),
     "zero_optimization.cpu_offload": no("its place is offload_optimizer.device now"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
     "zero_optimization.zero_quantized_weights": no("weights travel in the mode's dtype"),

@@ -89,6 +89,13 @@ def test_colossal(source, expected, rest):
     assert run("colossal", source) == (expected, rest)
 
 
+def test_colossal_names_of_ones_own():
+    found = convert(ORIGINS["colossal"], {"recompute": True, "clip_grad": 1.0})
+    reasons = {entry.key: entry.outcome.reason for entry in found.of(NotUnderstood)}
+    assert "UPPERCASE" in reasons["recompute"]
+    assert reasons["clip_grad"].endswith("did you mean 'clip_grad_norm'?")
+
+
 def test_colossal_traps_are_said():
     assert "2**32" in look_of("colossal", {"fp16": {"mode": "naive"}}, "fp16.mode")
     assert look_of("colossal", {"fp16": {"mode": "naive", "initial_scale": 2}}, "fp16.mode") == ""
