@@ -93,14 +93,19 @@ def train_batch(value: Any, source: Source) -> Outcome:
     }
     micro, cycle = known.values()
     if type(micro) is int and type(cycle) is int and micro > 0 and cycle > 0:
-        if ranks is not None and total != micro * cycle * ranks:
-            return NotUnderstood(f"{total} is not {micro} x {cycle} x {ranks} data ranks, as DeepSpeed asks for")
+        if total % (micro * cycle) or (ranks is not None and total != micro * cycle * ranks):
+            count = "the" if ranks is None else ranks
+            return NotUnderstood(f"{total} is not {micro} x {cycle} x {count} data ranks, as DeepSpeed asks for")
         return Converted(says=f"{micro} x {cycle} x the data ranks: it follows")
     if ranks is None:
         return NotUnderstood("it is divided over the data ranks, whose number is not known: give --world-size")
     if total % ranks:
         return NotUnderstood(f"{total} is not divisible by {ranks} data ranks")
     each = total // ranks
+    if stages(source) > 1:
+        if cycle is None:
+            return NotUnderstood("how many microbatches a pipeline has is gradient_accumulation_steps: it is missing")
+        return Converted({"BATCH_SIZE": each}, look=f"{total} / {ranks} data ranks; a batch is cut into microbatches")
     if type(micro) is int and micro > 0:
         return derived(each, micro, "gradient_accumulation", f"{total} / ({micro} x {ranks} data ranks)")
     if type(cycle) is int and cycle > 0:
@@ -137,3 +142,15 @@ def offload(what: str) -> Rule:
         return Converted({"parallel.data.cpu_offload": True}, look=look)
 
     return Rule(do)
+
+
+def world_size(source: Source) -> int | None:
+    """The ranks that the three batch sizes ask for, where all are there."""
+    sizes = [
+        source.whole(name, 0)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    ]
+    total, micro, cycle = sizes
+    if not all(sizes) or total % (micro * cycle):
+        return None
+    return total // (micro * cycle) * stages(source) * source.whole("tensor_parallel.autotp_size", 1)

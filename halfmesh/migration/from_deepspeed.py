@@ -15,6 +15,7 @@ from .deepspeed_values import (
     scaler,
     switch,
     train_batch,
+    world_size,
     zero,
 )
 from .from_apex import OPTIONS as APEX_OPTIONS
@@ -210,4 +211,4 @@ def _looks(source: Source) -> tuple[str, ...]:
     return tuple(looks)
 
 
-DEEPSPEED = Origin(title="DeepSpeed", rules=RULES, looks=_looks, fills_in="auto")
+DEEPSPEED = Origin(title="DeepSpeed", rules=RULES, looks=_looks, world_size=world_size, fills_in="auto")

@@ -317,6 +317,19 @@ def test_deepspeeds_batch_sizes(source, ranks, expected, rest):
     assert run("deepspeed", source, ranks) == (expected, rest)
 
 
+def test_deepspeeds_batch_sizes_say_how_many_ranks_there_are():
+    source = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    pipeline = {**source, "pipeline": {"stages": 2}}
+    assert convert(ORIGINS["deepspeed"], source).world_size == 4
+    assert convert(ORIGINS["deepspeed"], pipeline).world_size == 8
+    assert run("deepspeed", {**source, "train_batch_size": 65})[1] == {"train_batch_size": "not understood"}
+    del pipeline["train_micro_batch_size_per_gpu"]
+    config, rest = run("deepspeed", pipeline, 4)
+    assert (config["BATCH_SIZE"], config["parallel"]["pipeline"]["microbatches"], rest) == (32, 4, {})
+    del pipeline["gradient_accumulation_steps"]
+    assert run("deepspeed", pipeline, 4)[1] == {"train_batch_size": "not understood"}
+
+
 def test_deepspeeds_adam_is_adamw():
     (entry,) = convert(ORIGINS["deepspeed"], {"optimizer": {"type": "Adam"}}).of(Without)
     assert "torch.optim.AdamW" in entry.outcome.reason
