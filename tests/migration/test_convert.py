@@ -104,6 +104,11 @@ def test_a_value_that_is_not_known_is_never_taken_for_a_text(name):
             assert entry.outcome.reason == "its value is known only when the file runs: args.x"
 
 
+def test_long_names_that_begin_alike():
+    source = {"x" * 300 + "a": 1, "x" * 300 + "b": 2}
+    assert [entry.value for entry in convert(ORIGINS["apex"], source).entries] == [1, 2]
+
+
 def test_two_names_for_one_key_that_contradict():
     found = convert(ORIGINS["sagemaker"], {"partitions": 2, "pipeline_parallel_degree": 4, "microbatches": 8})
     assert found.config.parallel.pipeline.size == 2
