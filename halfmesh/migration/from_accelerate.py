@@ -208,6 +208,7 @@ RULES: dict[str, Rule] = {
     f"{_DS}deepspeed_multinode_launcher": _LAUNCH,
     "deepspeed_config.*": no("halfmesh has nothing of the kind"),
     "dynamo_config.dynamo_backend": Rule(_backend),
+    "dynamo_backend": Rule(_backend),
     "dynamo_config.dynamo_mode": _compiled("mode"),
     "dynamo_config.dynamo_use_dynamic": _compiled("dynamic"),
     "dynamo_config.dynamo_use_fullgraph": _compiled("fullgraph"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import keyword
 from typing import Any
 
+from ..errors import find_near
+from .colossal_fp16 import FP16_RULES, SCALER_KEYS, whole_section
 from .convert import Origin
-from .from_apex import OPTIONS as APEX_OPTIONS
 from .outcome import (
     Converted,
-    NotUnderstood,
     Outcome,
     Rule,
     UnreadableError,
@@ -27,77 +27,7 @@ from .outcome import (
 from .source import Code, Source
 
 _BY_SCRIPT = no("halfmesh builds nothing from the config: make it in your script, and pass it to initialize")
-_MODES = {"torch": "torch", "apex": "apex", "naive": "naive", "parallel": "naive"}
-_TORCH = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-_NAIVE = ("initial_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
 _ZERO_SCALER = "zero.optimizer_config."
-
-
-def _mode(source: Source) -> str | None:
-    mode = source.get("fp16.mode")
-    if isinstance(mode, str):
-        return _MODES.get(mode.lower())
-    return None
-
-
-def _fp16_mode(value: Any, source: Source) -> Outcome:
-    if value is None:
-        return Converted(says="fp32: neither fp16 nor bf16 is set")
-    return Converted({"fp16.mode": one_of(value, _MODES)}, look=_mode_look(source))
-
-
-def _mode_look(source: Source) -> str:
-    if _mode(source) != "naive" or source.has("fp16.initial_scale") or source.has("fp16.dynamic_grad_scale"):
-        return ""
-    return (
-        "the loss scale begins at 2**16 here; Colossal-AI's page says 2**32 (its later code 2**16), from where the "
-        "first 20 steps or so are lost"
-    )
-
-
-def _of_mode(name: str) -> Rule:
-    """A key of fp16, if it is one of the mode's."""
-
-    def do(value: Any, source: Source) -> Outcome:
-        mode = _mode(source)
-        if mode is None:
-            return Without("without fp16.mode (or with None) mixed precision is off, and this key has no effect")
-        allowed = {"torch": _TORCH, "naive": (*_NAIVE, "verbose", "log_num_zeros_in_grad"), "apex": APEX_OPTIONS}[mode]
-        if name not in allowed:
-            return NotUnderstood(f"mode {mode} has no such key; it has {', '.join(allowed)}")
-        if value is None and mode == "naive":
-            return _unbounded(name)
-        if mode == "naive" and source.get("fp16.dynamic_grad_scale") is False:
-            if name == "initial_scale":
-                return Converted({"fp16.loss_scale": number(value)})
-            if name in _NAIVE:
-                return Without("dynamic_grad_scale=False: the scale never moves, and this key has no effect")
-        return Converted({} if value is None else {f"fp16.{name}": anything(value)}, says="None is the default")
-
-    return Rule(do, any_value=name in ("min_scale", "max_scale"))
-
-
-def _unbounded(name: str) -> Outcome:
-    ours = {"min_scale": "1", "max_scale": "2**32"}[name]
-    return Without(
-        f"None left the scale without a bound: it could reach 0 or inf; here {name} is {ours} unless you write a number"
-    )
-
-
-def _hysterisis(value: Any, source: Source) -> Outcome:
-    if source.has("fp16.hysteresis"):
-        return NotUnderstood("a misspelling of hysteresis, which is there, too")
-    return _of_mode("hysteresis").do(value, source)
-
-
-def _dynamic(value: Any, source: Source) -> Outcome:
-    if _mode(source) != "naive":
-        return _of_mode("dynamic_grad_scale").do(value, source)
-    if flag(value):
-        return Converted({"fp16.loss_scale": "dynamic"})
-    if not source.has("fp16.initial_scale"):
-        return NotUnderstood("False needs initial_scale, the static scale, which is missing")
-    return Converted(says="fp16.loss_scale is the number that initial_scale was")
 
 
 def _degree(key: str, what: str) -> Rule:
@@ -195,16 +125,8 @@ def _batch_size(value: Any, source: Source) -> Outcome:
 
 
 RULES: dict[str, Rule] = {
-    "fp16": Rule(lambda value, source: _whole_section(value, "fp16"), any_value=True),
-    "fp16.mode": Rule(_fp16_mode, any_value=True),
-    **{f"fp16.{name}": _of_mode(name) for name in (*_TORCH, *_NAIVE, *APEX_OPTIONS, "verbose")},
-    "fp16.log_num_zeros_in_grad": _of_mode("log_num_zeros_in_grad"),
-    "fp16.hysterisis": Rule(_hysterisis),
-    "fp16.dynamic_grad_scale": Rule(_dynamic),
-    "fp16.clip_grad_norm": no("Colossal-AI put the top-level clip_grad_norm in its place; set that one"),
-    "fp16.dp_process_group": no("groups follow from the mesh: remove it"),
-    "fp16.mp_process_group": no("groups follow from the mesh: remove it"),
-    "parallel": Rule(lambda value, source: _whole_section(value, "parallel"), any_value=True),
+    **FP16_RULES,
+    "parallel": Rule(lambda value, source: whole_section(value, "parallel"), any_value=True),
     "parallel.pipeline": _degree("parallel.pipeline.size", "pipeline"),
     "parallel.pipeline.size": _degree("parallel.pipeline.size", "pipeline"),
     "parallel.tensor": _degree("parallel.tensor.size", "tensor"),
@@ -223,6 +145,7 @@ RULES: dict[str, Rule] = {
     "clip_grad_norm": to("clip_grad_norm", number),
     "gradient_handler": no("gradients are reduced by themselves, over data ranks, stages and tensor ranks"),
     "NUM_MICRO_BATCHES": Rule(_microbatches),
+    "schedule.num_microbatches": Rule(_microbatches),
     "TENSOR_SHAPE": no("the shapes that go from stage to stage are found before the run"),
     "BATCH_SIZE": Rule(_batch_size),
     "model.num_chunks": Rule(_chunks),
@@ -232,7 +155,7 @@ RULES: dict[str, Rule] = {
     "torch_ddp.bucket_cap_mb": to("parallel.data.bucket_mb", number),
     "torch_ddp.find_unused_parameters": done("parameters without gradient are seen by themselves"),
     "torch_ddp.*": no("torch's DistributedDataParallel is not used: halfmesh has a reducer of its own"),
-    "zero": Rule(lambda value, source: _whole_section(value, "zero"), any_value=True),
+    "zero": Rule(lambda value, source: whole_section(value, "zero"), any_value=True),
     "zero.level": Rule(_zero_level),
     "zero.model_config": done("parallel.data.strategy = 'fsdp'"),
     "zero.optimizer_config": done("the defaults of fp16"),
@@ -245,7 +168,7 @@ RULES: dict[str, Rule] = {
     "zero.model_config.reuse_fp16_shard": no("gradients have memory of their own"),
     "zero.model_config.gradient_predivide_factor": no("gradients are averaged in fp32, where nothing overflows"),
     "zero.optimizer_config.gpu_margin_mem_ratio": no("nothing moves by itself; see parallel.data.cpu_offload"),
-    **{f"{_ZERO_SCALER}{name}": _zero_scaler(name) for name in _NAIVE},
+    **{f"{_ZERO_SCALER}{name}": _zero_scaler(name) for name in SCALER_KEYS},
     **{
         f"{section}.*": _BY_SCRIPT
         for section in ("model", "optimizer", "loss", "lr_scheduler", "train_data", "test_data", "dataset", "schedule")
@@ -259,11 +182,8 @@ for _name in ("dataset", "schedule"):
     RULES[_name] = _BY_SCRIPT
 
 
-def _whole_section(value: Any, name: str) -> Outcome:
-    """A section that is not a dict of keys."""
-    if value is None or value == {}:
-        return Converted(says=f"nothing to write: {name} is off, as by default")
-    raise UnreadableError(f"{name} is a dict of keys, not {value!r:.100}")
+def _own_in_lower_case(value: Any, source: Source) -> Outcome:
+    raise UnreadableError("Colossal-AI itself reads no such key; a constant of your own is written in UPPERCASE here")
 
 
 def _others(name: str, value: Any) -> Rule | None:
@@ -272,7 +192,8 @@ def _others(name: str, value: Any) -> Rule | None:
         return Rule(_line, any_value=True)
     top = name.partition(".")[0]
     if not (top.isupper() and top.isidentifier() and not top.startswith("_")) or keyword.iskeyword(top):
-        return None
+        is_near = find_near(top, [known for known in RULES if known.islower()])
+        return Rule(_own_in_lower_case, any_value=True) if "." not in name and not is_near else None
     return Rule(lambda given, source: _constant(name, given), any_value=True)  # None is a value of theirs
 
 

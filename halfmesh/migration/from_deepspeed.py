@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from .convert import Origin
+from .deepspeed_values import (
+    accumulation,
+    is_on,
+    loss_scale,
+    micro_batch,
+    offload,
+    power,
+    scaler,
+    switch,
+    train_batch,
+    world_size,
+    zero,
+)
 from .from_apex import OPTIONS as APEX_OPTIONS
 from .outcome import (
     Converted,
-    NotUnderstood,
     Outcome,
     Rule,
     UnreadableError,
@@ -26,137 +38,6 @@ _BUFFERS = no("a detail of its buffers; parallel.data has bucket_mb (MiB, not el
 _TRACKER = no("give Trainer.fit a hook: 'tensorboard', 'csv' or 'jsonl'")
 _LATER = no("halfmesh has nothing of the kind")
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
-
-
-def _on(source: Source, section: str) -> bool:
-    return source.get(f"{section}.enabled") is True
-
-
-def _stage(source: Source) -> int:
-    value = source.get("zero_optimization.stage", 0)
-    return value if value in (1, 2, 3) and type(value) is int else 0
-
-
-def _pipeline(source: Source) -> int:
-    return source.whole("pipeline.stages", 1)
-
-
-def _ranks(source: Source) -> int | None:
-    """The data ranks, where they are known."""
-    if source.world_size is None:
-        return None
-    return max(1, source.world_size // (_pipeline(source) * source.whole("tensor_parallel.autotp_size", 1)))
-
-
-def _switch(section: str, mode: str) -> Rule:
-    def do(value: Any, source: Source) -> Outcome:
-        if not flag(value):
-            return Converted(says=f"{section} is off, as by default")
-        return Converted({f"{section}.mode": mode})
-
-    return Rule(do)
-
-
-def _scaler(key: str, kind: Any = number) -> Rule:
-    """A key of the dynamic loss scale."""
-
-    def do(value: Any, source: Source) -> Outcome:
-        if not _on(source, "fp16"):
-            return Without("fp16 is off, so this key has no effect")
-        if source.get("fp16.loss_scale", 0) not in (0, None):
-            return Without("loss_scale is static, so this key has no effect")
-        read = kind(value)
-        return Converted({f"fp16.{key}": read})
-
-    return Rule(do)
-
-
-def _power(value: Any) -> float:
-    power = whole(value)
-    if not 0 <= power <= 64:
-        raise UnreadableError(f"{value!r} is not a power of 2 between 0 and 64")
-    return 2.0**power
-
-
-def _loss_scale(value: Any, source: Source) -> Outcome:
-    if not _on(source, "fp16"):
-        return Without("fp16 is off, so this key has no effect")
-    scale = number(value)
-    if scale == 0:
-        return Converted({"fp16.loss_scale": "dynamic"})
-    look = "DeepSpeed skips an update with inf or nan under a static scale, too: on_nonfinite says so"
-    return Converted({"fp16.loss_scale": float(scale), "on_nonfinite": "skip"}, look=look)
-
-
-def _micro_batch(value: Any, source: Source) -> Outcome:
-    size = whole(value)
-    if _pipeline(source) > 1:
-        cycle = source.whole("gradient_accumulation_steps", 1)
-        look = f"in a pipeline a loader's batch is cut into {cycle} microbatches: {size * cycle} rows on each data rank"
-        return Converted({"BATCH_SIZE": size * cycle}, look=look)
-    return Converted({"BATCH_SIZE": size}, look="a constant of your own: give it to your DataLoader as batch_size")
-
-
-def _accumulation(value: Any, source: Source) -> Outcome:
-    count = whole(value)
-    if _pipeline(source) > 1:
-        return Converted({"parallel.pipeline.microbatches": count})
-    return Converted({"gradient_accumulation": count})
-
-
-def _train_batch(value: Any, source: Source) -> Outcome:
-    """train_batch_size = micro batch x accumulation x data ranks."""
-    total, ranks = whole(value), _ranks(source)
-    known = {
-        "train_micro_batch_size_per_gpu": source.get("train_micro_batch_size_per_gpu"),
-        "gradient_accumulation_steps": source.get("gradient_accumulation_steps"),
-    }
-    micro, cycle = known.values()
-    if type(micro) is int and type(cycle) is int and micro > 0 and cycle > 0:
-        if ranks is not None and total != micro * cycle * ranks:
-            return NotUnderstood(f"{total} is not {micro} x {cycle} x {ranks} data ranks, as DeepSpeed asks for")
-        return Converted(says=f"{micro} x {cycle} x the data ranks: it follows")
-    if ranks is None:
-        return NotUnderstood("it is divided over the data ranks, whose number is not known: give --world-size")
-    if total % ranks:
-        return NotUnderstood(f"{total} is not divisible by {ranks} data ranks")
-    each = total // ranks
-    if type(micro) is int and micro > 0:
-        return _derived(each, micro, "gradient_accumulation", f"{total} / ({micro} x {ranks} data ranks)")
-    if type(cycle) is int and cycle > 0:
-        return _derived(each, cycle, "BATCH_SIZE", f"{total} / ({cycle} x {ranks} data ranks)")
-    return Converted({"BATCH_SIZE": each}, look=f"{total} / {ranks} data ranks, for your DataLoader")
-
-
-def _derived(each: int, by: int, key: str, how: str) -> Outcome:
-    if each % by:
-        return NotUnderstood(f"{how} is not a whole number")
-    return Converted({key: each // by}, look=f"{how}" + ("; for your DataLoader" if key == "BATCH_SIZE" else ""))
-
-
-def _zero(value: Any, source: Source) -> Outcome:
-    stage = whole(value)
-    if stage not in (0, 1, 2, 3):
-        raise UnreadableError(f"{value!r} is not one of the stages 0, 1, 2 and 3")
-    if stage == 0:
-        return Converted(says="each data rank has all, as by default")
-    look = "stage 2 divides gradients, too; zero1 gives the same numbers with whole gradients" if stage == 2 else ""
-    return Converted({"parallel.data.strategy": "fsdp" if stage == 3 else "zero1"}, look=look)
-
-
-def _offload(what: str) -> Rule:
-    def do(value: Any, source: Source) -> Outcome:
-        device = one_of(value, {"none": None, "cpu": "cpu", "nvme": "nvme"})
-        if device is None:
-            return Converted(says=f"{what} stay on the device")
-        if device == "nvme":
-            return Without("nothing is put on disks here; cpu_offload is nearest, under fsdp")
-        if _stage(source) != 3:
-            return Without("without stage 3 nothing is put into host memory here; fsdp with cpu_offload does it")
-        look = "parameters, gradients and optimizer state all wait in host memory"
-        return Converted({"parallel.data.cpu_offload": True}, look=look)
-
-    return Rule(do)
 
 
 def _reduce_dtype(value: Any, source: Source) -> Outcome:
@@ -186,7 +67,7 @@ def _apex(value: Any, source: Source) -> Outcome:
 
 def _apex_option(name: str) -> Rule:
     def do(value: Any, source: Source) -> Outcome:
-        if not _on(source, "amp"):
+        if not is_on(source, "amp"):
             return Without("amp is off, so this key has no effect")
         return Converted({f"fp16.{name}": value})
 
@@ -225,21 +106,21 @@ _ZERO_BUFFERS = (
 _OFFLOAD_DETAILS = ("pin_memory", "buffer_count", "fast_init", "ratio", "nvme_path", "buffer_size", "max_in_cpu")
 
 RULES: dict[str, Rule] = {
-    "train_batch_size": Rule(_train_batch),
-    "train_micro_batch_size_per_gpu": Rule(_micro_batch),
-    "gradient_accumulation_steps": Rule(_accumulation),
+    "train_batch_size": Rule(train_batch),
+    "train_micro_batch_size_per_gpu": Rule(micro_batch),
+    "gradient_accumulation_steps": Rule(accumulation),
     "gradient_clipping": to("clip_grad_norm", number),
-    "fp16.enabled": _switch("fp16", "naive"),
+    "fp16.enabled": switch("fp16", "naive"),
     "fp16.auto_cast": no("floating-point arguments of the model are cast by the mode"),
-    "fp16.loss_scale": Rule(_loss_scale),
-    "fp16.initial_scale_power": _scaler("initial_scale", _power),
-    "fp16.loss_scale_window": _scaler("growth_interval", whole),
-    "fp16.hysteresis": _scaler("hysteresis", whole),
-    "fp16.min_loss_scale": _scaler("min_scale"),
+    "fp16.loss_scale": Rule(loss_scale),
+    "fp16.initial_scale_power": scaler("initial_scale", power),
+    "fp16.loss_scale_window": scaler("growth_interval", whole),
+    "fp16.hysteresis": scaler("hysteresis", whole),
+    "fp16.min_loss_scale": scaler("min_scale"),
     "fp16.consecutive_hysteresis": no("hysteresis is refilled when the scale grows, and not before"),
     "fp16.fp16_master_weights_and_grads": no("masters are fp32; without any: mode='apex' with opt_level='O3'"),
-    "bf16.enabled": _switch("bf16", "naive"),
-    "bfloat16.enabled": _switch("bf16", "naive"),
+    "bf16.enabled": switch("bf16", "naive"),
+    "bfloat16.enabled": switch("bf16", "naive"),
     "bf16.immediate_grad_update": no("gradients reach the fp32 masters in the update"),
     "torch_autocast.enabled": Rule(_autocast),
     "torch_autocast.dtype": Rule(
@@ -248,11 +129,12 @@ RULES: dict[str, Rule] = {
     "torch_autocast.lower_precision_safe_modules": no("torch.autocast decides for each operation"),
     "amp.enabled": Rule(_apex),
     **{f"amp.{name}": _apex_option(name) for name in APEX_OPTIONS if name != "enabled"},
-    "zero_optimization.stage": Rule(_zero),
-    "zero_optimization.offload_optimizer.device": _offload("optimizer states"),
-    "zero_optimization.offload_param.device": _offload("parameters"),
+    "zero_optimization.stage": Rule(zero),
+    "zero_optimization.offload_optimizer.device": offload("optimizer states"),
+    "zero_optimization.offload_param.device": offload("parameters"),
     "zero_optimization.cpu_offload": no("its place is offload_optimizer.device now"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
     "zero_optimization.zero_quantized_weights": no("weights travel in the mode's dtype"),
@@ -319,14 +201,14 @@ for _name in (*_SECTIONS, *(name.removesuffix(".*") for name in list(RULES) if n
 
 def _looks(source: Source) -> tuple[str, ...]:
     looks = []
-    if _on(source, "fp16"):
+    if is_on(source, "fp16"):
         looks.append(
             "DeepSpeed's fp16 and bf16 are mode 'naive': weights in half precision, fp32 masters. "
             "mode='torch' is autocast"
         )
-    if _on(source, "fp16") or _on(source, "bf16") or _on(source, "bfloat16"):
+    if is_on(source, "fp16") or is_on(source, "bf16") or is_on(source, "bfloat16"):
         looks.append("gradients are averaged in fp32 here (parallel.data.reduce_dtype), in DeepSpeed in fp16 or bf16")
     return tuple(looks)
 
 
-DEEPSPEED = Origin(title="DeepSpeed", rules=RULES, looks=_looks, fills_in="auto")
+DEEPSPEED = Origin(title="DeepSpeed", rules=RULES, looks=_looks, world_size=world_size, fills_in="auto")

@@ -224,6 +224,12 @@ RULES: dict[str, Rule] = {
     "activation_loading_horizon": no("activations come back one block ahead"),
     "delayed_parameter_initialization": no("give initialize a function that builds the model: docs/deferred.md"),
     "delayed_param_initialization": no("give initialize a function that builds the model: docs/deferred.md"),
+    **{
+        name: no("a detail of how the library traces and runs stages")
+        for name in ("trace_device", "deterministic_server", "static_mode", "fast_mode", "trace_execution_times")
+    },
+    "load_partition": no("stages are found anew, in no time"),
+    "partition_file": no("stages are found anew, in no time"),
     "skip_tracing": no("nothing is traced with your data: shapes are found on tensors without memory"),
     "hybrid_shard_degree": Rule(_sharded),
     "expert_parallel_degree": Rule(lambda value, source: _only_one(value, "experts are not divided over ranks")),

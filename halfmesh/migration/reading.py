@@ -115,14 +115,15 @@ def _find_deepspeed(tree: ast.Module, names: dict[str, Any]) -> Mapping[Any, Any
 
 def _find_sagemaker(tree: ast.Module, names: dict[str, Any]) -> Mapping[Any, Any] | None:
     found: dict[str, Any] = {}
-    for call in find_calls(tree, "PyTorch"):
+    calls = [call for name in ("PyTorch", "HuggingFace", "TensorFlow") for call in find_calls(tree, name)]
+    for call in calls:
         arguments = read_call(call, names)
         found |= {
             name: arguments[name] for name in ("distribution", "instance_count", "instance_type") if name in arguments
         }
     if "distribution" not in found:
         known = _first_dict(names, ("distribution", "smp_options", "smp_config", "parameters"))
-        found |= {} if known is None else dict(known)
+        found |= (_one_call(tree, names, "smp.init", ("parameters",)) or {}) if known is None else dict(known)
     found |= _one_call(tree, names, "smp.DistributedOptimizer", ("optimizer",)) or {}
     return found or None
 

@@ -38,7 +38,10 @@ class Source:
         for path, value in _flatten(data, ()):
             cut = next((len(one) for one in ordered if path[: len(one)] == one and len(path) > len(one)), 0)
             name = _join(path[cut:])
-            self.names[_join(path)] = (name, value)
+            full = _join(path)
+            while full in self.names:  # long names are shortened, perhaps to the same
+                full += "'"
+            self.names[full] = (name, value)
             self._by_name.setdefault(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Values of a Python file without running it: literals, arithmetic on them, dict(...), and names of such values."""
+"""Values of a Python file without running it: literals, what is calculated from them, and names of such values."""
 
 from __future__ import annotations
 
@@ -106,11 +106,25 @@ def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
             return attribute.lower()
         case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
             return f"torch.{attribute}"
+        case ast.Subscript(value=value, slice=place):
+            return _attempt(operator.getitem, evaluate(value, names), evaluate(place, names))
+        case ast.JoinedStr(values=parts):
+            return "".join(_format(part, names) for part in parts)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _attempt(_OPERATORS[type(op)], evaluate(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _calculate(op, evaluate(left, names), evaluate(right, names))
     raise UnknownValueError
+
+
+def _format(part: ast.expr, names: dict[str, Any]) -> str:
+    """A piece of an f-string, of texts and numbers without a format of their own."""
+    if isinstance(part, ast.FormattedValue):
+        value = evaluate(part.value, names)
+        if part.conversion != -1 or part.format_spec is not None or type(value) not in (str, int, float, bool):
+            raise UnknownValueError
+        return str(value)
+    return str(evaluate(part, names))
 
 
 def _evaluate_or_code(node: ast.expr, names: dict[str, Any]) -> Any:
@@ -134,7 +148,7 @@ def _calculate(op: ast.operator, left: Any, right: Any) -> Any:
 def _attempt(function: Any, *values: Any) -> Any:
     try:
         return function(*values)
-    except (ArithmeticError, TypeError, ValueError):
+    except (ArithmeticError, LookupError, TypeError, ValueError):
         raise UnknownValueError from None
 
 

@@ -21,9 +21,11 @@ WIDTH = 100
 def as_python(conversion: Conversion, title: str, origin: str) -> str:
     """The config, with comments where the user should look, and a list of what is not in it."""
     lines = [*_comment(f"Made by halfmesh convert-config from {title} ({origin})."), ""]
+    for finding in conversion.findings:
+        lines += _comment(f"CANNOT RUN on {conversion.world_size} rank(s): {finding}")
     for look in conversion.looks:
         lines += _comment(f"LOOK: {look}")
-    if conversion.looks:
+    if conversion.looks or conversion.findings:
         lines.append("")
     for key, value in conversion.settings.items():
         for entry in conversion.of(Converted):

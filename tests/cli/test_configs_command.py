@@ -37,6 +37,7 @@ def test_each_is_whole(tmp_path):
         target.write_text(read_whole(path))
         assert load_config(target) == load_config(path), name
         assert "import *" not in target.read_text()
+    assert read_whole(find_configs()["zero1_torch_fp16"]).count("BATCH_SIZE = ") == 1, "base.py once"
 
 
 def test_print_and_copy(tmp_path):

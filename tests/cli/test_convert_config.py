@@ -61,6 +61,7 @@ def test_a_layout_that_cannot_run(source):
     assert result.exit_code == 1
     assert "cannot run on 6 rank(s):" in result.stderr
     assert "fp16 = dict(" in result.stdout, "it is there to be changed"
+    assert "# CANNOT RUN on 6 rank(s): " in result.stdout
 
 
 def test_something_that_is_not_understood():

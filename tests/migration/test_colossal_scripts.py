@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from dist_harness import run_ranks
-from PIL import Image
 from test_readme import find_rows
 
 import halfmesh
@@ -41,10 +40,11 @@ def rename_imports(text):
 @pytest.fixture
 def images(tmp_path):
     """What $DATA names: two classes of three pictures."""
+    image = pytest.importorskip("PIL.Image")
     for label in ("ant", "bee"):
         (tmp_path / "data" / label).mkdir(parents=True)
         for i in range(3):
-            Image.new("RGB", (20, 20), (i * 60, 90, 30)).save(tmp_path / "data" / label / f"{i}.png")
+            image.new("RGB", (20, 20), (i * 60, 90, 30)).save(tmp_path / "data" / label / f"{i}.png")
     return tmp_path / "data"
 
 

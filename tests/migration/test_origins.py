@@ -89,6 +89,13 @@ def test_colossal(source, expected, rest):
     assert run("colossal", source) == (expected, rest)
 
 
+def test_colossal_names_of_ones_own():
+    found = convert(ORIGINS["colossal"], {"recompute": True, "clip_grad": 1.0})
+    reasons = {entry.key: entry.outcome.reason for entry in found.of(NotUnderstood)}
+    assert "UPPERCASE" in reasons["recompute"]
+    assert reasons["clip_grad"].endswith("did you mean 'clip_grad_norm'?")
+
+
 def test_colossal_traps_are_said():
     assert "2**32" in look_of("colossal", {"fp16": {"mode": "naive"}}, "fp16.mode")
     assert look_of("colossal", {"fp16": {"mode": "naive", "initial_scale": 2}}, "fp16.mode") == ""
@@ -308,6 +315,19 @@ def test_deepspeed(source, expected, rest):
 )
 def test_deepspeeds_batch_sizes(source, ranks, expected, rest):
     assert run("deepspeed", source, ranks) == (expected, rest)
+
+
+def test_deepspeeds_batch_sizes_say_how_many_ranks_there_are():
+    source = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    pipeline = {**source, "pipeline": {"stages": 2}}
+    assert convert(ORIGINS["deepspeed"], source).world_size == 4
+    assert convert(ORIGINS["deepspeed"], pipeline).world_size == 8
+    assert run("deepspeed", {**source, "train_batch_size": 65})[1] == {"train_batch_size": "not understood"}
+    del pipeline["train_micro_batch_size_per_gpu"]
+    config, rest = run("deepspeed", pipeline, 4)
+    assert (config["BATCH_SIZE"], config["parallel"]["pipeline"]["microbatches"], rest) == (32, 4, {})
+    del pipeline["gradient_accumulation_steps"]
+    assert run("deepspeed", pipeline, 4)[1] == {"train_batch_size": "not understood"}
 
 
 def test_deepspeeds_adam_is_adamw():

@@ -60,6 +60,17 @@ def test_assignments_are_read_and_nothing_runs(tmp_path, monkeypatch):
     assert "line 3" not in found, "imports are no keys"
 
 
+def test_what_is_calculated_from_other_values():
+    source = (
+        "SIZE = 2\nparallel = dict(pipeline=SIZE, tensor=dict(size=SIZE))\nNUM_MICRO_BATCHES = parallel['pipeline']\n"
+        "PATH = f'./pp{SIZE}_tp{parallel[\"tensor\"][\"size\"]}/'\nWRONG = parallel['data']\nWIDE = f'{SIZE:>3}'\n"
+        "LAST = [1, 2][5]\nHUGE = 'a' * 10**9\nNONE = -'a'\nZERO = 1 // 0"
+    )
+    found = read_assignments(ast.parse(source))
+    assert (found["NUM_MICRO_BATCHES"], found["PATH"]) == (2, "./pp2_tp2/")
+    assert all(isinstance(found[name], Code) for name in ("WRONG", "WIDE", "LAST", "HUGE", "NONE", "ZERO"))
+
+
 def test_an_import_of_everything_is_told():
     assert list(read_assignments(ast.parse("from base import *\nX = 1"))) == ["line 1", "X"]
 
@@ -93,6 +104,8 @@ def test_an_estimator_and_its_script(tmp_path):
     found = read(str(script), "sagemaker")
     assert found["instance_count"] == 2
     assert found["distribution"]["smdistributed"]["modelparallel"]["parameters"] == {"partitions": 2}
+    script.write_text("def main():\n    smp.init({'microbatches': 4, 'fp16': args.fp16})\n")
+    assert read(str(script), "sagemaker") == {"parameters": {"microbatches": 4, "fp16": Code("args.fp16")}}
     script.write_text("optimizer = smp.DistributedOptimizer(optimizer, static_loss_scale=128.0)\n")
     assert read(str(script), "sagemaker") == {"optimizer": Code("optimizer"), "static_loss_scale": 128.0}
 
