@@ -50,7 +50,8 @@ class Origin:
             if isinstance(module, FSDPModule):
                 module.__class__ = kind  # type: ignore[assignment]
                 torch_private.forget_composable_state(module)
-            for hooks in [table for name, table in vars(module).items() if name.endswith("_hooks")]:
+            tables = [table for name, table in vars(module).items() if name.endswith("_hooks")]
+            for hooks in [table for table in tables if isinstance(table, dict)]:  # transformers keeps a list of its own
                 for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
                     del hooks[key]
                     for flags in _FLAGS:
