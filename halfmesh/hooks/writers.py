@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class JSONLHook(Hook):
         self._path = Path(path)
         self._file: Any = None
         self._last = ""
+        self._has = -1.0
 
     def before_fit(self, trainer: Trainer) -> None:
         step = trainer.engine.global_step
@@ -40,11 +42,12 @@ class JSONLHook(Hook):
             set_aside(self._path)
         kept = [line for line in _lines(self._path) if _step_of(line) <= step]
         self._last = kept[-1] if kept else ""
+        self._has = _trained_at(map(_record_of, kept))
         replace_file(self._path, "".join(f"{line}\n" for line in kept))
         self._file = self._path.open("a")
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if self._file is not None:
+        if self._file is not None and not _is_again(record, self._has):
             line = json.dumps({name: None if _is_odd(value) else value for name, value in record.items()})
             if line != self._last:  # an evaluation that was made again
                 self._file.write(f"{line}\n")
@@ -71,6 +74,7 @@ class CSVHook(Hook):
         self._path = Path(path)
         self._rows: list[dict[str, Any]] = []
         self._columns: list[str] = []
+        self._has = -1.0
 
     def before_fit(self, trainer: Trainer) -> None:
         if trainer.engine.context.rank != 0:
@@ -82,11 +86,12 @@ class CSVHook(Hook):
             with self._path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
             self._rows = [row for row in rows if int(row.get("step") or 0) <= trainer.engine.global_step]
+        self._has = _trained_at(self._rows)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         self._write_all()
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if trainer.engine.context.rank != 0:
+        if trainer.engine.context.rank != 0 or _is_again(record, self._has):
             return
         self._rows.append(record)
         new = [name for name in record if name not in self._columns]
@@ -149,6 +154,23 @@ def _step_of(line: str) -> float:
         return math.inf
     except (KeyError, TypeError):
         return -1
+
+
+def _record_of(line: str) -> Record:
+    record = json.loads(line)
+    return record if isinstance(record, dict) else {}
+
+
+def _trained_at(records: Iterable[Record]) -> float:
+    """The update of the last record of training that is kept; -1: there is none."""
+    trained = [record for record in records if record.get("loss", "") != ""]  # empty in a table: of an evaluation
+    return max((float(record.get("step") or -1) for record in trained), default=-1)
+
+
+def _is_again(record: Record, kept: float) -> bool:
+    """Whether a record of training is there already: a run that was saved between an epoch's last step and its record
+    makes it once more."""
+    return "loss" in record and record["step"] == kept
 
 
 def _is_odd(value: Any) -> bool:

@@ -12,6 +12,7 @@ from ..engine.engine import Engine
 from ..errors import InputError
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict
+from .fit_state import NAME, FitState
 from .hook import Hook, Record
 from .loaders import choose_eval_loader, choose_train_loader, with_last
 from .named_hooks import HookLike, make_hooks
@@ -87,7 +88,7 @@ class Trainer:
         self._max_steps, self._stopped, evaluated_at = max_steps, None, -1
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
-        with self._hooked(hooks):
+        with self._hooked(hooks), self._saved_with_the_engine():
             self._call("before_fit")
             self.epoch = first - 1
             while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
@@ -166,6 +167,7 @@ class Trainer:
             self._loss.add(outcome)
             for hook in heard:
                 hook.after_batch(self, outcome)
+            del outcome  # the output is not needed while the next one is made
             if self.result is None:
                 continue
             for hook in stepped:
@@ -234,6 +236,17 @@ class Trainer:
             for hook in self._hooks:
                 closed.callback(hook.close, self)  # also where another one fails
             yield
+
+    @contextmanager
+    def _saved_with_the_engine(self) -> Iterator[None]:
+        """Hooks get their state of a run that goes on, and their last one is kept for the next `fit`."""
+        self.engine.attach(NAME, FitState(self.engine, self._loss, self._hooks))
+        is_over = False
+        try:
+            yield
+            is_over = True
+        finally:
+            self.engine.detach(NAME, keep=is_over)
 
 
 def _refuse_below(least: int, **arguments: int | None) -> None:
