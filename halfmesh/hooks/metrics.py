@@ -105,7 +105,7 @@ class MetricHook(Hook):
             metric.to(trainer.engine.context.device)
             metric.reset()
             metric.compute_with_cache = False
-            metric.distributed_available_fn = lambda: trainer.engine.context.dp_size > 1  # then `dist_sync_fn` is asked
+            metric.distributed_available_fn = lambda: True  # then `dist_sync_fn` is asked
 
     @torch.no_grad()
     def _update(self, outcome: Outcome) -> None:
