@@ -133,6 +133,9 @@ class ThroughputHook(Hook):
         everyone = engine.context.everyone((engine.context.tp_rank, engine.context.pp_rank, rows, flops))
         data = [(rows, flops) for tp_rank, pp_rank, rows, flops in everyone if (tp_rank, pp_rank) == (0, 0)]
         total = sum(rows for rows, _ in data)
+        if not total:
+            _log.warning("model FLOP/s are not measured: the first batch has no rows (Outcome.rows)")
+            return {}
         dtypes = sorted({dtype for _, flops in data for dtype in flops})
         return {dtype: sum(flops.get(dtype, 0) for _, flops in data) / total for dtype in dtypes}
 

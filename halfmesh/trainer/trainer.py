@@ -50,7 +50,11 @@ class Trainer:
         self._hooks: list[Hook] = []
         self._max_steps: int | None = None
         self._stopped: str | None = None
+        self._eval_steps: int | None = None
+        self._evaluated: Iterable[Any] | None = None
+        self._evaluated_at = -1
         self._loss = MeanLoss(engine)
+        self._fit_state = FitState(engine, self._loss, [])
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -62,6 +66,7 @@ class Trainer:
         max_steps: int | None = None,
         eval_dataloader: Iterable[Any] | None = None,
         eval_interval: int = 1,
+        eval_steps: int | None = None,
         hooks: Sequence[HookLike] = (),
     ) -> None:
         """Train until `epochs` epochs or `max_steps` updates are done, counted from the beginning of the run: after
@@ -73,7 +78,8 @@ class Trainer:
             epochs: passes over the data; endless if only `max_steps` is given.
             max_steps: updates (`engine.global_step`, skipped ones included).
             eval_dataloader: the engine's unless given, if it has one; a DataLoader is sharded over the data ranks.
-            eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none.
+            eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none of these.
+            eval_steps: updates between evaluations within epochs; None: none of these.
             hooks: Hook objects, names of registered ones ("progress"), or dict(type="csv", path=...).
 
         Raises:
@@ -81,11 +87,14 @@ class Trainer:
         """
         if epochs is None and max_steps is None:
             raise InputError("fit needs an end: give it epochs=, max_steps=, or both")
-        _refuse_below(1, epochs=epochs, max_steps=max_steps)
+        _refuse_below(1, epochs=epochs, max_steps=max_steps, eval_steps=eval_steps)
         _refuse_below(0, eval_interval=eval_interval)
         batches = choose_train_loader(self.engine, train)
-        evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval else None
-        self._max_steps, self._stopped, evaluated_at = max_steps, None, -1
+        evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval or eval_steps else None
+        if eval_steps is not None and evaluated is None:
+            raise InputError("eval_steps needs something to evaluate on: give fit or initialize an eval_dataloader")
+        self._max_steps, self._stopped, self._evaluated_at = max_steps, None, -1
+        self._eval_steps, self._evaluated = eval_steps, evaluated
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
         with self._hooked(hooks), self._saved_with_the_engine():
@@ -94,10 +103,9 @@ class Trainer:
             while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
                 self.epoch += 1
                 is_complete = self._train_epoch(batches)
-                if evaluated is not None and is_complete and (self.epoch + 1) % eval_interval == 0:
-                    self._evaluate(evaluated)
-                    evaluated_at = self.engine.global_step
-            if evaluated is not None and evaluated_at != self.engine.global_step:
+                if is_complete and eval_interval and (self.epoch + 1) % eval_interval == 0:
+                    self._evaluate_once()
+            if evaluated is not None and self._evaluated_at != self.engine.global_step:
                 self._evaluate(evaluated)
             self._call("after_fit")
         if self._stopped is not None:
@@ -174,6 +182,8 @@ class Trainer:
                 hook.after_step(self, self.result)
             if engine.global_step % self.log_every == 0:
                 self._record()
+            if self._eval_steps is not None and engine.global_step % self._eval_steps == 0:
+                self._evaluate_once()
             if not own and self._is_over:
                 is_complete = is_last
                 break
@@ -183,6 +193,15 @@ class Trainer:
             self._call("after_epoch")
         self._record()
         return is_complete
+
+    def _evaluate_once(self) -> None:
+        """Unless this was done since the last update, or before a run that goes on was saved."""
+        step = self.engine.global_step
+        if self._evaluated is None or self._evaluated_at == step:
+            return
+        if self._fit_state.evaluated_at != step:
+            self._evaluate(self._evaluated)
+        self._evaluated_at = self._fit_state.evaluated_at = step
 
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         results = evaluate(self, loader, self._hooks)
@@ -240,7 +259,8 @@ class Trainer:
     @contextmanager
     def _saved_with_the_engine(self) -> Iterator[None]:
         """Hooks get their state of a run that goes on, and their last one is kept for the next `fit`."""
-        self.engine.attach(NAME, FitState(self.engine, self._loss, self._hooks))
+        self._fit_state = FitState(self.engine, self._loss, self._hooks)
+        self.engine.attach(NAME, self._fit_state)
         is_over = False
         try:
             yield

@@ -208,7 +208,49 @@ def test_training_of_ranks_is_the_same_to_the_bit():
     assert run_ranks(weights_of, 2, cells, timeout=120) == [[True] * 3] * 2
 
 
-def test_the_place_in_the_data_is_not_moved(tmp_path):
+def test_what_cannot_be_counted_is_trained_all_the_same(caplog):
+    calls = []
+
+    def fails_first(engine, batch):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("mine")
+        return halfmesh.compute_batch(engine, batch)
+
+    def without_rows(engine, batch):
+        outcome = halfmesh.compute_batch(engine, batch)
+        return halfmesh.Outcome(outcome.loss, outcome.output, outcome.target, 0)
+
+    for compute, reason in [
+        (fails_first, "FLOPs cannot be counted: mine"),
+        (without_rows, "the first batch has no rows"),
+    ]:
+        engine, hook = make_engine("one", "none"), ThroughputHook()
+        halfmesh.Trainer(engine, compute=compute).fit(max_steps=1, hooks=[hook])
+        assert engine.global_step == 1
+        assert hook.state_dict()["flops"] == {}
+        assert reason in caplog.text
+    assert "give ThroughputHook flops_per_sample" in caplog.text
+
+
+def test_it_is_counted_once_for_a_run():
+    """Until other parameters are trained."""
+    engine, calls = make_engine("one", "none"), []
+
+    def compute(engine, batch):
+        calls.append(1)
+        return halfmesh.compute_batch(engine, batch)
+
+    for steps, expected in [(1, 2), (2, 3), (3, 5)]:
+        if steps == 3:
+            engine.model.up.requires_grad_(False)
+        hook = ThroughputHook()
+        halfmesh.Trainer(engine, compute=compute).fit(max_steps=steps, hooks=[hook])
+        assert len(calls) == expected
+    assert hook.state_dict()["flops"] == {FP32: NET - 2 * 16 * 32}
+
+
+def test_the_place_in_the_data_is_not_moved():
     """What is saved between the count and the batch's own training begins with that batch."""
     engine, places = make_engine("one", "none"), []
 

@@ -105,6 +105,24 @@ def test_it_stops_where_it_would_have(tmp_path, event, step, who, expected):
     assert {step: loss for step, loss in scores.losses if expected[3].get(step) != loss} == {}
 
 
+def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path):
+    """By `eval_steps`, then saved by the key `checkpoint`, killed, and at the end of the epoch by `eval_interval`."""
+
+    def train(engine, scores):
+        hooks = [scores, LRSchedulerHook("eval", "eval_score")]
+        halfmesh.Trainer(engine).fit(epochs=8, eval_steps=3, hooks=hooks)
+        return engine.lr_scheduler.state_dict()["last_epoch"]
+
+    assert train(make(), Scores()) == 8
+    engine = make(checkpoint={"directory": str(tmp_path), "every": 1, "in_background": False})
+    with pytest.raises(Killed):
+        train(engine, Scores(("after_step", 4)))
+    again = make()
+    again.load(tmp_path)
+    assert again.global_step == 3
+    assert train(again, Scores()) == 8
+
+
 def test_what_was_stopped_stays_so(tmp_path):
     engine = make()
     fit(engine, Scores(), CheckpointHook(tmp_path))

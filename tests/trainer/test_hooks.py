@@ -369,6 +369,17 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
     assert "eval_loss" in shown
 
 
+def test_progress_of_an_epoch_that_goes_on(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    engine, again = make(), make()
+    halfmesh.Trainer(engine).fit(max_steps=2)
+    engine.save(tmp_path)
+    again.load(tmp_path)
+    halfmesh.Trainer(again).fit(epochs=1, hooks=[ProgressHook()])
+    assert "3/3" in capsys.readouterr().err
+
+
 def test_mistakes_of_hooks():
     with pytest.raises(halfmesh.InputError, match="mode='less': expected 'min'"):
         EarlyStopHook(mode="less")
