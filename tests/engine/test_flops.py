@@ -260,3 +260,36 @@ def test_the_place_in_the_data_is_not_moved():
 
     halfmesh.Trainer(engine).fit(max_steps=2, hooks=["throughput", Place()])
     assert places == [(0, 0), (0, 1)]
+
+
+class InPlace(nn.Linear):
+    """Writes into what it is given."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+def test_inputs_are_not_written_to():
+    weights = []
+    for hooks in ([], ["throughput"]):
+        torch.manual_seed(0)
+        engine = engine_of(InPlace(FEATURES, CLASSES))
+        halfmesh.Trainer(engine).fit([make_data(4)], epochs=1, hooks=hooks)
+        weights.append(engine.model.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_the_engine_has_seen_nothing(tmp_path):
+    """Neither a batch to report on, nor a boundary to save at."""
+    x, y = make_data(4)
+    engine = engine_of(nn.Linear(FEATURES, CLASSES), checkpoint={"directory": str(tmp_path), "every": 1})
+    counted(engine, x, target=y)
+    with pytest.raises(halfmesh.InputError, match="no batch went forward in training mode yet"):
+        engine.precision_report()
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    counted(engine, x, target=y)
+    engine.wait_for_save()
+    assert list(tmp_path.iterdir()) == []
+    engine.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
