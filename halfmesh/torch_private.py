@@ -174,6 +174,28 @@ def find_cpp_compiler() -> str:
     return get_cpp_compiler()
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one of a fake mode, without values."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def is_in_backward() -> bool:
+    """Whether this is called by a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Of operators, by packet (`torch.ops.aten.mm`): called with the operator's arguments and `out_val`. Those that are
+    registered with `torch.utils.flop_counter.register_flop_formula` are among them."""
+    from torch.utils import flop_counter
+
+    # Attention on the CPU has none before torch 2.13.
+    known, name = dict(flop_counter.flop_registry), "_scaled_dot_product_flash_attention"
+    for kind in ("", "_backward"):
+        known.setdefault(getattr(torch.ops.aten, f"{name}_for_cpu{kind}"), known[getattr(torch.ops.aten, name + kind)])
+    return known
+
+
 def has_triton() -> bool:
     """Whether inductor can generate code for this machine's GPU."""
     from torch.utils._triton import has_triton

@@ -506,3 +506,37 @@ def test_in_backward_tells_a_forward_from_what_is_computed_again(reentrant):
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert seen == [False, True]
     assert not torch_private.in_backward()
+
+
+def test_what_backward_computes_is_told_apart():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.mm:
+                seen.append((torch_private.is_in_backward(), torch.is_grad_enabled()))
+            return func(*args, **(kwargs or {}))
+
+    def product(x):
+        return (x @ x).sin()
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with Watch():
+        torch.utils.checkpoint.checkpoint(product, x, use_reentrant=False).sum().backward()
+    assert seen[0] == (False, True)
+    assert seen[1] == (True, True)  # computed again
+    assert set(seen[2:]) == {(True, False)}
+    assert len(seen) == 4
+
+
+def test_formulas_of_operators():
+    formulas = torch_private.flop_formulas()
+    a, b = torch.ones(2, 3), torch.ones(3, 4)
+    assert formulas[torch.ops.aten.mm](a, b, out_val=a @ b) == 2 * 2 * 3 * 4
+    q = torch.ones(1, 2, 4, 8)
+    forward = formulas[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu](q, q, q, out_val=(q,))
+    backward = formulas[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward](q, q, q, q, out_val=(q,))
+    assert (forward, backward) == (2 * 2 * 2 * 4 * 4 * 8, 5 * 2 * 2 * 4 * 4 * 8)
+    with torch_private.FakeMode():
+        assert torch_private.is_fake(torch.ones(1))
+    assert not torch_private.is_fake(a)

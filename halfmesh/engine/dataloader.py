@@ -81,6 +81,11 @@ class EngineDataLoader:
         """The epoch, and how many of its batches were trained on."""
         return self._course.epoch, self._course.trained
 
+    @property
+    def next_batch(self) -> int:
+        """How many batches of its epoch the next iteration passes over: those trained on before what was loaded."""
+        return self._rest[0]["trained"] if self._rest is not None and self._rest[0]["epoch"] == self.next_epoch else 0
+
     def state_dict(self) -> dict[str, Any]:
         """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
         course, rest = self._course, self._rest

@@ -15,6 +15,7 @@ from ..amp.result import StepResult
 from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
+from .attached import Attached
 from .cycle import GradientCycle
 from .dataloader import EngineDataLoader
 from .health.health import KEPT, Health
@@ -92,6 +93,7 @@ class Engine(Health):
         self._closed = False
         self._background = None
         self._automatic = None
+        self._attached = Attached()
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------

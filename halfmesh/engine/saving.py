@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import checkpoint, rank_random
+from .attached import Attached, Stateful
 from .cycle import refuse_inside
 from .readings import Readings
 
@@ -37,6 +38,7 @@ class Saving(Readings):
     """Since the first save that did not hold up training."""
     _automatic: Automatic | None
     """With the config key `checkpoint`."""
+    _attached: Attached
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -58,6 +60,7 @@ class Saving(Readings):
             "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
             "random": rank_random.rank_random(self.context, self._division),
             "layout": self._layout,
+            "attached": self._attached.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,6 +80,8 @@ class Saving(Readings):
         if self._cycle.reducer is not None:
             self._cycle.reducer.note_buffers()
         rank_random.set_rank_random(state["random"], self.context, self._division)
+        for note in self._attached.load_state_dict(state.get("attached", {})):
+            _log.info("%s", note)
         if self._automatic is not None:
             self._automatic.forget()
 
@@ -147,6 +152,33 @@ class Saving(Readings):
             self._automatic.forget()
         return place
 
+    def attach(self, name: str, holder: Stateful) -> None:
+        """Save the state of `holder` with the engine's, whoever saves: counters of the loop, an average of weights.
+
+        `holder.state_dict()` is called on each rank by every save, and must not talk to other ranks. A load gives each
+        rank its own back by `holder.load_state_dict(state)`, in another layout all ranks that of rank 0. What was
+        loaded before this call is given at once.
+
+        Args:
+            name: by which it is found in a checkpoint.
+
+        Raises:
+            InputError: the name is taken, or `holder` lacks one of the two methods.
+        """
+        self._refuse_if_closed()
+        self._attached.attach(name, holder)
+
+    def detach(self, name: str, *, keep: bool = True) -> None:
+        """Let go of what `attach` was given.
+
+        Args:
+            keep: its last state goes on being saved, and is given to what is attached by that name next.
+
+        Raises:
+            InputError: there is nothing of that name.
+        """
+        self._attached.detach(name, keep)
+
     def preempt(self) -> None:
         """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: after the current step all ranks
         save, and raise `Preempted`, which ends the process with status 75. May be called by a handler of signals.
@@ -210,7 +242,7 @@ class Saving(Readings):
         from .checkpointing.run import Run
 
         holding = self.model, self._update, self._division
-        return Run(*holding, self.context, self.config, self._cycle, self._lr, self._dataloader)
+        return Run(*holding, self.context, self.config, self._cycle, self._lr, self._dataloader, self._attached)
 
     @property
     def _layout(self) -> dict[str, int]:

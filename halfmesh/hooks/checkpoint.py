@@ -45,11 +45,21 @@ class CheckpointHook(Hook):
         self._every, self._keep, self._in_background = every, keep, in_background
         self._monitor = None if monitor is None else Monitor(monitor, mode)
         self._saved_at = -1
+        self._best_is_known = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._monitor is None else self._monitor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best_is_known = self._monitor is not None and self._monitor.load_state_dict(state)
 
     def before_fit(self, trainer: Trainer) -> None:
         self._saved_at = trainer.engine.global_step
         if self._monitor is not None:
-            self._monitor.best = self._read_best(trainer)
+            self._monitor.best = self._read_best(trainer, self._monitor)
+
+    def close(self, trainer: Trainer) -> None:
+        self._best_is_known = False  # of this run
 
     def before_epoch(self, trainer: Trainer) -> None:
         # Not at the end of one: its evaluation, and what other hooks do then, belongs to what is saved.
@@ -86,12 +96,16 @@ class CheckpointHook(Hook):
         self._saved_at = trainer.engine.global_step
         trainer.save(self._directory, keep=self._keep, in_background=in_background)
 
-    def _read_best(self, trainer: Trainer) -> float:
-        """What the run that goes on had as its best; of a run that begins there is none. The same on all ranks."""
-        assert self._monitor is not None
-        engine, best = trainer.engine, self._monitor.worst
+    def _read_best(self, trainer: Trainer, monitor: Monitor) -> float:
+        """What the run that goes on had as its best; of a run that begins, or in another folder, there is none. The
+        same on all ranks."""
+        engine, best = trainer.engine, monitor.worst
         if engine.context.rank == 0 and engine.global_step > 0:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found = json.loads((self._directory / "best.json").read_text())
-                best = float(found[self._monitor.name]) if found["step"] <= engine.global_step else best
+                value, step = float(found[monitor.name]), found["step"]
+                if self._best_is_known:
+                    best = monitor.best
+                elif step <= engine.global_step:  # the checkpoint is older than this state, or of a plain loop
+                    best = value
         return float(engine.context.from_first(best))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..trainer.hook import Hook
 from .monitor import Monitor
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 class EarlyStopHook(Hook):
     """Stops after `patience` evaluations in a row that were no better than the best before them.
+
+    A run that goes on counts on: what has been stopped stays so, until `patience` is larger. An evaluation that is made
+    again at the same update does not count again.
 
     Args:
         monitor: the name of a result of evaluation.
@@ -26,10 +29,29 @@ class EarlyStopHook(Hook):
     ) -> None:
         self._monitor = Monitor(monitor, mode, min_delta)
         self._patience = patience
-        self._waited = 0
+        self._waited, self._last = 0, -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._monitor.state_dict(), "waited": self._waited, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._monitor.load_state_dict(state):
+            self._waited, self._last = state["waited"], state["last"]
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if trainer.engine.global_step == 0:  # this object may have seen another run
+            self._monitor.best, self._waited, self._last = self._monitor.worst, 0, -1
+        self._stop_if_due(trainer)
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
-        self._waited = 0 if self._monitor.improves(results) else self._waited + 1
+        step = trainer.engine.global_step
+        improves = self._monitor.improves(results)
+        if step != self._last:
+            self._waited = 0 if improves else self._waited + 1
+        self._last = step
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:
             name, best = self._monitor.name, self._monitor.best
             trainer.stop(f"{name} was not better than {best:g} in {self._waited} evaluations")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,18 @@ def set_aside(path: Path) -> None:
     _log.info("%s was there already, and is %s now", path, old.name)
 
 
+def trained_at(records: Iterable[Mapping[str, Any]]) -> float:
+    """The update of the last record of training that is kept; -1: there is none."""
+    trained = [record for record in records if record.get("loss", "") != ""]  # empty in a table: of an evaluation
+    return max((float(record.get("step") or -1) for record in trained), default=-1)
+
+
+def is_again(record: Mapping[str, Any], kept: float) -> bool:
+    """Whether a record of training is there already: a run that was saved between an epoch's last step and its record
+    makes it once more."""
+    return "loss" in record and record.get("step") == kept
+
+
 class RecordFile:
     """Records of a run as lines of JSON; inf and nan are written as null. Nothing is written before `open`."""
 
@@ -40,6 +52,7 @@ class RecordFile:
         self._path = path
         self._file: Any = None
         self._last = ""
+        self._has = -1.0
 
     def open(self, step: int) -> list[str]:
         """Begin to write a run that goes on after update `step`; at 0 a file that is there is renamed.
@@ -54,13 +67,14 @@ class RecordFile:
         for line in _lines(self._path):
             (kept if _step_of(line) <= step else dropped).append(line)
         self._last = kept[-1] if kept else ""
+        self._has = trained_at(map(_record_of, kept))
         replace_file(self._path, "".join(f"{line}\n" for line in kept))
         self._file = self._path.open("a")
         return dropped
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line."""
-        if self._file is None:
+        if self._file is None or is_again(record, self._has):
             return
         line = json.dumps({name: None if _is_odd(value) else value for name, value in record.items()})
         if line != self._last:  # an evaluation that was made again
@@ -87,6 +101,14 @@ def _step_of(line: str) -> float:
         return math.inf
     except (KeyError, TypeError):
         return -1
+
+
+def _record_of(line: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _is_odd(value: Any) -> bool:

@@ -59,10 +59,31 @@ class MetricHook(Hook):
         self._metrics = dict(metrics.items())
         self._on = on
         self._arguments = arguments
+        self._place: list[int] = []
+        self._earlier: dict[str, list[_State]] = {}
+        """What this rank had counted since the last record when the run was saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._on == "eval":
+            return {}
+        counted = {name: [vars(state) for state in states] for name, states in self._counted().items()}
+        return {"place": self._place, "counted": counted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._on == "train":
+            self._place = state["place"]
+            self._earlier = {name: [_State(**found) for found in states] for name, states in state["counted"].items()}
 
     def before_fit(self, trainer: Trainer) -> None:
         if self._on == "train":
+            context = trainer.engine.context
+            place = [context.rank, *context.shape]
+            if self._place != place:  # those of another layout counted other samples
+                self._earlier, self._place = {}, place
             self._begin(trainer)
+
+    def close(self, trainer: Trainer) -> None:
+        self._earlier, self._place = {}, []
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         if self._on == "train":
@@ -87,7 +108,7 @@ class MetricHook(Hook):
             metric.to(trainer.engine.context.device)
             metric.reset()
             metric.compute_with_cache = False
-            metric.distributed_available_fn = lambda: trainer.engine.context.dp_size > 1  # then `dist_sync_fn` is asked
+            metric.distributed_available_fn = lambda: True  # then `dist_sync_fn` is asked
 
     @torch.no_grad()
     def _update(self, outcome: Outcome) -> None:
@@ -100,16 +121,21 @@ class MetricHook(Hook):
         """The values over the data ranks, on all ranks."""
         context = trainer.engine.context
         counts = context.is_last_stage and context.tp_rank == 0  # others have seen no outputs, or the same ones
-        mine = {name: _State.of(metric) for name, metric in self._metrics.items()} if counts else None
+        mine = self._counted() if counts else None
+        self._earlier = {}
         everyone = [states for states in context.everyone(mine) if states is not None]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            filled = [states[name] for states in everyone if states[name].updates]
+            filled = [state for states in everyone for state in states[name] if state.updates]
             # A rank without a batch has no state of the right form; it takes the values of one that has.
             if metric.update_count or not filled:
                 values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
         return max(context.everyone(values), key=len)
+
+    def _counted(self) -> dict[str, list[_State]]:
+        """What this rank has counted, by metric."""
+        return {name: [*self._earlier.get(name, []), _State.of(metric)] for name, metric in self._metrics.items()}
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import InputError, did_you_mean
 
 
 class Monitor:
-    """The best value so far of one result. It is not saved with a run.
+    """The best value so far of one result.
 
     Args:
         name: of a result of evaluation, "eval_loss".
@@ -21,8 +21,19 @@ class Monitor:
     def __init__(self, name: str, mode: Literal["min", "max"], min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
             raise InputError(f"mode={mode!r}: expected 'min' (less is better) or 'max'")
-        self.name, self._sign, self._min_delta = name, 1 if mode == "min" else -1, min_delta
+        self.name, self.mode, self._sign, self._min_delta = name, mode, 1 if mode == "min" else -1, min_delta
         self.best = self.worst = math.inf * self._sign
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and of what."""
+        return {"monitor": self.name, "mode": self.mode, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether `state` is of the same result; of another one nothing is taken."""
+        is_same = (state["monitor"], state["mode"]) == (self.name, self.mode)
+        if is_same:
+            self.best = state["best"]
+        return is_same
 
     def read(self, results: Mapping[str, float]) -> float:
         """The value. Raises InputError if there is none of that name."""

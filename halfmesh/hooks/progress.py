@@ -41,7 +41,8 @@ class ProgressHook(Hook):
         total = (
             len(engine.dataloader) if engine.has_dataloader and hasattr(engine.dataloader.loader, "__len__") else None
         )
-        self._task = self._bar.add_task("", total=total, epoch=trainer.epoch)
+        done = engine.dataloader.next_batch if engine.has_dataloader else 0
+        self._task = self._bar.add_task("", total=total, completed=done, epoch=trainer.epoch)
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         if self._bar is not None:

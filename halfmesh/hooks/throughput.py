@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..errors import InputError
+from ..log import get_logger
 from ..trainer.hook import Hook
+from ..tree import map_tensors
+from .peaks import least_seconds
 
 if TYPE_CHECKING:
     from ..trainer.outcome import Outcome
     from ..trainer.trainer import Trainer
 
-# Dense half-precision matrix products of tensor cores, FLOP/s, from NVIDIA's data sheets; by the device's name.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "T4": 65e12,
-    "V100": 125e12,
-}
+_log = get_logger(__name__)
 
 
 class ThroughputHook(Hook):
     """Adds to records, over all data ranks and the time since the last record: "samples_per_s"; with `tokens`,
-    "tokens_per_s"; with `flops_per_sample`, "model_flops_per_s" and, on devices of `PEAK_FLOPS`, "mfu", the share of
-    what all ranks' devices could do. Evaluations and saves are not counted.
+    "tokens_per_s"; "model_flops_per_s" and, on devices of `PEAK_FLOPS`, "mfu", the share of what all ranks' devices
+    could do in the precisions in which the model multiplies. Evaluations and saves are not counted.
 
     Args:
         tokens: how many tokens a batch has, from the Outcome.
         flops_per_sample: floating point operations of forward and backward of one sample, a multiplication and an
-            addition being two (a transformer without embeddings: 6 x parameters x tokens, Kaplan et al. 2020,
-            https://arxiv.org/abs/2001.08361); recomputed ones do not count.
+            addition being two; recomputed ones do not count. "auto": counted in the first batch
+            (`engine.count_flops`), which is computed once more for that; samples of other lengths need others. None:
+            not measured. A number (a transformer without embeddings: 6 x parameters x tokens, Kaplan et al. 2020,
+            https://arxiv.org/abs/2001.08361) is taken to be of the config's precision.
     """
 
-    def __init__(self, tokens: Callable[[Outcome], int] | None = None, flops_per_sample: float | None = None) -> None:
-        if flops_per_sample is not None and not flops_per_sample > 0:
-            raise InputError(f"flops_per_sample={flops_per_sample!r}: expected a number greater than 0")
-        self._tokens, self._flops = tokens, flops_per_sample
+    def __init__(
+        self,
+        tokens: Callable[[Outcome], int] | None = None,
+        flops_per_sample: float | Literal["auto"] | None = "auto",
+    ) -> None:
+        is_number = isinstance(flops_per_sample, (int, float)) and not isinstance(flops_per_sample, bool)
+        if flops_per_sample not in (None, "auto") and not (is_number and flops_per_sample > 0):  # type: ignore[operator]
+            raise InputError(f"flops_per_sample={flops_per_sample!r}: expected a number greater than 0, 'auto' or None")
+        self._tokens, self._given = tokens, flops_per_sample
+        self._flops: dict[str, float] = {}
+        """Of a sample, by dtype."""
+        self._counted_for = -1
+        self._is_due = False
         self._reset()
 
     def _reset(self) -> None:
@@ -55,8 +56,27 @@ class ThroughputHook(Hook):
         self._begin = time.perf_counter()
         self._left = 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"flops": self._flops, "of": self._counted_for} if self._given == "auto" else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._given == "auto":
+            self._flops, self._counted_for = state["flops"], state["of"]
+
     def before_fit(self, trainer: Trainer) -> None:
+        if self._given == "auto":
+            trained = sum(param.numel() for param in trainer.engine.model.parameters() if param.requires_grad)
+            self._is_due, self._counted_for = self._counted_for != trained, trained
+        elif self._given is not None:
+            self._flops = {_dtype(trainer): float(self._given)}
         self._reset()
+
+    def before_batch(self, trainer: Trainer, batch: Any) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._left = time.perf_counter()
+            self._flops = self._counted(trainer, batch)
+            self._come_back()
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         self._count[0] += outcome.rows
@@ -88,19 +108,44 @@ class ThroughputHook(Hook):
         measured = {"samples_per_s": rows / seconds}
         if self._tokens is not None:
             measured["tokens_per_s"] = tokens / seconds
-        if self._flops is not None:
-            measured["model_flops_per_s"] = flops = rows * self._flops / seconds
-            peak = _peak_flops(context.device)
-            if peak is not None:
-                measured["mfu"] = flops / (peak * context.size)
+        if self._flops:
+            measured["model_flops_per_s"] = rows * sum(self._flops.values()) / seconds
+            least = least_seconds(context.device, self._flops)
+            if least is not None:
+                measured["mfu"] = rows * least / (seconds * context.size)
         return measured
+
+    def _counted(self, trainer: Trainer, batch: Any) -> dict[str, float]:
+        """Of a sample, over all data ranks; the same on all ranks. Empty if it cannot be counted."""
+        engine, rows = trainer.engine, 0
+
+        def compute() -> Any:
+            nonlocal rows
+            outcome = trainer.compute(engine, map_tensors(torch.clone, batch))  # a forward may write into its inputs
+            rows = outcome.rows
+            return outcome.loss
+
+        try:
+            flops = engine.count_flops(compute)
+        except InputError as error:
+            _log.warning("model FLOP/s are not measured: give ThroughputHook flops_per_sample (or None). %s", error)
+            return {}
+        everyone = engine.context.everyone((engine.context.tp_rank, engine.context.pp_rank, rows, flops))
+        data = [(rows, flops) for tp_rank, pp_rank, rows, flops in everyone if (tp_rank, pp_rank) == (0, 0)]
+        total = sum(rows for rows, _ in data)
+        if not total:
+            _log.warning("model FLOP/s are not measured: the first batch has no rows (Outcome.rows)")
+            return {}
+        dtypes = sorted({dtype for _, flops in data for dtype in flops})
+        return {dtype: sum(flops.get(dtype, 0) for _, flops in data) / total for dtype in dtypes}
 
     def _come_back(self) -> None:
         self._elsewhere += time.perf_counter() - self._left
 
 
-def _peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+def _dtype(trainer: Trainer) -> str:
+    """In which the config lets most of the model multiply."""
+    config = trainer.engine.config
+    options = None if config.precision is None else config.precision.options
+    is_off = getattr(options, "opt_level", None) == "O0" or not getattr(options, "enabled", True)
+    return "torch.float32" if options is None or is_off else f"torch.{config.precision_dtype}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..trainer.hook import Hook, Record
-from .files import RecordFile, replace_file, set_aside
+from .files import RecordFile, is_again, replace_file, set_aside, trained_at
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -53,6 +53,7 @@ class CSVHook(Hook):
         self._path = Path(path)
         self._rows: list[dict[str, Any]] = []
         self._columns: list[str] = []
+        self._has = -1.0
 
     def before_fit(self, trainer: Trainer) -> None:
         if trainer.engine.context.rank != 0:
@@ -64,11 +65,12 @@ class CSVHook(Hook):
             with self._path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
             self._rows = [row for row in rows if int(row.get("step") or 0) <= trainer.engine.global_step]
+        self._has = trained_at(self._rows)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         self._write_all()
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if trainer.engine.context.rank != 0:
+        if trainer.engine.context.rank != 0 or is_again(record, self._has):
             return
         self._rows.append(record)
         new = [name for name in record if name not in self._columns]

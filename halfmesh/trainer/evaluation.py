@@ -44,20 +44,29 @@ class MeanLoss:
         self._total = torch.zeros((), dtype=torch.float64, device=self._engine.context.device)
         self._weight: Any = 0.0
 
-    @torch.no_grad()
     def add(self, outcome: Outcome) -> None:
         """Count the loss of a batch, if this rank has it."""
-        loss = outcome.loss.value() if isinstance(outcome.loss, Handle) else outcome.loss
+        loss = outcome.loss
+        if isinstance(loss, Handle):
+            loss = loss.value()
         if loss is None:
             return
         if self._weighted:
             loss, weight = loss
-            self._weight = self._weight + weight
-            self._total.add_(loss)
+            self._weight = self._weight + _detached(weight)
+            self._total.add_(_detached(loss))
             return
         weight = outcome.rows if self._by_rows else 1
-        self._total.add_(loss, alpha=1 if self._is_sum else weight)
+        self._total.add_(_detached(loss), alpha=1 if self._is_sum else weight)
         self._weight += weight
+
+    def state_dict(self) -> dict[str, float]:
+        """Of this rank; it reads the device."""
+        return {"total": self._total.item(), "weight": float(self._weight)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._total.fill_(state["total"])
+        self._weight = state["weight"]
 
     def take(self) -> float | None:
         """The mean since the last call; None if there was nothing. All ranks together."""
@@ -69,6 +78,10 @@ class MeanLoss:
         self._reset()
         total, weight = sums.tolist()
         return total / weight if weight else None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> dict[str, float]:

@@ -22,6 +22,15 @@ class Hook:
     (`trainer.stop`) has to be the same on all of them. Reading a tensor waits for the device: do so in `measure`.
     """
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """What this hook has to know when the run goes on: plain values and tensors, saved with every checkpoint of the
+        engine. Called on each rank by itself: no collectives here."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before `before_fit`, the state of this hook (of the class of this name, in the same place among those) when
+        the run was saved, or when its last `fit` was over. In another layout it is that of rank 0."""
+
     def before_fit(self, trainer: Trainer) -> None:
         """Training begins; of a run that was loaded, it goes on."""
 

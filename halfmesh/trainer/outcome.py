@@ -56,9 +56,9 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     Raises:
         InputError: the batch is none of these; give the trainer a `compute` of your own.
     """
-    if isinstance(batch, Mapping):
-        return _from_dict(engine, batch)
     if not isinstance(batch, (tuple, list)):
+        if isinstance(batch, Mapping):
+            return _from_dict(engine, batch)
         output = engine(batch)
         return Outcome(_own_loss(engine, output), output, None, count_rows(batch))
     if len(batch) < 2:
@@ -73,6 +73,9 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
 
 def count_rows(batch: Any) -> int:
     """The size of the first tensor's first dim; 1 where there is none."""
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
+        return first.shape[0] if first.dim() else 1
     found: list[int] = []
     map_tensors(lambda tensor: found.append(tensor.shape[0] if tensor.dim() else 1) or tensor, batch)  # type: ignore[func-returns-value]
     return found[0] if found else 1
@@ -94,14 +97,14 @@ def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:
 
 
 def _loss(engine: Engine, output: Any, target: Any) -> Any:
-    if _is_elsewhere(engine, output) or (not engine.training and not engine.has_criterion):
+    if not engine.training and (_is_elsewhere(output) or not engine.has_criterion):
         return None
     return engine.criterion(output, target)
 
 
 def _own_loss(engine: Engine, output: Any) -> Any:
     """The loss that the model gives itself; in evaluation there may be none."""
-    if _is_elsewhere(engine, output):
+    if not engine.training and _is_elsewhere(output):
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -114,9 +117,9 @@ def _own_loss(engine: Engine, output: Any) -> Any:
     return loss
 
 
-def _is_elsewhere(engine: Engine, output: Any) -> bool:
-    """In evaluation, the output is on another stage."""
-    return not engine.training and isinstance(output, Handle) and not output.is_ready
+def _is_elsewhere(output: Any) -> bool:
+    """In evaluation: the output is on another stage."""
+    return isinstance(output, Handle) and not output.is_ready
 
 
 def _names(keys: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ from ..engine.engine import Engine
 from ..errors import InputError
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict
+from .fit_state import NAME, FitState
 from .hook import Hook, Record
 from .loaders import choose_eval_loader, choose_train_loader, with_last
 from .named_hooks import HookLike, make_hooks
@@ -49,7 +50,11 @@ class Trainer:
         self._hooks: list[Hook] = []
         self._max_steps: int | None = None
         self._stopped: str | None = None
+        self._eval_steps: int | None = None
+        self._evaluated: Iterable[Any] | None = None
+        self._evaluated_at = -1
         self._loss = MeanLoss(engine)
+        self._fit_state = FitState(engine, self._loss, [])
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -61,6 +66,7 @@ class Trainer:
         max_steps: int | None = None,
         eval_dataloader: Iterable[Any] | None = None,
         eval_interval: int = 1,
+        eval_steps: int | None = None,
         hooks: Sequence[HookLike] = (),
     ) -> None:
         """Train until `epochs` epochs or `max_steps` updates are done, counted from the beginning of the run: after
@@ -72,7 +78,8 @@ class Trainer:
             epochs: passes over the data; endless if only `max_steps` is given.
             max_steps: updates (`engine.global_step`, skipped ones included).
             eval_dataloader: the engine's unless given, if it has one; a DataLoader is sharded over the data ranks.
-            eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none.
+            eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none of these.
+            eval_steps: updates between evaluations within epochs; None: none of these.
             hooks: Hook objects, names of registered ones ("progress"), or dict(type="csv", path=...).
 
         Raises:
@@ -80,23 +87,25 @@ class Trainer:
         """
         if epochs is None and max_steps is None:
             raise InputError("fit needs an end: give it epochs=, max_steps=, or both")
-        _refuse_below(1, epochs=epochs, max_steps=max_steps)
+        _refuse_below(1, epochs=epochs, max_steps=max_steps, eval_steps=eval_steps)
         _refuse_below(0, eval_interval=eval_interval)
         batches = choose_train_loader(self.engine, train)
-        evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval else None
-        self._max_steps, self._stopped, evaluated_at = max_steps, None, -1
+        evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval or eval_steps else None
+        if eval_steps is not None and evaluated is None:
+            raise InputError("eval_steps needs something to evaluate on: give fit or initialize an eval_dataloader")
+        self._max_steps, self._stopped, self._evaluated_at = max_steps, None, -1
+        self._eval_steps, self._evaluated = eval_steps, evaluated
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
-        with self._hooked(hooks):
+        with self._hooked(hooks), self._saved_with_the_engine():
             self._call("before_fit")
             self.epoch = first - 1
             while (epochs is None or self.epoch + 1 < epochs) and not self._is_over:
                 self.epoch += 1
                 is_complete = self._train_epoch(batches)
-                if evaluated is not None and is_complete and (self.epoch + 1) % eval_interval == 0:
-                    self._evaluate(evaluated)
-                    evaluated_at = self.engine.global_step
-            if evaluated is not None and evaluated_at != self.engine.global_step:
+                if is_complete and eval_interval and (self.epoch + 1) % eval_interval == 0:
+                    self._evaluate_once()
+            if evaluated is not None and self._evaluated_at != self.engine.global_step:
                 self._evaluate(evaluated)
             self._call("after_fit")
         if self._stopped is not None:
@@ -166,12 +175,15 @@ class Trainer:
             self._loss.add(outcome)
             for hook in heard:
                 hook.after_batch(self, outcome)
+            del outcome  # the output is not needed while the next one is made
             if self.result is None:
                 continue
             for hook in stepped:
                 hook.after_step(self, self.result)
             if engine.global_step % self.log_every == 0:
                 self._record()
+            if self._eval_steps is not None and engine.global_step % self._eval_steps == 0:
+                self._evaluate_once()
             if not own and self._is_over:
                 is_complete = is_last
                 break
@@ -184,6 +196,15 @@ class Trainer:
             self._call("after_epoch")
         self._record()
         return is_complete
+
+    def _evaluate_once(self) -> None:
+        """Unless this was done since the last update, or before a run that goes on was saved."""
+        step = self.engine.global_step
+        if self._evaluated is None or self._evaluated_at == step:
+            return
+        if self._fit_state.evaluated_at != step:
+            self._evaluate(self._evaluated)
+        self._evaluated_at = self._fit_state.evaluated_at = step
 
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         results = evaluate(self, loader, self._hooks)
@@ -237,6 +258,18 @@ class Trainer:
             for hook in self._hooks:
                 closed.callback(hook.close, self)  # also where another one fails
             yield
+
+    @contextmanager
+    def _saved_with_the_engine(self) -> Iterator[None]:
+        """Hooks get their state of a run that goes on, and their last one is kept for the next `fit`."""
+        self._fit_state = FitState(self.engine, self._loss, self._hooks)
+        self.engine.attach(NAME, self._fit_state)
+        is_over = False
+        try:
+            yield
+            is_over = True
+        finally:
+            self.engine.detach(NAME, keep=is_over)
 
 
 def _refuse_below(least: int, **arguments: int | None) -> None:

@@ -27,7 +27,7 @@ from halfmesh.hooks import (
     TensorBoardHook,
     ThroughputHook,
 )
-from halfmesh.hooks.throughput import PEAK_FLOPS
+from halfmesh.hooks.peaks import PEAK_FLOPS, least_seconds
 
 
 def make(lr=0.1, scheduler=None, **config):
@@ -329,19 +329,27 @@ def test_evaluation_is_not_counted_in_throughput(monkeypatch):
 
 
 def test_the_share_of_what_a_device_can_do(monkeypatch):
-    from halfmesh.hooks import throughput
-
-    for name, expected in [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("Abacus", None),
+    device = torch.device("cuda", 0)
+    for name, half, tf32, fp32 in [
+        ("NVIDIA H200", 989e12, 494e12, 67e12),
+        ("NVIDIA L40S", 362e12, 183e12, 91.6e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12, 51e12),
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert throughput._peak_flops(torch.device("cuda", 0)) == expected
+        assert least_seconds(device, {"torch.bfloat16": 3 * half}) == pytest.approx(3.0)
+        assert least_seconds(device, {"torch.float32": fp32, "torch.float16": half}) == pytest.approx(2.0)
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+        assert least_seconds(device, {"torch.float32": tf32}) == pytest.approx(1.0)
+        monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus")
+    assert least_seconds(device, {"torch.float32": 1.0}) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert least_seconds(device, {"torch.float64": 1.0}) is None
+    assert least_seconds(torch.device("cpu"), {"torch.float32": 1.0}) is None
     assert list(PEAK_FLOPS).index("L40S") < list(PEAK_FLOPS).index("L4")
-    with pytest.raises(halfmesh.InputError, match="flops_per_sample=0: expected a number greater than 0"):
-        ThroughputHook(flops_per_sample=0)
+    for wrong in (0, True, "aut"):
+        with pytest.raises(halfmesh.InputError, match=f"flops_per_sample={wrong!r}: expected a number greater than 0"):
+            ThroughputHook(flops_per_sample=wrong)
 
 
 def test_progress_in_plain_lines(caplog):
@@ -359,6 +367,17 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
     assert "epoch 0" in shown
     assert "3/3" in shown
     assert "eval_loss" in shown
+
+
+def test_progress_of_an_epoch_that_goes_on(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    engine, again = make(), make()
+    halfmesh.Trainer(engine).fit(max_steps=2)
+    engine.save(tmp_path)
+    again.load(tmp_path)
+    halfmesh.Trainer(again).fit(epochs=1, hooks=[ProgressHook()])
+    assert "3/3" in capsys.readouterr().err
 
 
 def test_mistakes_of_hooks():

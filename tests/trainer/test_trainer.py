@@ -212,6 +212,27 @@ def test_a_hook_stops_training_and_the_last_weights_are_evaluated():
     assert events.seen[-3:] == ["after_eval ['eval_answer', 'eval_loss']", "after_fit", "close"]
 
 
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(0, [2, 4, 6, 8, 9]), (1, [2, 3, 4, 6, 8, 9]), (2, [2, 4, 6, 8, 9])]
+)
+def test_evaluation_within_epochs(interval, expected):
+    """Of three updates each; once after an update at most. Training goes on as without it."""
+    seen = []
+
+    class Notes(halfmesh.Hook):
+        def after_eval(self, trainer, results):
+            seen.append(trainer.engine.global_step)
+
+        def before_batch(self, trainer, batch):
+            assert trainer.engine.training
+
+    engine, other = engine_of_one(), engine_of_one()
+    halfmesh.Trainer(engine).fit(epochs=3, eval_interval=interval, eval_steps=2, hooks=[Notes()])
+    assert seen == expected
+    halfmesh.Trainer(other).fit(epochs=3, eval_interval=0)
+    assert torch.equal(engine.model.weight, other.model.weight)
+
+
 def test_hooks_are_closed_after_an_error():
     events = Events()
 
@@ -422,6 +443,7 @@ def test_no_rows_no_mean():
         ({}, "fit needs an end: give it epochs=, max_steps=, or both"),
         ({"epochs": 0}, "epochs=0: expected a whole number, 1 or more"),
         ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number"),
+        ({"epochs": 1, "eval_steps": 0}, "eval_steps=0: expected a whole number, 1 or more"),
         ({"epochs": 1, "eval_interval": -1}, "eval_interval=-1: expected a whole number, 0 or more"),
         ({"epochs": 1, "hooks": "progress"}, r"expected a list, hooks=\['progress'\]"),
         ({"epochs": 1, "hooks": ["progres"]}, "no hook named 'progres'; did you mean 'progress'"),
@@ -440,6 +462,8 @@ def test_mistakes(arguments, message):
 
 
 def test_mistakes_in_evaluation():
+    with pytest.raises(halfmesh.InputError, match="eval_steps needs something to evaluate on"):
+        halfmesh.Trainer(engine_of_one(evaluated=0)).fit(epochs=1, eval_steps=1)
     trainer = halfmesh.Trainer(engine_of_one(evaluated=0))
     with pytest.raises(halfmesh.InputError, match="there is nothing to evaluate on"):
         trainer.evaluate()

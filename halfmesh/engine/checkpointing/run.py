@@ -16,6 +16,7 @@ from ...errors import InputError, bullet_list
 from ...log import get_logger
 from ...parallel.context import ParallelContext
 from .. import rank_random
+from ..attached import Attached
 from ..cycle import GradientCycle
 from ..dataloader import EngineDataLoader
 from ..scheduling import LRAdvance
@@ -42,6 +43,7 @@ class Run:
     cycle: GradientCycle
     lr: LRAdvance
     dataloader: EngineDataLoader | None
+    attached: Attached
 
     @property
     def holding(self) -> Holding:
@@ -86,6 +88,13 @@ def _snapshot(run: Run, step: int) -> saving.Snapshot:
         "random": rank_random.rank_random(run.context, run.division),
         "dataloader": None if run.dataloader is None else run.dataloader.state_dict(),
     }
+
+    def plain_values() -> tuple[bytes, bytes]:
+        attached = run.attached.state_dict()
+        for name, state in attached.items():
+            progress.refuse_objects(f"{name!r} (engine.attach)", state)
+        return progress.as_bytes(common), progress.as_bytes({**own, "attached": attached})
+
     about = {
         "step": step,
         "layout": run.layout,
@@ -94,7 +103,7 @@ def _snapshot(run: Run, step: int) -> saving.Snapshot:
         "config": run.config.model_dump(mode="json"),
         "versions": saving.versions(),
     }
-    plain = together(run.context, "engine.save", lambda: (progress.as_bytes(common), progress.as_bytes(own)))
+    plain = together(run.context, "engine.save", plain_values)
     return saving.Snapshot(pieces, *plain, about)
 
 
@@ -122,7 +131,8 @@ def _take_rest(run: Run, stored: loading.Stored) -> list[str]:
     common = stored.common
     run.holding.set_extras(common["extras"])
     run.update.watch.load_state_dict(common["skips"])
-    return [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
+    notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
+    return [*notes, *_take_attached(run, stored)]
 
 
 def _take_scales(run: Run, saved: list[dict[str, Any]]) -> Iterator[str]:
@@ -156,6 +166,13 @@ def _take_position(run: Run, stored: loading.Stored) -> Iterator[str]:
         yield from [] if note is None else [note]
     if same:
         rank_random.set_rank_random(own["random"], run.context, run.division)
+
+
+def _take_attached(run: Run, stored: loading.Stored) -> Iterator[str]:
+    """State of the loop's own; a checkpoint that is older has none."""
+    same = stored.found.manifest.about["layout"] == run.layout
+    own = stored.own if same and stored.own is not None else stored.first
+    yield from run.attached.load_state_dict(own.get("attached", {}))
 
 
 def _refuse_other_scheduler(run: Run, stored: loading.Stored) -> None:

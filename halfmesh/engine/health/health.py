@@ -51,6 +51,36 @@ class Health(Saving):
             raise InputError(f"engine.precision_report() computes the last batch once more, but {problem}")
         return make_report(self._parts, self._seen, self._last_results())
 
+    def count_flops(self, compute: Callable[[], Any]) -> dict[str, int]:
+        """Floating point operations of forward, criterion and backward, a multiplication and an addition being two:
+
+            flops = engine.count_flops(lambda: engine.criterion(engine(images), labels))
+
+        Products of matrices, convolutions and attention are counted while the batch is computed once, uncompiled; what
+        is computed again for activation checkpointing is not. All ranks together; nothing of the run changes.
+
+        Args:
+            compute: gives the loss. It is called on each rank with what `engine(...)` is called with there.
+
+        Returns:
+            By dtype, {"torch.bfloat16": 12345}, of all the ranks that compute this data rank's batch.
+
+        Raises:
+            InputError: within an accumulation cycle; or it cannot be counted (an operator without a formula).
+        """
+        self._refuse_if_closed()
+        refuse_inside(self._cycle, "engine.count_flops()")
+        if not self._update.replays:
+            raise InputError("engine.count_flops(): mode='apex' with backend='apex' keeps state that this would change")
+        from ..flops import count_flops
+
+        automatic, seen = self._automatic, self._seen
+        self._automatic, self._seen = None, LastBatch()
+        try:
+            return count_flops(self._parts, compute)
+        finally:
+            self._automatic, self._seen = automatic, seen
+
     def _explain(self, error: NonFiniteError) -> None:
         """Add to `error` why it came. All ranks together; the update that failed is over."""
         try:

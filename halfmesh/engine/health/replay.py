@@ -64,7 +64,7 @@ def _compute(parts: Parts, batch: LastBatch, listener: Listener, factor: float) 
     params = parts.model.named_parameters() if parts.division.sharded is None else ()  # FSDP2 calls no hooks of theirs
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(_eager(parts))
+        enter(eager(parts))
         enter(torch.inference_mode(False))
         enter(torch.enable_grad())
         enter(parts.cycle.magnified(factor))
@@ -75,7 +75,7 @@ def _compute(parts: Parts, batch: LastBatch, listener: Listener, factor: float) 
         def forward() -> tuple[Any, list[str]]:
             return _loss(parts, batch, parts.passes.forward(*args, **kwargs), probes)
 
-        loss, notes = _together(parts, forward)
+        loss, notes = compute_together(parts, forward)
         if loss is None:
             if pipeline:
                 raise InputError("the criterion was not given the output of engine(...)")
@@ -91,7 +91,7 @@ class FailedTogether(Exception):  # noqa: N818 - it says what happened, and is n
     """A replay has failed on some rank, and all ranks know it."""
 
 
-def _together(parts: Parts, compute: Callable[[], _Result]) -> _Result:
+def compute_together(parts: Parts, compute: Callable[[], _Result]) -> _Result:
     """What `compute` gives. Where the ranks need each other in backward only, all of them fail if one does."""
     division = parts.division
     divided = division.tensor or division.cut or division.sharded
@@ -125,7 +125,7 @@ def _loss(parts: Parts, batch: LastBatch, output: Any, probes: Probes) -> tuple[
 
 
 @contextmanager
-def _eager(parts: Parts) -> Iterator[None]:
+def eager(parts: Parts) -> Iterator[None]:
     """Compiled code has no place for hooks."""
     if parts.division.compiled or any(map(torch_private.is_compiled, parts.model.modules())):
         with torch.compiler.set_stance("force_eager"):

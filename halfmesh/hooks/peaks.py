@@ -1,0 +1,50 @@
+"""What devices can do at most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Peak(NamedTuple):
+    """Dense products of matrices, FLOP/s: of half precision and of TF32 on tensor cores, and of fp32."""
+
+    half: float
+    tf32: float
+    fp32: float
+
+
+# By the device's name, from NVIDIA's data sheets; half of what they give "with sparsity". V100 and T4 have no TF32.
+PEAK_FLOPS = {
+    "B200": Peak(2250e12, 1125e12, 75e12),
+    "H200": Peak(989e12, 494e12, 67e12),
+    "H100 PCIe": Peak(756e12, 378e12, 51e12),
+    "H100 NVL": Peak(835e12, 417e12, 60e12),
+    "H100": Peak(989e12, 494e12, 67e12),
+    "A100": Peak(312e12, 156e12, 19.5e12),
+    "L40S": Peak(362e12, 183e12, 91.6e12),
+    "L4": Peak(121e12, 60e12, 30.3e12),
+    "A10G": Peak(70e12, 35e12, 35e12),
+    "T4": Peak(65e12, 8.1e12, 8.1e12),
+    "V100": Peak(125e12, 15.7e12, 15.7e12),
+}
+
+
+def least_seconds(device: torch.device, flops: Mapping[str, float]) -> float | None:
+    """How long `device` needs at least for so many operations by dtype ("torch.bfloat16"); None if that is not known.
+
+    fp32 counts as TF32 where torch may use it: `torch.set_float32_matmul_precision`.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    if peak is None:
+        return None
+    single = peak.fp32 if torch.get_float32_matmul_precision() == "highest" else peak.tf32
+    rates = {"torch.float16": peak.half, "torch.bfloat16": peak.half, "torch.float32": single}
+    if not flops.keys() <= rates.keys():
+        return None
+    return sum(count / rates[dtype] for dtype, count in flops.items())
