@@ -3,7 +3,7 @@
     python examples/checkpoint.py run_a                             # not interrupted, to compare with
     python examples/checkpoint.py run_b --end-after 20              # is told to end (SIGTERM), as clusters do
     python examples/checkpoint.py run_b                             # goes on after update 20
-    torchrun --standalone --nproc-per-node 2 examples/checkpoint.py run_b   # any of these on other numbers of ranks
+    torchrun --standalone --nproc-per-node 2 examples/checkpoint.py run_b   # so it does on other numbers of ranks
 
 Prints after which update it begins, and the norm of the weights in the end: of run_a and run_b the same to the last bit,
 where they had the same number of ranks.

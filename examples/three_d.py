@@ -52,7 +52,7 @@ engine = halfmesh.initialize(
     torch.optim.AdamW(model.parameters(), lr=0.01),
     nn.CrossEntropyLoss(),
     DataLoader(data, batch_size=64 // COPIES, drop_last=True),  # an update sees 64 digits in each layout
-    config if RANKS > 1 else {},
+    config if RANKS > 1 else dict(clip_grad_norm=1.0),
 )
 mesh = engine.context
 place = f"stage {mesh.pp_rank} of {mesh.pp_size}, copy {mesh.dp_rank} of {mesh.dp_size}"

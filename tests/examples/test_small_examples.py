@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -159,15 +160,14 @@ def test_checkpoint(tmp_path):
     begin, end = r"begins after update (\d+)", r"ends after update 56, norm of the weights (\S+)"
     whole = launch("checkpoint.py", 1, tmp_path / "a")[0]
     assert numbers(begin, whole) == [0]
-    assert launch("checkpoint.py", 2, tmp_path / "b", "--end-after", 20, status=75) == ["begins after update 0\n", ""]
-    (tmp_path / "c").mkdir()
-    assert launch("checkpoint.py", 1, tmp_path / "c", "--end-after", 33, status=75)[0] == "begins after update 0\n"
-    again = launch("checkpoint.py", 1, tmp_path / "c")[0]
+    assert launch("checkpoint.py", 1, tmp_path / "b", "--end-after", 33, status=75)[0] == "begins after update 0\n"
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    again = launch("checkpoint.py", 1, tmp_path / "b")[0]
     assert numbers(begin, again) == [33]
     assert numbers(end, again) == numbers(end, whole)
-    elsewhere = launch("checkpoint.py", 1, tmp_path / "b")[0]  # two ranks began, one ends
-    assert numbers(begin, elsewhere) == [20]
-    assert numbers(end, elsewhere) == pytest.approx(numbers(end, whole), rel=0.05)  # other random numbers in dropout
+    elsewhere = launch("checkpoint.py", 2, tmp_path / "c")[0]
+    assert numbers(begin, elsewhere) == [33]
+    assert numbers(end, elsewhere) == pytest.approx(numbers(end, whole), rel=0.02)  # other random numbers in dropout
 
 
 def test_the_loop_before_and_after():
