@@ -3,10 +3,10 @@
     python examples/checkpoint.py run_a                             # not interrupted, to compare with
     python examples/checkpoint.py run_b --end-after 20              # is told to end (SIGTERM), as clusters do
     python examples/checkpoint.py run_b                             # goes on after update 20
-    torchrun --standalone --nproc-per-node 2 examples/checkpoint.py run_b   # so it does on other numbers of ranks
+    torchrun --standalone --nproc-per-node 2 examples/checkpoint.py run_b   # so it does on other ranks
 
-Prints after which update it begins, and the norm of the weights in the end: of run_a and run_b the same to the last bit,
-where they had the same number of ranks.
+Prints after which update it begins, and the norm of the weights in the end: of run_a and run_b the same to the last
+bit, where they had the same number of ranks.
 """
 
 import argparse
@@ -34,7 +34,6 @@ config = dict(
 
 digits = load_digits()
 data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
-order = torch.Generator().manual_seed(0)
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 10))
@@ -43,7 +42,7 @@ engine = halfmesh.initialize(
     model,
     optimizer,
     nn.CrossEntropyLoss(),
-    DataLoader(data, batch_size=64 // RANKS, shuffle=True, drop_last=True, generator=order),
+    DataLoader(data, batch_size=64 // RANKS, drop_last=True),
     config,
     lr_scheduler=halfmesh.LinearWarmupLR(optimizer, warmup_steps=5, total_steps=56),
 )

@@ -3,8 +3,8 @@
     python examples/huggingface.py
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
 
-Needs transformers. The model learns to continue this file, byte by byte; prints losses, which are the same on any number
-of ranks (within bf16's rounding).
+Needs transformers. The model learns to continue this file, byte by byte; prints losses, which are the same on any
+number of ranks (within bf16's rounding).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""examples/plugin, installed as a user would: it joins, is checked, trains; and what a broken package does to others."""
+"""examples/plugin, installed as users do: it joins, is checked, trains; and what a broken package does to others."""
 
 from __future__ import annotations
 
@@ -189,7 +189,9 @@ KEYLESS = "import halfmesh\nclass Keyless(halfmesh.AMPPlugin):\n    pass\n"
 def test_a_broken_package_is_named_where_it_is_used_and_breaks_nothing_else(tmp_path):
     groups = ("amp_plugins", "tensor_plans", "partitioners", "hooks")
     paths = [
-        add_package(tmp_path, "crashing", "raise OSError('no licence')\n", *((group, "crashes = A") for group in groups)),
+        add_package(
+            tmp_path, "crashing", "raise OSError('no licence')\n", *((group, "crashes = A") for group in groups)
+        ),
         add_package(
             tmp_path,
             "unready",
@@ -205,12 +207,14 @@ def test_a_broken_package_is_named_where_it_is_used_and_breaks_nothing_else(tmp_
     found = in_a_fresh_process(use_beside_broken_ones, *paths)
     broken = "is registered as '{0}_module:{1}' by the package '{0}', which fails: {2}"
     assert broken.format("crashing", "A", "OSError: no licence") in found["hook"]
-    assert broken.format("unready", "number", "3 makes no hook; expected a subclass of halfmesh.Hook") in (
-        found["another kind"]
+    assert (
+        broken.format("unready", "number", "3 makes no hook; expected a subclass of halfmesh.Hook")
+        in (found["another kind"])
     )
     assert broken.format("crashing", "A", "OSError: no licence") in found["mode"]
-    assert broken.format("numbers", "number", "3 is no mode; expected a subclass of halfmesh.AMPPlugin") in (
-        found["no mode"]
+    assert (
+        broken.format("numbers", "number", "3 is no mode; expected a subclass of halfmesh.AMPPlugin")
+        in (found["no mode"])
     )
     assert broken.format("unready", "Unfinished", "Unfinished has no recipe(cls, options, dtype)") in found["no recipe"]
     assert broken.format("keyless", "Keyless", "TypeError: Keyless.options is None") in found["no keys"]

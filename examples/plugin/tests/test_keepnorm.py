@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from halfmesh_plugin_example.keepnorm import KeepNormAMP, KeepNormOptions
 from torch import nn
 
 import halfmesh
@@ -11,9 +12,9 @@ from halfmesh.compat import check, composition_table
 
 
 def test_the_recipe() -> None:
-    recipe = halfmesh.AMP_PLUGINS.get("keepnorm").recipe
-    options = halfmesh.AMP_PLUGINS.get("keepnorm").options
-    fp16, bf16 = recipe(options(initial_scale=64.0), torch.float16), recipe(options(), torch.bfloat16)
+    assert halfmesh.AMP_PLUGINS.get("keepnorm") is KeepNormAMP
+    fp16 = KeepNormAMP.recipe(KeepNormOptions(initial_scale=64.0), torch.float16)
+    bf16 = KeepNormAMP.recipe(KeepNormOptions(), torch.bfloat16)
     assert fp16.loss_scale is not None
     assert (fp16.loss_scale.initial, fp16.master_weights, fp16.keep_batchnorm_fp32) == (64.0, True, True)
     assert (bf16.loss_scale, bf16.param_dtype) == (None, torch.bfloat16)
