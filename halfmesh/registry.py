@@ -177,8 +177,8 @@ class Registry(Generic[T]):
         else:  # what others of this package, and the names of halfmesh, are good for is not touched by it
             self._taken_twice[key] = (
                 f"the {self.kind} {key!r} is already registered ({_where(taken)}), and entry point "
-                f"{entry_point.value!r}{package} has the same name; rename one of them, remove the package, or register yours with "
-                "override=True before the first use"
+                f"{entry_point.value!r}{package} has the same name; rename one of them, "
+                "remove the package, or register yours with override=True before the first use"
             )
         self._packages[key] = package
 

@@ -99,7 +99,8 @@ def test_entry_point_does_not_replace_silently(shapes, tmp_path, monkeypatch):
     shapes.register("line", 2)
     message = (
         "the shape 'square' is already registered (builtins.int), and entry point 'shape_package:Square' by the "
-        "package 'shape-package' has the same name; rename one of them, remove the package, or register yours with override"
+        "package 'shape-package' has the same name; rename one of them, remove the package, or register "
+        "yours with override"
     )
     for _ in range(2):  # the second call must not pass because the first one failed
         with pytest.raises(RegistryError, match=re.escape(message)):
