@@ -15,7 +15,7 @@ from typing import Literal
 from .amp.plugin import AMP_PLUGINS, AMPPlugin
 from .amp.recipe import FP32
 from .config.config import Config
-from .errors import IncompatibleConfigError, did_you_mean, show
+from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .key_checks import Finding, find_key_problems, recipe_of
 from .parallel.registries import DATA_STRATEGIES
 
@@ -79,10 +79,7 @@ def get_layout(config: Config, world_size: int) -> Layout:
 
 def composition_table() -> dict[str, dict[str, Cell]]:
     """Row to column to cell, for all registered modes and strategies, third parties' too."""
-    return {
-        str(row): {column: _verdict([*_check_row(row), *_check_cell(row, column)]) for column in get_columns()}
-        for row in get_rows()
-    }
+    return {str(row): {column: _verdict(row, column) for column in get_columns()} for row in get_rows()}
 
 
 def render_table() -> str:
@@ -104,8 +101,11 @@ def get_columns() -> list[str]:
     return ["tensor", "pipeline", *DATA_STRATEGIES.names()]
 
 
-def _verdict(findings: Sequence[Finding]) -> Cell:
-    return "refused" if findings else "yes"
+def _verdict(row: Row, column: str) -> Cell:
+    try:
+        return "refused" if [*_check_row(row), *_check_cell(row, column)] else "yes"
+    except RegistryError:  # a package's mode that cannot be loaded, as a config that names it is told
+        return "refused"
 
 
 def _row_of(config: Config) -> Row:

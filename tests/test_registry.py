@@ -93,12 +93,54 @@ def test_entry_point_joins(shapes, tmp_path, monkeypatch):
 
 
 def test_entry_point_does_not_replace_silently(shapes, tmp_path, monkeypatch):
-    add_distribution(tmp_path, "shape-package", {"disc": "shape_package:Disc", "square": "shape_package:Square"})
+    add_distribution(tmp_path, "shape-package", {"disc": "fractions:Fraction", "square": "shape_package:Square"})
     monkeypatch.syspath_prepend(tmp_path)
     shapes.register("square", 1)
+    shapes.register("line", 2)
+    message = (
+        "the shape 'square' is already registered (builtins.int), and entry point 'shape_package:Square' by the "
+        "package 'shape-package' has the same name; rename one of them, remove the package, or register "
+        "yours with override"
+    )
     for _ in range(2):  # the second call must not pass because the first one failed
-        with pytest.raises(RegistryError, match=r"the shape 'square' is already registered \(builtins.int\)"):
-            shapes.names()
+        with pytest.raises(RegistryError, match=re.escape(message)):
+            shapes.get("square")
+    assert shapes.names() == ["disc", "square", "line"], "other names are as good as before"
+    assert (shapes.get("line"), shapes.get("disc").__name__) == (2, "Fraction")
+    shapes.register("square", 3, override=True)
+    assert shapes.get("square") == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("import no_such_thing\n", "No module named 'no_such_thing'"),
+        ("class Hexagon(\n", r"SyntaxError: .*"),
+        ("raise OSError('no licence')\n", "OSError: no licence"),
+        ("Hexagon = 6\n", "6 is no class"),
+        ("", "module 'broken_shape' has no attribute 'Hexagon'"),
+    ],
+)
+def test_a_package_that_does_not_work(content, reason, tmp_path, monkeypatch, caplog):
+    (tmp_path / "broken_shape.py").write_text(content)
+    add_distribution(tmp_path, "shape-package", {"hexagon": "broken_shape:Hexagon"})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_shape", raising=False)
+    shapes = Registry("shape", "halfmesh_tests.shapes", lambda obj: None if callable(obj) else f"{obj} is no class")
+    shapes.register("disc", print)
+    where = r"the shape 'hexagon' is registered as 'broken_shape:Hexagon' by the package 'shape-package', which fails: "
+    with pytest.raises(RegistryError, match=where + reason):
+        shapes.get("hexagon")
+    for _ in range(2):
+        assert list(shapes.each()) == [("disc", print)]
+    assert len(caplog.messages) == 1, "it is told once"
+    assert re.match(where + reason + "; it is left out", caplog.messages[0])
+
+
+def test_each_raises_where_halfmesh_itself_is_broken(shapes):
+    shapes.register_lazy("square", "halfmesh_no_such_module:Square")
+    with pytest.raises(RegistryError, match="which fails"):
+        list(shapes.each())
 
 
 def test_override_wins_over_an_entry_point(shapes, tmp_path, monkeypatch):

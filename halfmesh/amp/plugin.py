@@ -88,7 +88,13 @@ class AMPPlugin(ABC):
         return Backend()
 
 
-AMP_PLUGINS: Registry[type[AMPPlugin]] = Registry("AMP mode", "halfmesh.amp_plugins")
+def _no_mode(obj: object) -> str | None:
+    if not (inspect.isclass(obj) and issubclass(obj, AMPPlugin)):
+        return f"{obj!r} is no mode; expected a subclass of halfmesh.AMPPlugin"
+    return f"{obj.__name__} has no recipe(cls, options, dtype)" if inspect.isabstract(obj) else None
+
+
+AMP_PLUGINS: Registry[type[AMPPlugin]] = Registry("AMP mode", "halfmesh.amp_plugins", _no_mode)
 AMP_PLUGINS.register_lazy("torch", "halfmesh.amp.torch_amp:TorchAMP")
 AMP_PLUGINS.register_lazy("naive", "halfmesh.amp.naive_amp:NaiveAMP")
 AMP_PLUGINS.register_lazy("apex", "halfmesh.amp.apex_amp:ApexAMP")

@@ -6,7 +6,14 @@ from typing import Any
 
 from ..registry import Registry
 
-HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks")
+
+def _no_hook(obj: Any) -> str | None:
+    if not callable(obj):
+        return f"{obj!r} makes no hook; expected a subclass of halfmesh.Hook, or a function that returns one"
+    return None
+
+
+HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks", _no_hook)
 for _name, _reference in {
     "metric": "metrics:MetricHook",
     "lr_scheduler": "lr_scheduler:LRSchedulerHook",

@@ -112,10 +112,15 @@ class _Assignments:
         Args:
             within: only those of modules at or below these, and what is switched off above them.
         """
-        for plan in TENSOR_PLANS.names() if name is None else [name]:
+        try:
+            plans = TENSOR_PLANS.each() if name is None else [(name, TENSOR_PLANS.get(name))]
+        except RegistryError as error:
+            self.problems.append(str(error))
+            return
+        for plan, registered in plans:
             try:
-                styles = list(TENSOR_PLANS.get(plan).styles_in(self._model, sequence_parallel))
-            except (InputError, RegistryError) as error:
+                styles = list(registered.styles_in(self._model, sequence_parallel))
+            except InputError as error:
                 self.problems.append(str(error))
                 continue
             if within is not None:

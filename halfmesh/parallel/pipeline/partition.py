@@ -94,12 +94,12 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Pi
     """
     if not isinstance(partition, str):
         return TracedPartition(partition).pieces_of(model)
-    names = PARTITIONERS.names() if partition == "auto" else [partition]
-    for name in names:
-        try:
-            pieces = PARTITIONERS.get(name).pieces_of(model)
-        except RegistryError as error:
-            raise InputError(str(error)) from error
+    try:
+        known = PARTITIONERS.each() if partition == "auto" else [(partition, PARTITIONERS.get(partition))]
+    except RegistryError as error:
+        raise InputError(str(error)) from error
+    for _, partitioner in known:
+        pieces = partitioner.pieces_of(model)
         if pieces is not None:
             return list(pieces)
     which = "no partitioner knows" if partition == "auto" else f"the partitioner {partition!r} does not know"

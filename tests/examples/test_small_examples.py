@@ -1,0 +1,210 @@
+"""The small examples: each runs on one rank and on several, and prints what it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from dist_harness import free_port, run_ranks
+from example_runs import ROOT, run
+from torch.distributed import TCPStore
+
+EXAMPLES = ROOT / "examples"
+SMALL = [
+    "accumulation.py",
+    "checkpoint.py",
+    "evaluation.py",
+    "fsdp.py",
+    "huggingface.py",
+    "own_loop/after.py",
+    "own_loop/before.py",
+    "pipeline.py",
+    "precision.py",
+    "tensor.py",
+    "three_d.py",
+    "trainer.py",
+]
+LARGE = {"gpt.py", "gpt_data.py", "gpt_report.py", "run_report.py", "train_gpt.py", "train_vit.py", "vit_data.py"}
+LARGE |= {"vit_report.py"}  # with a data set's options, pictures and a command line of their own
+
+pytestmark = pytest.mark.distributed
+
+
+def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port: int) -> tuple[str, int]:
+    """Runs `script` as torchrun would (one rank: as python would). Returns what it printed, and its exit status."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world_size)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already, and outlives process groups
+    sys.argv = [script, *args]
+    printed = io.StringIO()
+    status = 0
+    with contextlib.redirect_stdout(printed):
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return printed.getvalue(), status
+
+
+def launch(script: str, ranks: int, *args: object, status: int = 0) -> list[str]:
+    """What each rank printed."""
+    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # torchrun has one, too
+    reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), store.port, init=False, timeout=100)
+    assert [ended for _, ended in reports] == [status] * ranks
+    return [printed for printed, _ in reports]
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    found = [float(number) for number in re.findall(pattern, text)]
+    assert found, f"{pattern!r} is not in:\n{text}"
+    return found
+
+
+def test_all_examples_are_known():
+    files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py") if "plugin" not in path.parts}
+    assert files == {*SMALL, *LARGE}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_it_is_short(name):
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert len(lines) < 80
+    assert f"    python examples/{name}" in "\n".join(lines[:8]), "the way to start it stands at its top"
+
+
+def test_precision():
+    for ranks in (1, 2):
+        printed = launch("precision.py", ranks)[0]
+        rows = re.findall(r"^(\S+(?: \S+)?) +loss (\S+)  accuracy (\S+)  weights torch.(\w+),", printed, re.MULTILINE)
+        assert [(name, weights) for name, _, _, weights in rows] == [
+            ("fp32", "float32"),
+            ("torch fp16", "float32"),
+            ("torch bf16", "float32"),
+            ("naive fp16", "float16"),
+            ("naive bf16", "bfloat16"),
+            ("apex O1", "float32"),
+            ("apex O2", "float16"),
+        ]
+        for name, loss, accuracy, _ in rows:
+            assert float(loss) == pytest.approx(float(rows[0][1]), abs=4e-3), name
+            assert float(accuracy) == pytest.approx(float(rows[0][2]), abs=4e-3), name
+        assert float(rows[0][2]) > 0.9
+
+
+def test_accumulation():
+    for ranks, batches, small, updates in ((1, 29, 113, 29), (2, 15, 57, 15)):
+        printed = launch("accumulation.py", ranks)[0]
+        assert f"batches of 64: {batches} batches, {updates} updates\n" in printed
+        assert f"batches of 16: {small} batches, {updates} updates\n" in printed
+        assert numbers(r"difference of a weight: (\S+)", printed)[0] < 1e-6
+
+
+def test_evaluation_is_the_same_on_any_number_of_ranks():
+    one = launch("evaluation.py", 1)[0]
+    three = launch("evaluation.py", 2)
+    assert [re.search(r"has seen (\d+) digits", printed).group(1) for printed in three] == ["149", "148"]
+    right, seen = numbers(r"accuracy: (\d+) of", one)[0], numbers(r"accuracy: \d+ of (\d+)", one)[0]
+    assert seen == 297
+    assert right > 200
+    assert f"accuracy: {right:.0f} of 297\n" in three[0]
+    assert numbers(r"loss: (\S+)", three[0]) == pytest.approx(numbers(r"loss: (\S+)", one), abs=1e-5)
+
+
+def test_tensor():
+    one, two = launch("tensor.py", 1)[0], launch("tensor.py", 2)
+    assert [numbers(r"holds (\d+) of 36074", printed) for printed in two] == [[19434], [19434]]
+    losses = numbers(r"loss (\S+)", one)
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert numbers(r"loss (\S+)", two[0]) == pytest.approx(losses, abs=2e-5)
+
+
+def test_pipeline():
+    one, two = launch("pipeline.py", 1)[0], launch("pipeline.py", 2)
+    held = [re.search(r"layers (.*)", printed).group(1).split(", ") for printed in two]
+    assert held[0] + held[1] == re.search(r"layers (.*)", one).group(1).split(", ")
+    losses = numbers(r"loss (\S+)", one)
+    assert losses[1] < losses[0]
+    assert numbers(r"loss (\S+)", two[0]) == pytest.approx(losses, abs=2e-5)
+    assert numbers(r"accuracy: (\d+) of 1797", two[0]) == numbers(r"accuracy: (\d+) of 1797", one)
+
+
+def test_three_dimensions():
+    one, eight = launch("three_d.py", 1)[0], launch("three_d.py", 8)
+    places = {re.search(r"rank \d: (.*)", printed).group(1) for printed in eight}
+    assert len(places) == 8
+    assert "stage 1 of 2, copy 0 of 2, part 1 of 2 of each layer" in places
+    losses = numbers(r"mean loss (\S+)", one)
+    assert losses[1] < losses[0]
+    assert numbers(r"mean loss (\S+)", eight[0]) == pytest.approx(losses, abs=2e-5)
+
+
+def test_fsdp():
+    one, two = launch("fsdp.py", 1)[0], launch("fsdp.py", 2)
+    assert [numbers(r"state of (\d+) of 36074", printed) for printed in two] == [[18037], [18037]]
+    losses = numbers(r"mean loss (\S+)", one)
+    assert losses[1] < losses[0]
+    assert numbers(r"mean loss (\S+)", two[0]) == pytest.approx(losses, rel=2e-2)
+
+
+def test_checkpoint(tmp_path):
+    begin, end = r"begins after update (\d+)", r"ends after update 56, norm of the weights (\S+)"
+    whole = launch("checkpoint.py", 1, tmp_path / "a")[0]
+    assert numbers(begin, whole) == [0]
+    assert launch("checkpoint.py", 1, tmp_path / "b", "--end-after", 33, status=75)[0] == "begins after update 0\n"
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    again = launch("checkpoint.py", 1, tmp_path / "b")[0]
+    assert numbers(begin, again) == [33]
+    assert numbers(end, again) == numbers(end, whole)
+    elsewhere = launch("checkpoint.py", 2, tmp_path / "c")[0]
+    assert numbers(begin, elsewhere) == [33]
+    assert numbers(end, elsewhere) == pytest.approx(numbers(end, whole), rel=0.02)  # other random numbers in dropout
+
+
+def test_the_loop_before_and_after():
+    pattern = r"epoch \d: mean loss (\S+)"
+    before = numbers(pattern, launch("own_loop/before.py", 1)[0])
+    assert before[1] < before[0] / 2
+    for script, ranks in (("after.py", 1), ("before.py", 2), ("after.py", 2)):
+        assert numbers(pattern, launch(f"own_loop/{script}", ranks)[0]) == pytest.approx(before, abs=1e-3), script
+
+
+def test_trainer():
+    pytest.importorskip("torchmetrics")
+    for ranks in (1, 2):
+        printed = launch("trainer.py", ranks)[0]
+        accuracy, right = numbers(r"accuracy ([\d.]+),", printed)[0], numbers(r"predicted right (\d+) of", printed)[0]
+        assert accuracy == pytest.approx(right / 297, abs=1e-6)
+        assert accuracy > 0.8
+        assert numbers(r"stopped in epoch (\d+)", printed)[0] < 19
+        assert '"first_weight"' in printed or '"eval_accuracy"' in printed
+
+
+def test_hugging_face():
+    pytest.importorskip("transformers")
+    one, two = launch("huggingface.py", 1)[0], launch("huggingface.py", 2)[0]
+    losses = numbers(r"loss of the last batch (\S+)", one)
+    assert losses[-1] < losses[0] - 0.5
+    assert numbers(r"loss of the last batch (\S+)", two) == pytest.approx(losses, abs=0.02)
+
+
+def test_under_torchrun_itself(tmp_path):
+    done = run("tensor.py", ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 holds 19434 of 36074 numbers" in done.stdout
+
+
+def test_the_table_of_examples():
+    page = Path(EXAMPLES / "README.md").read_text()
+    named = set(re.findall(r"^\| `([\w/]+\.(?:py|ipynb))` \|", page, re.MULTILINE))
+    assert {*SMALL, "notebook.ipynb"} <= named
+    assert {name for name in named if not (EXAMPLES / name).exists()} == set()
