@@ -34,7 +34,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """mkdocs' event: a page was read."""
-    return rewrite(markdown, page.file.src_uri, {file.src_uri for file in files})
+    return separate(rewrite(markdown, page.file.src_uri, {file.src_uri for file in files}))
+
+
+def separate(markdown: str) -> str:
+    """`markdown` with an empty line before each list and table: mkdocs needs it, GitHub and editors do not."""
+    lines: list[str] = []
+    in_code = False
+    for line in markdown.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        before = lines[-1] if lines else ""
+        begins_list = line.startswith("- ") and not before.startswith(("- ", " "))
+        begins_table = line.startswith("|") and not before.startswith("|")
+        if before and not in_code and (begins_list or begins_table):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def rewrite(markdown: str, page: str, known: set[str]) -> str:

@@ -104,6 +104,17 @@ def test_links_of_the_site():
         assert rewrite(given, page, known) == expected, given
 
 
+def test_lists_and_tables_of_the_site():
+    pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
+    from docs_tools.site_links import separate
+
+    given = "Good to know:\n- one\n  more\n- two\n\nA table:\n| a |\n|---|\n```\ncode\n- no list\n```\n- three"
+    assert separate(given) == (
+        "Good to know:\n\n- one\n  more\n- two\n\nA table:\n\n| a |\n|---|\n```\ncode\n- no list\n```\n\n- three"
+    )
+    assert separate("- one\n\n| a |\n") == "- one\n\n| a |\n"
+
+
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text()
     documented = set(re.findall(r"^::: halfmesh\.([\w.]+)$", page, re.MULTILINE))
