@@ -237,9 +237,9 @@ def test_skips_in_records_that_are_taken_away_stay(tmp_path):
 
 def test_a_run_that_was_preempted(tmp_path):
     engine = make()
-    with pytest.raises(SystemExit), halfmesh.RunFolder(engine, tmp_path / "run"):
-        engine.close()  # the folder can still be closed
-        raise halfmesh.Preempted
+    run = halfmesh.RunFolder(engine, tmp_path / "run")
+    engine.close()  # the folder can still be closed
+    run.close(halfmesh.Preempted())
     assert sessions_of(tmp_path / "run")[0]["status"] == "preempted"
     assert "preempted, and saved" in make_page([read_run(tmp_path / "run")])
 
