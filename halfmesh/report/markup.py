@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 from typing import Any
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _VOID = ("meta", "br", "link")
 
 
@@ -20,8 +22,7 @@ def escape(value: object) -> Html:
     if isinstance(value, Html):
         return value
     text = str(value).encode("utf-8", "replace").decode()
-    text = "".join(c if c.isprintable() or c in "\n\t" or ord(c) > 159 else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return Html(html.escape(text))
+    return Html(html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)))
 
 
 def join(*parts: Any) -> Html:

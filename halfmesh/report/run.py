@@ -143,7 +143,7 @@ def _runs_in(folder: Path) -> list[str]:
 def _read_json(run: Run, name: str) -> dict[str, Any]:
     path = run.path / name
     try:
-        content = _load(path.read_text(encoding="utf-8", errors="replace"))
+        content = _DECODER.decode(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         run.notes.append(f"{name} is missing")
         return {}
@@ -204,16 +204,19 @@ def _read_records(run: Run) -> None:
 
 def _as_record(line: str) -> tuple[int, dict[str, Any]] | None:
     try:
-        record = _load(line)
+        record = _DECODER.decode(line)
         step = record["step"]
         return (int(step), record) if _is_number(step) and 0 <= step < _MOST_STEPS else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _load(text: str) -> Any:
-    """Of JSON; integers that no float can hold are inf."""
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 16 else float(digits))
+def _as_int(digits: str) -> int | float:
+    """What no float can hold is inf."""
+    return int(digits) if len(digits) < 16 else float(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_as_int)
 
 
 def _numbers(value: Any) -> list[int]:

@@ -142,7 +142,7 @@ def test_a_huge_run_is_a_small_page(tmp_path):
     skipped = list(range(1, 100_001, 2))
     records = make_records(steps=100_000, every=1, skipped=skipped)
     for number, record in enumerate(records):
-        record |= {f"layer_{n}": (number * n) % 17 for n in range(8)}
+        record |= {f"layer_{n}": (number * n) % 17 for n in range(4)}
     records[70_000]["loss"] = 987.5
     page = page_of(write_run(tmp_path / "one", records=records))
     assert len(page.encode()) < 3_000_000

@@ -235,6 +235,15 @@ def test_skips_in_records_that_are_taken_away_stay(tmp_path):
     assert [line["step"] for line in lines_of(folder)] == [5, 8, 10, 12]
 
 
+def test_a_run_that_was_preempted(tmp_path):
+    engine = make()
+    run = halfmesh.RunFolder(engine, tmp_path / "run")
+    engine.close()  # the folder can still be closed
+    run.close(halfmesh.Preempted())
+    assert sessions_of(tmp_path / "run")[0]["status"] == "preempted"
+    assert "preempted, and saved" in make_page([read_run(tmp_path / "run")])
+
+
 def test_another_run_is_never_overwritten(tmp_path):
     folder = tmp_path / "run"
     texts = []
