@@ -33,7 +33,7 @@ def convert_config(
     ds_config.json; accelerate: default_config.yaml, or a script that calls Accelerator.
 
     Each key of the source is in one of three lists on stderr: converted, without equivalent, not understood. The exit
-    status is 0 if nothing was not understood, and the config can run where the number of ranks is known; else 1.
+    status is 0 if all was understood and the config can run (on --world-size ranks, if given); else 1.
     """
     from ..errors import InputError, did_you_mean
     from ..migration import writing
@@ -66,9 +66,5 @@ def convert_config(
     else:
         for line in writing.summary(conversion):
             print(line, file=sys.stderr)
-        if conversion.findings:
-            print(f"cannot run on {conversion.world_size} rank(s):", file=sys.stderr)
-        for finding in conversion.findings:
-            print(f"  - {finding}", file=sys.stderr)
         print(f"written: {out}" if out is not None else text, end="\n" if out is not None else "")
     raise typer.Exit(0 if answer["ok"] else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.config import Config, build_leniently
@@ -29,7 +29,8 @@ class Origin:
         rules: by dotted key; a name that ends in `.*` takes what is below it and has no rule of its own.
         prefixes: what may stand before its keys.
         others: a rule for keys that `rules` does not have, or None.
-        defaults: settings that follow from what was not said, with the reason as the key of a look.
+        defaults: settings that follow from what the source does not say.
+        looks: what the user should look at, beside single keys.
         world_size: the number of ranks, where the source says it.
         fills_in: a value that stands for "filled in later", if there is one.
     """
@@ -62,6 +63,7 @@ class Conversion:
         settings: the config, nested, as a user would write it.
         looks: what the user should look at, beside the entries' own.
         world_size: the number of ranks, where it is known.
+        findings: what keeps the config from running.
     """
 
     entries: tuple[Entry, ...]
@@ -69,7 +71,7 @@ class Conversion:
     config: Config
     looks: tuple[str, ...] = ()
     world_size: int | None = None
-    findings: tuple[str, ...] = field(default=())
+    findings: tuple[str, ...] = ()
 
     def of(self, kind: type[Outcome]) -> list[Entry]:
         """The entries whose outcome is of that kind."""
@@ -207,11 +209,13 @@ def _matches(key: str, place: str, depth: int | None) -> bool:
 
 
 def _check(config: Config, world_size: int | None, device: str) -> tuple[str, ...]:
-    """What keeps the config from running on so many ranks."""
-    if world_size is None:
-        return ()
+    """What keeps the config from running on so many ranks; where their number is not known, on any that suits it."""
     from ..compat import check
 
+    if world_size is None:
+        parallel = config.parallel
+        copies = parallel.data.size or parallel.data.hybrid or 2
+        world_size = parallel.pipeline.size * parallel.tensor.size * copies
     return tuple(map(str, check(config, world_size, device)))
 
 

@@ -22,7 +22,7 @@ def as_python(conversion: Conversion, title: str, origin: str) -> str:
     """The config, with comments where the user should look, and a list of what is not in it."""
     lines = [*_comment(f"Made by halfmesh convert-config from {title} ({origin})."), ""]
     for finding in conversion.findings:
-        lines += _comment(f"CANNOT RUN on {conversion.world_size} rank(s): {finding}")
+        lines += _comment(f"CANNOT RUN{_where(conversion)}: {finding}")
     for look in conversion.looks:
         lines += _comment(f"LOOK: {look}")
     if conversion.looks or conversion.findings:
@@ -65,6 +65,14 @@ def summary(conversion: Conversion) -> Iterator[str]:
             yield f"  {_line(entry)}"
     for look in conversion.looks:
         yield f"look: {look}"
+    if conversion.findings:
+        yield f"cannot run{_where(conversion)}:"
+    for finding in conversion.findings:
+        yield f"  - {finding}"
+
+
+def _where(conversion: Conversion) -> str:
+    return "" if conversion.world_size is None else f" on {conversion.world_size} rank(s)"
 
 
 def as_json(conversion: Conversion, text: str) -> dict[str, Any]:

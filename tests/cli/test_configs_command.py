@@ -69,7 +69,7 @@ def test_an_installed_halfmesh_has_them(tmp_path):
     """build_py makes what a wheel holds."""
     pytest.importorskip("setuptools")
     built = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", "-b", str(tmp_path / "build")],
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path), "build", "-b", str(tmp_path / "build")],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -112,6 +112,13 @@ def test_every_new_import_works():
         exec(new.strip("`"), {})
 
 
+def test_the_names_are_frozen():
+    names = "AMP_TYPE Trainer convert_to_amp get_current_device get_dataloader get_default_parser global_context hooks "
+    names += "initialize launch launch_from_openmpi launch_from_slurm launch_from_torch"
+    assert sorted(colossalai.__all__) == sorted(names.split())
+    assert all(hasattr(colossalai, name) for name in colossalai.__all__)
+
+
 def test_before_a_launch_and_what_is_not_there():
     colossalai.global_context.destroy()
     with pytest.raises(InputError, match="nothing was launched yet"):

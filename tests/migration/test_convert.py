@@ -127,11 +127,15 @@ def test_a_value_that_halfmesh_refuses():
     assert entry.outcome.reason.startswith("halfmesh refuses it: fp16.loss_scale:")
 
 
-def test_a_combination_that_halfmesh_refuses_is_found_where_the_ranks_are_known():
+@pytest.mark.parametrize("world_size", [None, 4])
+def test_a_combination_that_halfmesh_refuses_is_found_whether_or_not_the_ranks_are_known(world_size):
     source = {"fp16": {"mode": "apex"}, "parallel": {"tensor": {"size": 2, "mode": "1d"}}}
-    assert convert(ORIGINS["colossal"], source).findings == ()
-    (finding,) = convert(ORIGINS["colossal"], source, world_size=4).findings
+    found = convert(ORIGINS["colossal"], source, world_size)
+    (finding,) = found.findings
     assert "apex's contract has no verdict shared by all ranks" in finding
+    assert writing.as_json(found, "")["ok"] is False
+    data = {"sharded_data_parallel_degree": 4, "partitions": 2, "microbatches": 2}
+    assert convert(ORIGINS["sagemaker"], data, world_size and 8).findings == ()
 
 
 def test_what_is_written_cannot_break_out_of_its_comment(tmp_path):
