@@ -174,8 +174,9 @@ def masks(rank: int, world_size: int, name: str) -> tuple[str, dict[str, torch.T
 
     torch.manual_seed(0)
     if name == "T5":
+        gated = {"feed_forward_proj": "gated-gelu"}  # whose output is zero where it is dropped only
         sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": WORDS}
-        model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0.3, decoder_start_token_id=0))
+        model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **gated, dropout_rate=0.3, decoder_start_token_id=0))
     elif name == "GPT-2":
         model = _dropping_gpt2()
     else:
