@@ -199,6 +199,7 @@ def test_the_best_value_is_that_of_the_checkpoint(tmp_path):
     assert again.load(tmp_path).name == "step-00000003"
     halfmesh.Trainer(again).fit(epochs=1, hooks=[seen, Scores()])
     assert seen.state_dict()["best"] == 5.0
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 6  # 5.0 is no better than 5.0
     elsewhere = CheckpointHook(tmp_path / "other", monitor="eval_score")
     halfmesh.Trainer(again).fit(epochs=3, hooks=[Scores(), elsewhere])  # there is no best in that folder yet
     assert json.loads((tmp_path / "other" / "best.json").read_text()) == {"step": 6, "eval_score": 4.0}
