@@ -12,7 +12,7 @@ from test_readme import find_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "promises.md").read_text()
-SECTIONS = {title: text for title, text in re.findall(r"^## (From .*?)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)}
+SECTIONS: dict[str, str] = dict(re.findall(r"^## (From .*?)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE))
 ROWS = [(title, *row) for title, text in SECTIONS.items() for row in find_rows(text, "what")]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 

@@ -138,7 +138,6 @@ def use_beside_broken_ones() -> dict[str, Any]:
 
     import halfmesh
     from halfmesh.compat import composition_table, render_table
-    from halfmesh.parallel.pipeline.partition import find_pieces
     from halfmesh.parallel.tensor_checks import resolve
 
     layer = nn.TransformerEncoderLayer(8, 2, 16)
@@ -160,7 +159,8 @@ def use_beside_broken_ones() -> dict[str, Any]:
         "rows": len(render_table().splitlines()),
         "auto": resolve(layer, 2, "auto", False)[1],
         "by name": resolve(layer, 2, "crashes", False)[1],
-        "pieces": len(find_pieces(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "auto")),
+        "no plan": resolve(layer, 2, "number", False)[1],
+        "pieces": pieces_said(nn.Linear(2, 2)),
     }
     return found
 
@@ -172,6 +172,18 @@ def hook_said(name: str) -> str:
     try:
         make_hooks([name])
     except halfmesh.RegistryError as error:
+        return str(error)
+    return "nothing"
+
+
+def pieces_said(model: Any) -> str:
+    """What is said of a model that all partitioners were asked for."""
+    import halfmesh
+    from halfmesh.parallel.pipeline.partition import find_pieces
+
+    try:
+        find_pieces(model, "auto")
+    except halfmesh.InputError as error:
         return str(error)
     return "nothing"
 
@@ -225,4 +237,7 @@ def test_a_broken_package_is_named_where_it_is_used_and_breaks_nothing_else(tmp_
     assert found["rows"] == 2 + 1 + 2 * 7
     assert found["auto"] == []
     assert broken.format("crashing", "A", "OSError: no licence") in found["by name"][0]
-    assert found["pieces"] == 2
+    assert broken.format("unready", "number", "3 is no tensor plan; expected a halfmesh.LayerPlan") in (
+        found["no plan"][0]
+    )
+    assert found["pieces"] == "no partitioner knows Linear"
