@@ -237,7 +237,8 @@ def test_a_broken_package_is_named_where_it_is_used_and_breaks_nothing_else(tmp_
     assert found["rows"] == 2 + 1 + 2 * 7
     assert found["auto"] == []
     assert broken.format("crashing", "A", "OSError: no licence") in found["by name"][0]
-    assert broken.format("unready", "number", "3 is no tensor plan; expected a halfmesh.LayerPlan") in (
-        found["no plan"][0]
+    assert (
+        broken.format("unready", "number", "3 is no tensor plan; expected a halfmesh.LayerPlan")
+        in (found["no plan"][0])
     )
     assert found["pieces"] == "no partitioner knows Linear"
