@@ -110,13 +110,13 @@ def test_accumulation():
 
 def test_evaluation_is_the_same_on_any_number_of_ranks():
     one = launch("evaluation.py", 1)[0]
-    three = launch("evaluation.py", 2)
-    assert [re.search(r"has seen (\d+) digits", printed).group(1) for printed in three] == ["149", "148"]
+    two = launch("evaluation.py", 2)
+    assert [re.search(r"has seen (\d+) digits", printed).group(1) for printed in two] == ["149", "148"]
     right, seen = numbers(r"accuracy: (\d+) of", one)[0], numbers(r"accuracy: \d+ of (\d+)", one)[0]
     assert seen == 297
     assert right > 200
-    assert f"accuracy: {right:.0f} of 297\n" in three[0]
-    assert numbers(r"loss: (\S+)", three[0]) == pytest.approx(numbers(r"loss: (\S+)", one), abs=1e-5)
+    assert f"accuracy: {right:.0f} of 297\n" in two[0]
+    assert numbers(r"loss: (\S+)", two[0]) == pytest.approx(numbers(r"loss: (\S+)", one), abs=1e-5)
 
 
 def test_tensor():
