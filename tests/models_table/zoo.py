@@ -218,7 +218,7 @@ CONVOLUTIONS = "Convolutions are not divided over tensor ranks, and most of this
 HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
 
 SUBJECTS = {
-    "timm ViT": Subject(timm_vit, images, classify, 0.001, half=HALF),
+    "timm ViT": Subject(timm_vit, images, classify, 0.001, half=HALF[:2]),
     "timm ConvNeXt": Subject(
         timm_convnext,
         images,
