@@ -11,6 +11,7 @@ from example_runs import ROOT
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+pytest.importorskip("sklearn")  # has the digits that it trains on
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 

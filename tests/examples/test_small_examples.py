@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ LARGE = {"gpt.py", "gpt_data.py", "gpt_report.py", "run_report.py", "train_gpt.p
 LARGE |= {"vit_report.py"}  # with a data set's options, pictures and a command line of their own
 
 pytestmark = pytest.mark.distributed
+needs_digits = pytest.mark.skipif(
+    find_spec("sklearn") is None, reason="scikit-learn, which has the digits, is not here"
+)
 
 
 def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port: int) -> tuple[str, int]:
@@ -81,25 +85,26 @@ def test_it_is_short(name):
     assert f"    python examples/{name}" in "\n".join(lines[:8]), "the way to start it stands at its top"
 
 
+@needs_digits
 def test_precision():
-    for ranks in (1, 2):
-        printed = launch("precision.py", ranks)[0]
-        rows = re.findall(r"^(\S+(?: \S+)?) +loss (\S+)  accuracy (\S+)  weights torch.(\w+),", printed, re.MULTILINE)
-        assert [(name, weights) for name, _, _, weights in rows] == [
-            ("fp32", "float32"),
-            ("torch fp16", "float32"),
-            ("torch bf16", "float32"),
-            ("naive fp16", "float16"),
-            ("naive bf16", "bfloat16"),
-            ("apex O1", "float32"),
-            ("apex O2", "float16"),
-        ]
-        for name, loss, accuracy, _ in rows:
-            assert float(loss) == pytest.approx(float(rows[0][1]), abs=4e-3), name
-            assert float(accuracy) == pytest.approx(float(rows[0][2]), abs=4e-3), name
-        assert float(rows[0][2]) > 0.9
+    printed = launch("precision.py", 2)[0]
+    rows = re.findall(r"^(\S+(?: \S+)?) +loss (\S+)  accuracy (\S+)  weights torch.(\w+),", printed, re.MULTILINE)
+    assert [(name, weights) for name, _, _, weights in rows] == [
+        ("fp32", "float32"),
+        ("torch fp16", "float32"),
+        ("torch bf16", "float32"),
+        ("naive fp16", "float16"),
+        ("naive bf16", "bfloat16"),
+        ("apex O1", "float32"),
+        ("apex O2", "float16"),
+    ]
+    for name, loss, accuracy, _ in rows:
+        assert float(loss) == pytest.approx(float(rows[0][1]), abs=4e-3), name
+        assert float(accuracy) == pytest.approx(float(rows[0][2]), abs=4e-3), name
+    assert float(rows[0][2]) > 0.9
 
 
+@needs_digits
 def test_accumulation():
     for ranks, batches, small, updates in ((1, 29, 113, 29), (2, 15, 57, 15)):
         printed = launch("accumulation.py", ranks)[0]
@@ -108,6 +113,7 @@ def test_accumulation():
         assert numbers(r"difference of a weight: (\S+)", printed)[0] < 1e-6
 
 
+@needs_digits
 def test_evaluation_is_the_same_on_any_number_of_ranks():
     one = launch("evaluation.py", 1)[0]
     two = launch("evaluation.py", 2)
@@ -119,6 +125,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks():
     assert numbers(r"loss: (\S+)", two[0]) == pytest.approx(numbers(r"loss: (\S+)", one), abs=1e-5)
 
 
+@needs_digits
 def test_tensor():
     one, two = launch("tensor.py", 1)[0], launch("tensor.py", 2)
     assert [numbers(r"holds (\d+) of 36074", printed) for printed in two] == [[19434], [19434]]
@@ -128,6 +135,7 @@ def test_tensor():
     assert numbers(r"loss (\S+)", two[0]) == pytest.approx(losses, abs=2e-5)
 
 
+@needs_digits
 def test_pipeline():
     one, two = launch("pipeline.py", 1)[0], launch("pipeline.py", 2)
     held = [re.search(r"layers (.*)", printed).group(1).split(", ") for printed in two]
@@ -138,6 +146,7 @@ def test_pipeline():
     assert numbers(r"accuracy: (\d+) of 1797", two[0]) == numbers(r"accuracy: (\d+) of 1797", one)
 
 
+@needs_digits
 def test_three_dimensions():
     one, eight = launch("three_d.py", 1)[0], launch("three_d.py", 8)
     places = {re.search(r"rank \d: (.*)", printed).group(1) for printed in eight}
@@ -148,6 +157,7 @@ def test_three_dimensions():
     assert numbers(r"mean loss (\S+)", eight[0]) == pytest.approx(losses, abs=2e-5)
 
 
+@needs_digits
 def test_fsdp():
     one, two = launch("fsdp.py", 1)[0], launch("fsdp.py", 2)
     assert [numbers(r"state of (\d+) of 36074", printed) for printed in two] == [[18037], [18037]]
@@ -156,6 +166,7 @@ def test_fsdp():
     assert numbers(r"mean loss (\S+)", two[0]) == pytest.approx(losses, rel=2e-2)
 
 
+@needs_digits
 def test_checkpoint(tmp_path):
     begin, end = r"begins after update (\d+)", r"ends after update 56, norm of the weights (\S+)"
     whole = launch("checkpoint.py", 1, tmp_path / "a")[0]
@@ -170,23 +181,24 @@ def test_checkpoint(tmp_path):
     assert numbers(end, elsewhere) == pytest.approx(numbers(end, whole), rel=0.02)  # other random numbers in dropout
 
 
+@needs_digits
 def test_the_loop_before_and_after():
     pattern = r"epoch \d: mean loss (\S+)"
     before = numbers(pattern, launch("own_loop/before.py", 1)[0])
     assert before[1] < before[0] / 2
-    for script, ranks in (("after.py", 1), ("before.py", 2), ("after.py", 2)):
+    for script, ranks in (("before.py", 2), ("after.py", 2)):
         assert numbers(pattern, launch(f"own_loop/{script}", ranks)[0]) == pytest.approx(before, abs=1e-3), script
 
 
+@needs_digits
 def test_trainer():
     pytest.importorskip("torchmetrics")
-    for ranks in (1, 2):
-        printed = launch("trainer.py", ranks)[0]
-        accuracy, right = numbers(r"accuracy ([\d.]+),", printed)[0], numbers(r"predicted right (\d+) of", printed)[0]
-        assert accuracy == pytest.approx(right / 297, abs=1e-6)
-        assert accuracy > 0.8
-        assert numbers(r"stopped in epoch (\d+)", printed)[0] < 19
-        assert '"first_weight"' in printed or '"eval_accuracy"' in printed
+    printed = launch("trainer.py", 2)[0]
+    accuracy, right = numbers(r"accuracy ([\d.]+),", printed)[0], numbers(r"predicted right (\d+) of", printed)[0]
+    assert accuracy == pytest.approx(right / 297, abs=1e-6)
+    assert accuracy > 0.8
+    assert numbers(r"stopped in epoch (\d+)", printed)[0] < 19
+    assert '"first_weight"' in printed or '"eval_accuracy"' in printed
 
 
 def test_hugging_face():
@@ -197,6 +209,7 @@ def test_hugging_face():
     assert numbers(r"loss of the last batch (\S+)", two) == pytest.approx(losses, abs=0.02)
 
 
+@needs_digits
 def test_under_torchrun_itself(tmp_path):
     done = run("tensor.py", ranks=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
