@@ -9,6 +9,7 @@ from typing import Any
 
 from ..amp.result import StepResult
 from ..engine.engine import Engine
+from ..engine.health.findings import judge_scale
 from ..errors import InputError
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict
@@ -53,6 +54,7 @@ class Trainer:
         self._eval_steps: int | None = None
         self._evaluated: Iterable[Any] | None = None
         self._evaluated_at = -1
+        self._has_odd_scale = False
         self._loss = MeanLoss(engine)
         self._fit_state = FitState(engine, self._loss, [])
 
@@ -225,9 +227,17 @@ class Trainer:
                 record["grad_norm"] = self.result.grad_norm
         if engine.config.precision is not None:
             record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
+            self._warn_of_scale(record["loss_scale"])
         for hook in self._hooks:
             record.update(hook.measure(self))
         self._write(record)
+
+    def _warn_of_scale(self, scale: float) -> None:
+        """Once, until it is as it should be again."""
+        problems = list(judge_scale(scale))
+        if problems and not self._has_odd_scale:
+            _log.warning("update %d: %s", self.engine.global_step, problems[0])
+        self._has_odd_scale = bool(problems)
 
     def _write(self, record: Record) -> None:
         for hook in self._hooks:

@@ -162,6 +162,20 @@ def test_records_hold_what_the_update_was():
     assert first["grad_norm"] == engine.grad_norm or first["grad_norm"] > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("scale", "warned"),
+    [(2.0**-2, ["the loss scale is 0.25, below 1"]), (2.0**25, ["is 3.35544e+07, above 2**24"]), (2.0**10, [])],
+)
+def test_a_warning_of_a_scale_that_is_low_or_high(scale, warned, caplog):
+    """Once, not with each record."""
+    engine = engine_of_one(fp16={"mode": "naive", "loss_scale": scale})
+    halfmesh.Trainer(engine, log_every=1).fit(epochs=2)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    said = [line for line in said if "loss scale is" in line]
+    assert len(said) == len(warned)
+    assert all(words in line for words, line in zip(warned, said, strict=True))
+
+
 def test_the_loss_is_the_mean_since_the_last_record():
     losses, events = [], Events()
 

@@ -19,6 +19,9 @@ masters (Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)
 HIGH_OUTPUT = 0.25
 """Twice as large, and twice as large again, and it overflows: a choice of ours."""
 
+HIGH_SCALE = 2.0**24
+"""Where apex.amp's dynamic scale stops (its max_loss_scale). A gradient of 2**-24 is 1 then."""
+
 
 def find(report: PrecisionReport, recipe: Recipe) -> list[str]:
     """One line each."""
@@ -41,17 +44,28 @@ def _overflow(report: PrecisionReport, recipe: Recipe) -> Iterator[str]:
 
 
 def _scale(report: PrecisionReport, recipe: Recipe) -> Iterator[str]:
-    scale = report.loss_scale
-    if scale is not None and scale < 1:
-        yield (
-            f"the loss scale is {scale:g}, below 1: gradients are made smaller, so they overflow by themselves. Look "
-            "for inf or nan (on_nonfinite='raise' gives a diagnosis), lower the learning rate, or use bf16"
-        )
+    if report.loss_scale is not None:
+        yield from judge_scale(report.loss_scale)
     if report.updates and report.skipped > MANY_SKIPPED * report.updates:
         yield (
             f"{report.skipped} of the last {report.updates} updates were skipped: the scale has not found its place "
             "yet (the first updates of a run), or gradients overflow at any scale; clip_grad_norm does not help there, "
             "a lower learning rate or bf16 does"
+        )
+
+
+def judge_scale(scale: float) -> Iterator[str]:
+    """What is wrong with a loss scale that is very low or very high, if it is."""
+    if scale < 1:
+        yield (
+            f"the loss scale is {scale:g}, below 1: gradients are made smaller, so they overflow by themselves. Look "
+            "for inf or nan (on_nonfinite='raise' gives a diagnosis), lower the learning rate, or use bf16"
+        )
+    if scale > HIGH_SCALE:
+        yield (
+            f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Look whether "
+            "the loss is divided too much, whether it depends on the parameters at all, and whether they learn; max_scale "
+            "of mode 'naive' (max_loss_scale of 'apex') is a ceiling"
         )
 
 

@@ -263,6 +263,8 @@ AUTOCAST = Recipe(compute_dtype=torch.float16, autocast=True)
         ({}, {}, AUTOCAST, None),
         ({}, {"loss_scale": 0.5}, AUTOCAST, "the loss scale is 0.5, below 1"),
         ({}, {"loss_scale": 1.0}, AUTOCAST, None),
+        ({}, {"loss_scale": 2.0**24}, AUTOCAST, None),
+        ({}, {"loss_scale": 2.0**25}, AUTOCAST, "the loss scale is 3.35544e+07, above 2**24"),
         ({}, {"skipped": 3}, AUTOCAST, None),
         ({}, {"skipped": 4}, AUTOCAST, "4 of the last 60 updates were skipped"),
         ({"output_share": 0.26}, {}, AUTOCAST, "outputs of a reach above 25%"),
