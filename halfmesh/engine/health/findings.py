@@ -64,8 +64,8 @@ def judge_scale(scale: float) -> Iterator[str]:
     if scale > HIGH_SCALE:
         yield (
             f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Look whether "
-            "the loss is divided too much, whether it depends on the parameters at all, and whether they learn; max_scale "
-            "of mode 'naive' (max_loss_scale of 'apex') is a ceiling"
+            "the loss is divided too much, whether it depends on the parameters at all, and whether they learn; "
+            "max_scale of mode 'naive' (max_loss_scale of 'apex') is a ceiling"
         )
 
 
