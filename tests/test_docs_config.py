@@ -102,4 +102,4 @@ def test_names_from_elsewhere(folder):
 
 def test_the_readme_points_here():
     readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-    assert re.search(r"\[All keys\]\(docs/config\.md\)", readme)
+    assert re.search(r"\[all config keys\]\(docs/config\.md\)", readme)

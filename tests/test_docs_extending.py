@@ -163,7 +163,7 @@ def test_the_order_of_events(tmp_path):
     assert log.events[:5] == ["before_fit", "before_epoch", "before_batch", "after_batch", "after_step"]
     last = log.events[log.events.index("measure") - 1 :]
     expected = ["after_step", "measure", "write", "after_epoch", "before_eval", "after_eval_batch"]
-    assert last == [*expected, "eval_results", "after_eval", "write", "after_fit", "close"]
+    assert last == [*expected, "eval_results", "after_eval", "write", "after_fit", "state_dict", "close"]
     picture = re.findall(r"[a-z]+_[a-z_]+|measure|write|close", find_text(HOOKS)[0])
     assert set(log.events) <= set(picture)
     assert {name for name in vars(halfmesh.Hook) if not name.startswith("_")} <= set(picture)
