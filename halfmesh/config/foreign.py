@@ -35,6 +35,10 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "gradient_accumulation_steps": "set gradient_accumulation instead",
         "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
         "gradient_handler": "remove it: halfmesh reduces gradients by itself; see parallel.data",
+        "fsdp": "set parallel.data = 'fsdp' instead",
+        "tensor_parallel": "set parallel.tensor instead",
+        "pipeline_parallel": "set parallel.pipeline instead",
+        "data_parallel": "remove it: data parallelism takes the ranks that tensor and pipeline leave",
         "ddp": "remove it: data parallelism takes the ranks that tensor and pipeline leave; parallel.data.strategy "
         "is 'replicate' by default",
     }
