@@ -42,7 +42,8 @@ def check(
 ) -> None:
     """Say whether a config can run, and what is wrong with it.
 
-    All mistakes are listed at once. Needs no GPU. The exit status is 0 if the config can run (with --gpu-memory: and fits), else 1.
+    All mistakes are listed at once. Needs no GPU. The exit status is 0 if the config can run (with --gpu-memory: and
+    fits), else 1.
 
     With --model one rank of each kind does an update on tensors without memory: what it holds, and what it sends.
     build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).

@@ -41,8 +41,9 @@ def plan(
 ) -> None:
     """Look for the config that suits a model, and say why.
 
-    That is: layout, precision, batches and recomputation. Needs no GPU. The exit status is 0 if something fits, else 1. What is chosen was done as a dry run: one rank of each
-    kind does an update on tensors without memory. The others are estimates where the list says so.
+    That is: layout, precision, batches and recomputation. Needs no GPU. The exit status is 0 if something fits,
+    else 1. What is chosen was done as a dry run: one rank of each kind does an update on tensors without memory.
+    The others are estimates where the list says so.
     build() returns (model, inputs), or (model, (inputs, targets), criterion), or the model, with --batch.
     """
     from ..errors import InputError

@@ -20,7 +20,8 @@ def report(
 ) -> None:
     """Make one HTML page about a run, or about several.
 
-    Several are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder is no run's.
+    Several are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder is
+    no run's.
     """
     from ..errors import InputError
     from ..report.page import as_data, write_report

@@ -238,7 +238,8 @@ MISTAKES = [
     ({"parallel": {"pipeline_parallel": 2}}, "parallel.pipeline_parallel: unknown key; set parallel.pipeline instead"),
     (
         {"parallel": {"data_parallel": 2}},
-        "parallel.data_parallel: unknown key; remove it: data parallelism takes the ranks that tensor and pipeline leave",
+        "parallel.data_parallel: unknown key; remove it: data parallelism takes the ranks that tensor and pipeline "
+        "leave",
     ),
     (
         {"parallel": {"data": 4}},
