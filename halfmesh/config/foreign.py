@@ -29,6 +29,7 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
         "mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
         "max_grad_norm": "set clip_grad_norm instead",
+        "grad_clip": "set clip_grad_norm instead",
         "gradient_clipping": "set clip_grad_norm instead",
         "gradient_clip_val": "set clip_grad_norm instead",
         "accumulate_grad_batches": "set gradient_accumulation instead",

@@ -232,6 +232,7 @@ MISTAKES = [
     ({"parallel": {"pipeline": True}}, "parallel.pipeline: True is not an integer >= 1 (bool)"),
     ({"parallel": {"pipeline": {"size": "x"}}}, "parallel.pipeline.size: 'x' is not an integer >= 1"),
     ({"parallel": 2}, "parallel: 2 is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')"),
+    ({"grad_clip": 1.0}, "grad_clip: unknown key; set clip_grad_norm instead"),
     ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write dict(data='fsdp')"),
     ({"parallel": {"fsdp": True}}, "parallel.fsdp: unknown key; set parallel.data = 'fsdp' instead"),
     ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel: unknown key; set parallel.tensor instead"),
