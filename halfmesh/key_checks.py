@@ -88,7 +88,8 @@ def _check_pipeline(config: Config) -> Iterator[Finding]:
         return
     where = "parallel.pipeline.microbatches"
     if microbatches is None:
-        yield Finding("refused", where, f"is required when pipeline.size > 1; {2 * size} is a start for size={size}")
+        start = f"pipeline=dict(size={size}, microbatches={2 * size})"
+        yield Finding("refused", where, f"is required when pipeline.size > 1; {start} is a start")
     for key, message in SCHEDULES.get(schedule).find_problems(size, pipeline.chunks, microbatches):
         yield Finding("refused", f"parallel.pipeline.{key}", message)
 

@@ -201,7 +201,8 @@ def test_unknown_devices(device, end):
 PIPELINES = [
     (
         {"size": 4},
-        "parallel.pipeline.microbatches: is required when pipeline.size > 1; 8 is a start for size=4",
+        "parallel.pipeline.microbatches: is required when pipeline.size > 1; "
+        "pipeline=dict(size=4, microbatches=8) is a start",
     ),
     (
         {"size": 4, "microbatches": 3},

@@ -109,6 +109,24 @@ def test_every_loop_of_the_guide_is_compared():
     assert shown == [config for config, _ in GUIDE.values()]
 
 
+def test_the_whole_script_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    """Begun again after its end, it has nothing left to do; after fewer epochs, it goes on with their number."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.py").write_text(find_python(PAGES["pytorch"], "accumulation_config.py"))
+    code = find_python(PAGES["pytorch"], "whole.py")
+    exec(code.replace(", 20):", ", 2):"), stand_ins())
+    begun = re.findall(r"^epoch (\d+): accuracy (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    names = stand_ins()
+    exec(code, names)
+    gone_on = re.findall(r"^epoch (\d+): accuracy (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [int(epoch) for epoch, _ in begun + gone_on] == list(range(len(begun + gone_on)))
+    assert 2 < len(begun + gone_on) < 20, "it stopped early"
+    assert names["best"].bad_epochs == 3
+    assert names["best"].accuracy == pytest.approx(max(float(accuracy) for _, accuracy in begun + gone_on), abs=1e-3)
+    exec(code, stand_ins())
+    assert "epoch" not in capsys.readouterr().out
+
+
 def test_the_loop_of_colossal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.py").write_text(find_python(PAGES["colossal-ai"], "config.py"))

@@ -40,9 +40,10 @@ def check(
     force: Annotated[bool, typer.Option("--force", help="With --picture: replace a file that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say whether a config can run, and list everything that is wrong with it.
+    """Say whether a config can run, and what is wrong with it.
 
-    Needs no GPU. The exit status is 0 if the config can run (with --gpu-memory: and fits), else 1.
+    All mistakes are listed at once. Needs no GPU. The exit status is 0 if the config can run (with --gpu-memory: and
+    fits), else 1.
 
     With --model one rank of each kind does an update on tensors without memory: what it holds, and what it sends.
     build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).

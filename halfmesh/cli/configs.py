@@ -20,7 +20,10 @@ def configs(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the configs that come with halfmesh, or print one of them, with what it imports of others in its place."""
+    """List the configs that come with halfmesh, or print one.
+
+    One that is printed has what it imports of others in its place.
+    """
     from ..errors import InputError, did_you_mean
     from ..plan.writing import refuse_path
 

@@ -26,7 +26,7 @@ def convert_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Turn another engine's config into one of halfmesh, and list what has no equivalent.
+    """Turn another engine's config into one of halfmesh.
 
     Files are read, not run: colossal: Colossal-AI's legacy config.py; apex: a script that calls amp.initialize, or its
     arguments; sagemaker: parameters of its model parallel library, or a script with distribution={...}; deepspeed:

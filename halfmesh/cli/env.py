@@ -32,7 +32,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Print versions, devices, and variables that matter: for a bug report."""
+    """Print versions, devices and variables, for a bug report."""
     found = describe()
     if as_json:
         print(json.dumps(found, indent=2))

@@ -39,10 +39,11 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Draw who holds what: a .png or .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look for the layout, precision, batches and recomputation that suit a model, and say why.
+    """Look for the config that suits a model, and say why.
 
-    Needs no GPU. The exit status is 0 if something fits, else 1. What is chosen was done as a dry run: one rank of each
-    kind does an update on tensors without memory. The others are estimates where the list says so.
+    That is: layout, precision, batches and recomputation. Needs no GPU. The exit status is 0 if something fits,
+    else 1. What is chosen was done as a dry run: one rank of each kind does an update on tensors without memory.
+    The others are estimates where the list says so.
     build() returns (model, inputs), or (model, (inputs, targets), criterion), or the model, with --batch.
     """
     from ..errors import InputError

@@ -18,9 +18,10 @@ def report(
         bool, typer.Option("--json", help="Print the data as one JSON object, and write no page.")
     ] = False,
 ) -> None:
-    """Make one HTML page about a run, or about several, side by side.
+    """Make one HTML page about a run, or about several.
 
-    The page needs no network and no other file. The exit status is 1 if a folder is no run's.
+    Several are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder is
+    no run's.
     """
     from ..errors import InputError
     from ..report.page import as_data, write_report

@@ -23,7 +23,7 @@ def run(
     max_restarts: Annotated[int, typer.Option(min=0, help="How often torchrun starts all again after a failure.")] = 0,
     device: Annotated[str | None, typer.Option(help="What to check the config for: cuda or cpu.")] = None,
 ) -> None:
-    """Start a script on several processes, as torchrun does, after a check of its config.
+    """Check a config, then start a script as torchrun does.
 
     The config is what the script is given as --config. If it cannot run on so many ranks, the reasons are printed,
     nothing is started, and the exit status is 1.

@@ -29,12 +29,17 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
         "mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
         "max_grad_norm": "set clip_grad_norm instead",
+        "grad_clip": "set clip_grad_norm instead",
         "gradient_clipping": "set clip_grad_norm instead",
         "gradient_clip_val": "set clip_grad_norm instead",
         "accumulate_grad_batches": "set gradient_accumulation instead",
         "gradient_accumulation_steps": "set gradient_accumulation instead",
         "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
         "gradient_handler": "remove it: halfmesh reduces gradients by itself; see parallel.data",
+        "fsdp": "set parallel.data = 'fsdp' instead",
+        "tensor_parallel": "set parallel.tensor instead",
+        "pipeline_parallel": "set parallel.pipeline instead",
+        "data_parallel": "remove it: data parallelism takes the ranks that tensor and pipeline leave",
         "ddp": "remove it: data parallelism takes the ranks that tensor and pipeline leave; parallel.data.strategy "
         "is 'replicate' by default",
     }

@@ -101,6 +101,8 @@ def _expand_parallel(value: Any) -> Any:
         return dict(value or {})
     if isinstance(value, Options):
         return value
+    if isinstance(value, str) and value in DATA_STRATEGIES.names():
+        raise ValueError(f"{show(value)} is not a dict; write dict(data={value!r})")
     raise ValueError(f"{show(value)} is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')")
 
 

@@ -64,4 +64,6 @@ class ProgressHook(Hook):
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e9:
+        return f"{value:.0f}"  # a loss scale: 65536, as everywhere else
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -183,7 +183,7 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     for name, module in model.named_modules():
         own = sum(param.numel() for param in module.parameters(recurse=False))
         if own:
-            sizes[f"{generalise(name) or 'the model itself'} ({type(module).__name__})"] += own
+            sizes[f"{_group(name) or 'the model itself'} ({type(module).__name__})"] += own
     largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5))
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} divides nothing of"
     if 2 * _count(model, _CONVOLUTIONS) > _count(model, nn.Module):
@@ -197,6 +197,12 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
         "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' layers hand divided features to "
         "'rowwise' ones"
     )
+
+
+def _group(name: str) -> str:
+    """`generalise(name)`, or `name` where that would be nothing but "*" (nn.Sequential): it would name every layer."""
+    general = generalise(name)
+    return name if set(general) <= set("*.") else general
 
 
 def _count(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -18,6 +20,14 @@ def test_all_commands_are_listed():
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
     assert all(re.search(rf"^  {name} +\w", result.stdout, re.MULTILINE) for name in COMMANDS)
+    assert "..." not in result.stdout.split("Commands:")[1], "a command's first sentence is too long for the list"
+
+
+def test_the_package_runs_as_a_module():
+    """Where the console script is not on the path."""
+    done = subprocess.run([sys.executable, "-m", "halfmesh", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: python -m halfmesh ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -232,6 +232,16 @@ MISTAKES = [
     ({"parallel": {"pipeline": True}}, "parallel.pipeline: True is not an integer >= 1 (bool)"),
     ({"parallel": {"pipeline": {"size": "x"}}}, "parallel.pipeline.size: 'x' is not an integer >= 1"),
     ({"parallel": 2}, "parallel: 2 is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')"),
+    ({"grad_clip": 1.0}, "grad_clip: unknown key; set clip_grad_norm instead"),
+    ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write dict(data='fsdp')"),
+    ({"parallel": {"fsdp": True}}, "parallel.fsdp: unknown key; set parallel.data = 'fsdp' instead"),
+    ({"parallel": {"tensor_parallel": 2}}, "parallel.tensor_parallel: unknown key; set parallel.tensor instead"),
+    ({"parallel": {"pipeline_parallel": 2}}, "parallel.pipeline_parallel: unknown key; set parallel.pipeline instead"),
+    (
+        {"parallel": {"data_parallel": 2}},
+        "parallel.data_parallel: unknown key; remove it: data parallelism takes the ranks that tensor and pipeline "
+        "leave",
+    ),
     (
         {"parallel": {"data": 4}},
         "parallel.data: 4 is not a strategy ('replicate', 'zero1', 'fsdp') or a dict; write dict(size=4)",

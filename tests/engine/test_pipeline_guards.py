@@ -157,7 +157,11 @@ def test_suggested_split_points_work(two_ranks):
 
 
 CONFIGS = [
-    (pipe(microbatches=None), "parallel.pipeline.microbatches: is required when pipeline.size > 1; 4 is a start"),
+    (
+        pipe(microbatches=None),
+        "parallel.pipeline.microbatches: is required when pipeline.size > 1; "
+        "pipeline=dict(size=2, microbatches=4) is a start",
+    ),
     (pipe(4, 2), "2 is fewer than the 4 stages, which schedule='1f1b' has to fill; use 4 or more, or schedule='gpipe'"),
     (pipe(4, 6, schedule="interleaved", chunks=2), "6 is not a multiple of the 4 stages, which schedule='interleaved'"),
     (pipe(schedule="interleaved"), "1 chunk leaves nothing to interleave; use chunks=2 or more, or schedule='1f1b'"),

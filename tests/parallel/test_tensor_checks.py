@@ -91,6 +91,12 @@ def test_no_plan_for_a_model():
     assert message.startswith("plan {'tail': 'heads()'} divides nothing of Strange. ")
 
 
+def test_no_plan_for_a_sequential_model_names_its_layers():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 2)))
+    (message,) = problems(model)
+    assert "Its largest layers: 0 (Linear) with 40 numbers, 2.0 (Linear) with 18 numbers. Write one" in message
+
+
 def test_a_compiled_model():
     model, part = Language(), Language()
     model.compile(backend="eager")

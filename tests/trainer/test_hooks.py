@@ -359,6 +359,16 @@ def test_progress_in_plain_lines(caplog):
     assert lines[-1].startswith("epoch 0  step 3  eval_loss ")
 
 
+def test_progress_writes_a_loss_scale_in_full(caplog):
+    """65536 is 65536 in the plan and in engine.loss_scale."""
+    halfmesh.Trainer(make(fp16={"mode": "naive", "initial_scale": 65536}), log_every=2).fit(
+        epochs=1, hooks=["progress"]
+    )
+    lines = [line for line in caplog.messages if line.startswith("epoch 0  step 2  loss ")]
+    assert len(lines) == 1
+    assert "  loss_scale 65536  " in lines[0]
+
+
 def test_progress_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
