@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..tree import map_tensors
 from .hook import Hook
 from .loaders import shard_dataloader
-from .outcome import TARGETS, Outcome
+from .outcome import TARGETS, Outcome, checked
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -92,7 +92,7 @@ def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> 
         for hook in hooks:
             hook.before_eval(trainer)
         for batch in loader:
-            outcome = trainer.compute(engine, batch)
+            outcome = checked(trainer.compute(engine, batch))
             mean.add(outcome)
             for hook in hooks:
                 hook.after_eval_batch(trainer, outcome)
