@@ -70,7 +70,7 @@ def test_schedulers_that_wait_for_an_evaluation():
     plateau = optim.lr_scheduler.ReduceLROnPlateau
     trainer = halfmesh.Trainer(make(plateau, lr_interval="manual"))
     with pytest.raises(halfmesh.InputError, match="LRSchedulerHook waits for 'eval_loss'"):
-        trainer.fit(epochs=1, eval_interval=0, hooks=[dict(type="lr_scheduler", interval="eval")])
+        trainer.fit(epochs=1, eval_interval=0, hooks=[{"type": "lr_scheduler", "interval": "eval"}])
     with pytest.raises(halfmesh.InputError, match=r"interval='epoch' does not give it; use LRSchedulerHook"):
         trainer.fit(epochs=1, hooks=["lr_scheduler"])
 
