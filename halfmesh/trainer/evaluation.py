@@ -15,7 +15,7 @@ from ..engine.handles import Handle
 from ..engine.samplers import ShardedSampler, StridedBatches
 from ..errors import InputError
 from ..tree import map_tensors
-from .hook import Hook
+from .hook import Hook, Record, add_measured
 from .loaders import shard_dataloader
 from .outcome import TARGETS, Outcome, checked
 
@@ -97,9 +97,9 @@ def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> 
             for hook in hooks:
                 hook.after_eval_batch(trainer, outcome)
         loss = mean.take()
-        results = {} if loss is None else {"eval_loss": loss}
+        results: Record = {} if loss is None else {"eval_loss": loss}
         for hook in hooks:
-            results.update(hook.eval_results(trainer))
+            add_measured(results, hook, "eval_results", hook.eval_results(trainer))
     return results
 
 

@@ -13,7 +13,7 @@ from ..errors import InputError, refuse_below
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict
 from .fit_state import NAME, FitState
-from .hook import Hook, Record
+from .hook import Hook, Record, add_measured
 from .loaders import choose_eval_loader, choose_train_loader, with_last
 from .named_hooks import HookLike, make_hooks
 from .outcome import Compute, checked, compute_batch
@@ -236,7 +236,7 @@ class Trainer:
         if engine.config.precision is not None:
             record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
         for hook in self._hooks:
-            record.update(hook.measure(self))
+            add_measured(record, hook, "measure", hook.measure(self))
         self._write(record)
 
     def _write(self, record: Record) -> None:

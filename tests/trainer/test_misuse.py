@@ -8,9 +8,10 @@ from dist_harness import run_ranks
 from models import FEATURES, make_data
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 import halfmesh
-from halfmesh.hooks import CheckpointHook, CSVHook, EarlyStopHook, JSONLHook, ThroughputHook
+from halfmesh.hooks import CheckpointHook, CSVHook, EarlyStopHook, JSONLHook, MetricHook, ThroughputHook
 
 
 def make(scheduler=None, evaluated=True, **config):
@@ -95,3 +96,25 @@ def refuse(rank, world_size, folder):
 
 def test_all_ranks_hear_of_it(tmp_path):
     run_ranks(refuse, 2, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["measure", "eval_results", "state_dict"])
+def test_a_hook_that_forgets_to_return(tmp_path, method):
+    forgetful = type("Forgetful", (halfmesh.Hook,), {method: lambda self, *args: None})
+    with pytest.raises(halfmesh.InputError, match=rf"Forgetful\.{method} returned None; it has to return a dict"):
+        halfmesh.Trainer(make()).fit(epochs=1, hooks=[CheckpointHook(tmp_path), forgetful()])
+
+
+@pytest.mark.parametrize("on", ["train", "eval"])
+def test_a_metric_does_not_hide_the_loss(on):
+    hooks = [MetricHook({"loss": MeanMetric()}, on=on, arguments=lambda outcome: (outcome.target.float(),))]
+    with pytest.raises(
+        halfmesh.InputError, match=r"MetricHook\.\w+ gives '(eval_)?loss', which the record has already"
+    ):
+        halfmesh.Trainer(make()).fit(epochs=1, hooks=hooks)
+
+
+def test_a_metric_that_is_there_twice():
+    hooks = [MetricHook({"mean": MeanMetric()}, arguments=lambda outcome: (outcome.target.float(),)) for _ in range(2)]
+    with pytest.raises(halfmesh.InputError, match="gives 'eval_mean', which the record has already"):
+        halfmesh.Trainer(make()).fit(epochs=1, hooks=hooks)
