@@ -176,3 +176,10 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
     """The first `most` names, comma separated, with a count of the rest."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def refuse_below(least: int, **arguments: object) -> None:
+    """Raise InputError for an argument that is no whole number of `least` or more; None is let through."""
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise InputError(f"{name}={show(value)}: expected a whole number, {least} or more")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import InputError
+from ..errors import refuse_below
 from ..trainer.hook import Hook
 from .files import replace_file
 from .monitor import Monitor
@@ -39,8 +39,7 @@ class CheckpointHook(Hook):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        if every is not None and every < 1:
-            raise InputError(f"every={every!r}: expected a number of updates, 1 or more, or None (after each epoch)")
+        refuse_below(1, every=every, keep=keep)
         self._directory = Path(directory)
         self._every, self._keep, self._in_background = every, keep, in_background
         self._monitor = None if monitor is None else Monitor(monitor, mode)
@@ -56,6 +55,7 @@ class CheckpointHook(Hook):
     def before_fit(self, trainer: Trainer) -> None:
         self._saved_at = trainer.engine.global_step
         if self._monitor is not None:
+            self._monitor.require(trainer, "CheckpointHook")
             self._monitor.best = self._read_best(trainer, self._monitor)
 
     def close(self, trainer: Trainer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import refuse_below
 from ..trainer.hook import Hook
 from .monitor import Monitor
 
@@ -27,6 +28,7 @@ class EarlyStopHook(Hook):
     def __init__(
         self, monitor: str = "eval_loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
+        refuse_below(1, patience=patience)
         self._monitor = Monitor(monitor, mode, min_delta)
         self._patience = patience
         self._waited, self._last = 0, -1
@@ -39,6 +41,7 @@ class EarlyStopHook(Hook):
             self._waited, self._last = state["waited"], state["last"]
 
     def before_fit(self, trainer: Trainer) -> None:
+        self._monitor.require(trainer, "EarlyStopHook")
         if trainer.engine.global_step == 0:  # this object may have seen another run
             self._monitor.best, self._waited, self._last = self._monitor.worst, 0, -1
         self._stop_if_due(trainer)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError, cut, show_name
 from ..log import get_logger
+
+if TYPE_CHECKING:
+    from ..parallel.context import ParallelContext
 
 _log = get_logger(__name__)
 
@@ -23,7 +27,13 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename `path`, which is another run's, if it is there and not empty."""
+    """Rename the file `path`, which is another run's, if it is there and not empty.
+
+    Raises:
+        IsADirectoryError: it is a folder, which holds who knows what, and stays.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
     if not path.exists() or not path.stat().st_size:
         return
     number = 1
@@ -31,6 +41,26 @@ def set_aside(path: Path) -> None:
         number += 1
     path.rename(old)
     _log.info("%s was there already, and is %s now", path, old.name)
+
+
+def begin_together(context: ParallelContext, path: Path, begin: Callable[[], object]) -> None:
+    """Call `begin` on rank 0, which writes `path`. All ranks together.
+
+    Raises:
+        InputError: it cannot be written; on all ranks.
+    """
+    problem = None
+    if context.rank == 0:
+        try:
+            begin()
+        except (OSError, ValueError) as error:
+            problem = cut(f"{type(error).__name__}: {error}")
+    problem = context.from_first(problem)
+    if problem is not None:
+        raise InputError(
+            f"{show_name(str(path))} cannot be the file of a run's records ({problem}); give a file that rank 0 may "
+            "write, or a name that is not there yet"
+        )
 
 
 def trained_at(records: Iterable[Mapping[str, Any]]) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from ..errors import InputError
 from ..trainer.hook import Hook
 from .monitor import Monitor
@@ -40,6 +42,13 @@ class LRSchedulerHook(Hook):
             raise InputError(
                 "LRSchedulerHook: the engine advances the scheduler already (lr_interval="
                 f"{engine.config.lr_interval!r}); leave the hook out, or set lr_interval='manual' in the config"
+            )
+        if self._interval == "eval":
+            self._monitor.require(trainer, "LRSchedulerHook")
+        elif isinstance(self._scheduler, ReduceLROnPlateau):
+            raise InputError(
+                "LRSchedulerHook: ReduceLROnPlateau needs a result of evaluation, which "
+                f"interval={self._interval!r} does not give it; use LRSchedulerHook(interval='eval')"
             )
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:

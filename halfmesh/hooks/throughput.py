@@ -43,6 +43,10 @@ class ThroughputHook(Hook):
         is_number = isinstance(flops_per_sample, (int, float)) and not isinstance(flops_per_sample, bool)
         if flops_per_sample not in (None, "auto") and not (is_number and flops_per_sample > 0):  # type: ignore[operator]
             raise InputError(f"flops_per_sample={flops_per_sample!r}: expected a number greater than 0, 'auto' or None")
+        if tokens is not None and not callable(tokens):
+            raise InputError(
+                f"tokens={tokens!r}: expected a function from an Outcome to the number of its tokens, or None"
+            )
         self._tokens, self._given = tokens, flops_per_sample
         self._flops: dict[str, float] = {}
         """Of a sample, by dtype."""

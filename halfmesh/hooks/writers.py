@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..trainer.hook import Hook, Record
-from .files import RecordFile, is_again, replace_file, set_aside, trained_at
+from .files import RecordFile, begin_together, is_again, replace_file, set_aside, trained_at
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -26,11 +26,12 @@ class JSONLHook(Hook):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = RecordFile(Path(path))
+        self._path = Path(path)
+        self._file = RecordFile(self._path)
 
     def before_fit(self, trainer: Trainer) -> None:
-        if trainer.engine.context.rank == 0:
-            self._file.open(trainer.engine.global_step)
+        engine = trainer.engine
+        begin_together(engine.context, self._path, lambda: self._file.open(engine.global_step))
 
     def write(self, trainer: Trainer, record: Record) -> None:
         self._file.write(record)
@@ -56,15 +57,17 @@ class CSVHook(Hook):
         self._has = -1.0
 
     def before_fit(self, trainer: Trainer) -> None:
-        if trainer.engine.context.rank != 0:
-            return
+        engine = trainer.engine
+        begin_together(engine.context, self._path, lambda: self._begin(engine.global_step))
+
+    def _begin(self, step: int) -> None:
         self._rows, self._columns = [], []
-        if trainer.engine.global_step == 0:
+        if step == 0:
             set_aside(self._path)
         if self._path.exists():
             with self._path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
-            self._rows = [row for row in rows if int(row.get("step") or 0) <= trainer.engine.global_step]
+            self._rows = [row for row in rows if int(row.get("step") or 0) <= step]
         self._has = trained_at(self._rows)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         self._write_all()

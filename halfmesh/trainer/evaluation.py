@@ -15,9 +15,9 @@ from ..engine.handles import Handle
 from ..engine.samplers import ShardedSampler, StridedBatches
 from ..errors import InputError
 from ..tree import map_tensors
-from .hook import Hook
+from .hook import Hook, Record, add_measured
 from .loaders import shard_dataloader
-from .outcome import TARGETS, Outcome
+from .outcome import TARGETS, Outcome, checked
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -92,14 +92,14 @@ def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> 
         for hook in hooks:
             hook.before_eval(trainer)
         for batch in loader:
-            outcome = trainer.compute(engine, batch)
+            outcome = checked(trainer.compute(engine, batch))
             mean.add(outcome)
             for hook in hooks:
                 hook.after_eval_batch(trainer, outcome)
         loss = mean.take()
-        results = {} if loss is None else {"eval_loss": loss}
+        results: Record = {} if loss is None else {"eval_loss": loss}
         for hook in hooks:
-            results.update(hook.eval_results(trainer))
+            add_measured(results, hook, "eval_results", hook.eval_results(trainer))
     return results
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.engine import Engine
 from .evaluation import MeanLoss
-from .hook import Hook
+from .hook import Hook, refuse_nothing
 
 NAME = "trainer"
 """By which `engine.attach` knows it."""
@@ -31,7 +31,9 @@ class FitState:
         self.evaluated_at = -1
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: dict(hook.state_dict()) for name, hook in self._hooks.items()}
+        states = {
+            name: dict(refuse_nothing(hook, "state_dict", hook.state_dict())) for name, hook in self._hooks.items()
+        }
         return {
             "ranks": list(self._context.shape),
             "loss": self._loss.state_dict(),

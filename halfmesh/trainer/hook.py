@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError, show
+
 if TYPE_CHECKING:
     from ..amp.result import StepResult
     from .outcome import Outcome
@@ -80,3 +82,27 @@ class Hook:
 
     def write(self, trainer: Trainer, record: Record) -> None:
         """A record is complete: of training, or of an evaluation, whose names begin with "eval_"."""
+
+
+def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, Any]) -> None:
+    """Add what a `method` of `hook` has returned to `record`.
+
+    Raises:
+        InputError: it is no dict, or has a name that is in the record already, which would hide a number.
+    """
+    given = refuse_nothing(hook, method, given)
+    if twice := [name for name in given if name in record]:
+        raise InputError(
+            f"{type(hook).__name__}.{method} gives {', '.join(map(repr, twice))}, which the record has already; give "
+            "it another name (of a metric, or of a hook that is there twice)"
+        )
+    record.update(given)
+
+
+def refuse_nothing(hook: Hook, method: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a `method` of `hook` has returned. Raises InputError if that is no dict: a `return` was forgotten."""
+    if isinstance(given, Mapping):
+        return given
+    raise InputError(
+        f"{type(hook).__name__}.{method} returned {show(given)}; it has to return a dict of values by name, or {{}}"
+    )

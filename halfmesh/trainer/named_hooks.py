@@ -18,8 +18,8 @@ def make_hooks(given: Sequence[HookLike]) -> list[Hook]:
     Raises:
         RegistryError: no hook of that name. InputError: something else than a hook, or arguments that it does not take.
     """
-    if isinstance(given, (str, Mapping, Hook)):
-        raise InputError(f"hooks={given!r}: expected a list, hooks=[{given!r}]")
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InputError(f"hooks={given!r}: expected a list, hooks={[] if given is None else [given]!r}")
     return [_make(hook) for hook in given]
 
 

@@ -71,6 +71,15 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
 
 
+def checked(outcome: Outcome) -> Outcome:
+    """What a `compute` has returned, if it is an Outcome."""
+    if isinstance(outcome, Outcome):
+        return outcome
+    raise InputError(
+        f"compute returned a {type(outcome).__name__}; it has to return halfmesh.Outcome(loss, output, target, rows)"
+    )
+
+
 def count_rows(batch: Any) -> int:
     """The size of the first tensor's first dim; 1 where there is none."""
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch

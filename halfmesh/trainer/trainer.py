@@ -10,14 +10,14 @@ from typing import Any
 from ..amp.result import StepResult
 from ..engine.engine import Engine
 from ..engine.health.findings import judge_scale
-from ..errors import InputError
+from ..errors import InputError, refuse_below
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict
 from .fit_state import NAME, FitState
-from .hook import Hook, Record
+from .hook import Hook, Record, add_measured
 from .loaders import choose_eval_loader, choose_train_loader, with_last
 from .named_hooks import HookLike, make_hooks
-from .outcome import Compute, compute_batch
+from .outcome import Compute, checked, compute_batch
 
 _log = get_logger(__name__)
 
@@ -41,8 +41,13 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, *, compute: Compute = compute_batch, log_every: int = 10) -> None:
-        if log_every < 1:
-            raise InputError(f"log_every={log_every!r}: expected a number of updates, 1 or more")
+        if not isinstance(engine, Engine):
+            raise InputError(
+                f"Trainer takes the engine that halfmesh.initialize returns, not a {type(engine).__name__}"
+            )
+        if not callable(compute):
+            raise InputError(f"compute={compute!r}: expected a function f(engine, batch) that returns halfmesh.Outcome")
+        refuse_below(1, log_every=log_every)
         self.engine = engine
         self.compute = compute
         self.log_every = log_every
@@ -89,8 +94,8 @@ class Trainer:
         """
         if epochs is None and max_steps is None:
             raise InputError("fit needs an end: give it epochs=, max_steps=, or both")
-        _refuse_below(1, epochs=epochs, max_steps=max_steps, eval_steps=eval_steps)
-        _refuse_below(0, eval_interval=eval_interval)
+        refuse_below(1, epochs=epochs, max_steps=max_steps, eval_steps=eval_steps)
+        refuse_below(0, eval_interval=eval_interval)
         batches = choose_train_loader(self.engine, train)
         evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval or eval_steps else None
         if eval_steps is not None and evaluated is None:
@@ -152,6 +157,11 @@ class Trainer:
         self._call("after_save", path)
         return path
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether this `fit` evaluates, at the latest at its end."""
+        return self._evaluated is not None
+
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _train_epoch(self, batches: Iterable[Any]) -> bool:
@@ -171,7 +181,7 @@ class Trainer:
             for hook in before:
                 hook.before_batch(self, batch)
             engine.zero_grad()
-            outcome = self.compute(engine, batch)
+            outcome = checked(self.compute(engine, batch))
             engine.backward(outcome.loss)
             self.result = engine.step(last=is_last)
             self._loss.add(outcome)
@@ -229,7 +239,7 @@ class Trainer:
             record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
             self._warn_of_scale(record["loss_scale"])
         for hook in self._hooks:
-            record.update(hook.measure(self))
+            add_measured(record, hook, "measure", hook.measure(self))
         self._write(record)
 
     def _warn_of_scale(self, scale: float) -> None:
@@ -280,9 +290,3 @@ class Trainer:
             is_over = True
         finally:
             self.engine.detach(NAME, keep=is_over)
-
-
-def _refuse_below(least: int, **arguments: int | None) -> None:
-    for name, value in arguments.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise InputError(f"{name}={value!r}: expected a whole number, {least} or more")

@@ -393,7 +393,7 @@ def test_progress_of_an_epoch_that_goes_on(monkeypatch, capsys, tmp_path):
 def test_mistakes_of_hooks():
     with pytest.raises(halfmesh.InputError, match="mode='less': expected 'min'"):
         EarlyStopHook(mode="less")
-    with pytest.raises(halfmesh.InputError, match="every=0: expected a number of updates"):
+    with pytest.raises(halfmesh.InputError, match="every=0: expected a whole number, 1 or more"):
         CheckpointHook("x", every=0)
     with pytest.raises(halfmesh.InputError, match="on='test': expected 'eval' or 'train'"):
         MetricHook({}, on="test")
