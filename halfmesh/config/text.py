@@ -122,6 +122,8 @@ def read_json(path: Path) -> Any:
         raise ConfigError([f"not valid JSON: line {error.lineno}: {error.msg}"], str(path)) from error
     except ValueError as error:
         raise ConfigError([f"not valid JSON: {error}"], str(path)) from error
+    except RecursionError as error:
+        raise ConfigError(["it is nested too deep to be read"], str(path)) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -120,14 +120,15 @@ class RecordFile:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    """What is no text, as after a crash of the machine, is replaced: the line is no record then."""
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _step_of(line: str) -> float:
     """Of a line of an earlier run. One that was cut off in the middle goes, others that are no records stay."""
     try:
         return float(json.loads(line)["step"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return math.inf
     except (KeyError, TypeError):
         return -1
@@ -136,7 +137,7 @@ def _step_of(line: str) -> float:
 def _record_of(line: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -11,6 +11,9 @@ from ..errors import cut, did_you_mean
 from .outcome import Converted, NotUnderstood, Outcome, Rule, UnreadableError, Without
 from .source import Code, Source
 
+_MOST_SUGGESTED = 1000
+"""Values of a source that are looked up among similar names, at most."""
+
 
 def _nothing(source: Source) -> Mapping[str, Any]:
     return {}
@@ -99,7 +102,8 @@ def convert(origin: Origin, data: Mapping[Any, Any], world_size: int | None = No
 def _decide(origin: Origin, name: str, value: Any, source: Source) -> Outcome:
     rule = origin.rules.get(name) or _find_above(origin, name) or origin.others(name, value)
     if rule is None:
-        near = did_you_mean(name, [known for known in origin.rules if not known.endswith("*")])
+        few = len(source.names) <= _MOST_SUGGESTED  # each takes as long as all rules are many
+        near = did_you_mean(name, [known for known in origin.rules if few and not known.endswith("*")])
         return NotUnderstood(f"{origin.title} has no such key, or it is not known here{near}")
     if not rule.any_value:
         if isinstance(value, Code):

@@ -12,6 +12,15 @@ def is_on(source: Source, section: str) -> bool:
     return source.get(f"{section}.enabled") is True
 
 
+def unless_on(source: Source, section: str) -> Outcome | None:
+    """What a key of a section comes to that is off; None: the section is on."""
+    if is_on(source, section):
+        return None
+    if source.has(f"{section}.enabled") and source.get(f"{section}.enabled") is not False:
+        return NotUnderstood(f"whether {section} is on is not known: write {section}.enabled")
+    return Without(f"{section} is off, so this key has no effect")
+
+
 def zero_stage(source: Source) -> int:
     value = source.get("zero_optimization.stage", 0)
     return value if value in (1, 2, 3) and type(value) is int else 0
@@ -41,8 +50,8 @@ def scaler(key: str, kind: Any = number) -> Rule:
     """A key of the dynamic loss scale."""
 
     def do(value: Any, source: Source) -> Outcome:
-        if not is_on(source, "fp16"):
-            return Without("fp16 is off, so this key has no effect")
+        if (off := unless_on(source, "fp16")) is not None:
+            return off
         if source.get("fp16.loss_scale", 0) not in (0, None):
             return Without("loss_scale is static, so this key has no effect")
         read = kind(value)
@@ -59,8 +68,8 @@ def power(value: Any) -> float:
 
 
 def loss_scale(value: Any, source: Source) -> Outcome:
-    if not is_on(source, "fp16"):
-        return Without("fp16 is off, so this key has no effect")
+    if (off := unless_on(source, "fp16")) is not None:
+        return off
     scale = number(value)
     if scale == 0:
         return Converted({"fp16.loss_scale": "dynamic"})

@@ -14,11 +14,23 @@ _BLOCKS = no("blocks that repeat are found by themselves")
 
 
 def _kind(source: Source) -> str:
-    return str(source.get("distributed_type", "NO")).upper()
+    kind = source.get("distributed_type", "NO")
+    return "NO" if kind is False else str(kind).upper()  # YAML reads a plain NO as False
+
+
+def _only_under(kind: str, rule: Rule) -> Rule:
+    """A rule of a section that accelerate reads under one `distributed_type` only."""
+
+    def do(value: Any, source: Source) -> Outcome:
+        if source.has("distributed_type") and _kind(source) != kind:
+            return Without(f"distributed_type is {_kind(source)}, so accelerate does not read it")
+        return rule.do(value, source)
+
+    return Rule(do, any_value=rule.any_value)
 
 
 def _precision(value: Any, source: Source) -> Outcome:
-    key = one_of(value, {"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
+    key = one_of("no" if value is False else value, {"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
     if key == "fp8":
         return Without("there is no fp8 here; bf16 = dict(mode='torch') is nearest")
     if key is None:
@@ -30,8 +42,12 @@ def _precision(value: Any, source: Source) -> Outcome:
     return Converted({f"{key}.mode": mode}, look=look)
 
 
+def _older_fp16(value: Any, source: Source) -> Outcome:
+    return _precision("fp16" if flag(value) else "no", source)
+
+
 def _type(value: Any, source: Source) -> Outcome:
-    kind = str(value).upper()
+    kind = _kind(source)
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU"):
         return Converted(says="data parallelism takes the ranks that there are")
     if kind == "FSDP":
@@ -109,14 +125,14 @@ def _machines(value: Any, source: Source) -> Outcome:
 
 
 def _backend(value: Any, source: Source) -> Outcome:
-    if str(value).upper() == "NO":
+    if value is False or str(value).upper() == "NO":
         return Converted(says="nothing is compiled, as by default")
     return Converted({"compile.backend": str(value).lower()})
 
 
 def _compiled(key: str) -> Rule:
     def do(value: Any, source: Source) -> Outcome:
-        if str(source.get("dynamo_config.dynamo_backend", "NO")).upper() == "NO":
+        if str(source.get("dynamo_config.dynamo_backend", "NO")).upper() in ("NO", "FALSE"):
             return Without("without a backend nothing is compiled")
         return Converted({f"compile.{key}": value if key == "mode" else flag(value)})
 
@@ -158,6 +174,7 @@ _CALL = "Accelerator."
 
 RULES: dict[str, Rule] = {
     "mixed_precision": Rule(_precision),
+    "fp16": Rule(_older_fp16),
     "distributed_type": Rule(_type),
     "num_processes": Rule(_processes),
     "num_machines": Rule(_machines),
@@ -228,6 +245,9 @@ RULES: dict[str, Rule] = {
     f"{_CALL}step_scheduler_with_optimizer": Rule(lambda value, source: _advances(value)),
     "Accelerator.*": no("its place is an argument of initialize or of Trainer; see docs/migration/accelerate.md"),
 }
+for _name in list(RULES):
+    if _name.startswith(("fsdp_config.", "deepspeed_config.")):
+        RULES[_name] = _only_under("FSDP" if _name.startswith("fsdp") else "DEEPSPEED", RULES[_name])
 for _name in ("fsdp_config", "deepspeed_config", "dynamo_config", "megatron_lm_config", "fp8_config", "Accelerator"):
     RULES[_name] = Rule(lambda value, source: _empty(value), any_value=True)
 

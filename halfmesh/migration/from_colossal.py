@@ -84,7 +84,10 @@ def _microbatches(value: Any, source: Source) -> Outcome:
 
 
 def _chunks(value: Any, source: Source) -> Outcome:
-    return Converted({"parallel.pipeline.schedule": "interleaved", "parallel.pipeline.chunks": whole(value)})
+    chunks = whole(value)
+    if chunks == 1:
+        return Converted(says="1: each rank has one stage, as by default")
+    return Converted({"parallel.pipeline.schedule": "interleaved", "parallel.pipeline.chunks": chunks})
 
 
 def _placement(value: Any, source: Source) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import show
 from .convert import Origin
 from .deepspeed_values import (
     accumulation,
@@ -15,6 +16,7 @@ from .deepspeed_values import (
     scaler,
     switch,
     train_batch,
+    unless_on,
     world_size,
     zero,
 )
@@ -37,6 +39,8 @@ from .source import Source
 _BUFFERS = no("a detail of its buffers; parallel.data has bucket_mb (MiB, not elements), max_inflight and prefetch")
 _TRACKER = no("give Trainer.fit a hook: 'tensorboard', 'csv' or 'jsonl'")
 _LATER = no("halfmesh has nothing of the kind")
+_OF_TORCH = ("AdamW", "Adagrad", "SGD", "RMSprop", "Muon")
+"""Optimizers of DeepSpeed's configs that torch.optim has, besides Adam."""
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
 
 
@@ -67,8 +71,8 @@ def _apex(value: Any, source: Source) -> Outcome:
 
 def _apex_option(name: str) -> Rule:
     def do(value: Any, source: Source) -> Outcome:
-        if not is_on(source, "amp"):
-            return Without("amp is off, so this key has no effect")
+        if (off := unless_on(source, "amp")) is not None:
+            return off
         return Converted({f"fp16.{name}": value})
 
     return Rule(do)
@@ -80,11 +84,26 @@ def _adam(value: Any, source: Source) -> Outcome:
     if name.lower() in ("adam", "fusedadam"):
         decoupled = source.get("optimizer.params.adam_w_mode", True)
         name = "AdamW (DeepSpeed's Adam is, unless adam_w_mode is false)" if decoupled else "Adam"
+    elif name not in _OF_TORCH:
+        return Without(f"{reason}: torch has no {show(name)}, so take the class from where you have it")
     return Without(f"{reason}: torch.optim.{name}, with what optimizer.params says")
 
 
 def _cpu_checkpointing(value: Any, source: Source) -> Outcome:
-    return Converted({"activation_offload": True} if flag(value) else {}, says="activations stay on the device")
+    if not flag(value):
+        return Converted(says="activations stay on the device")
+    look = "the model's own calls of deepspeed.checkpointing go; what the blocks are called with waits on the host"
+    every = source.has("pipeline.activation_checkpoint_interval")  # which says what is checkpointed
+    return Converted({"activation_offload": True} | ({} if every else {"activation_checkpoint": "full"}), look=look)
+
+
+def _cpu_offload(what: str) -> Rule:
+    """The older form, a flag."""
+
+    def do(value: Any, source: Source) -> Outcome:
+        return offload(what).do("cpu" if flag(value) else "none", source)
+
+    return Rule(do)
 
 
 def _drop_last(value: Any, source: Source) -> Outcome:
@@ -102,8 +121,14 @@ _ZERO_BUFFERS = (
     *("overlap_comm", "round_robin_gradients", "ignore_unused_parameters", "use_all_reduce_for_fetch_params"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size", "sub_group_size"),
     *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "memory_efficient_linear"),
+    *("stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "override_module_apply"),
+    *("use_multi_rank_bucket_allreduce", "allgather_sequential", "legacy_stage1"),
+    *("cpu_offload_use_pin_memory", "log_trace_cache_warnings", "zeropp_loco_param", "mics_hierarchical_params_gather"),
 )
-_OFFLOAD_DETAILS = ("pin_memory", "buffer_count", "fast_init", "ratio", "nvme_path", "buffer_size", "max_in_cpu")
+_OFFLOAD_DETAILS = (
+    *("pin_memory", "buffer_count", "fast_init", "ratio", "nvme_path", "buffer_size", "max_in_cpu"),
+    *("pipeline", "pipeline_read", "pipeline_write", "super_offload"),
+)
 
 RULES: dict[str, Rule] = {
     "train_batch_size": Rule(train_batch),
@@ -132,17 +157,19 @@ RULES: dict[str, Rule] = {
     "zero_optimization.stage": Rule(zero),
     "zero_optimization.offload_optimizer.device": offload("optimizer states"),
     "zero_optimization.offload_param.device": offload("parameters"),
-    "zero_optimization.cpu_offload": no("its place is offload_optimizer.device now"),
+    "zero_optimization.cpu_offload": _cpu_offload("optimizer states"),
+    "zero_optimization.cpu_offload_params": _cpu_offload("parameters"),
+    "zero_optimization.mics_shard_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
+    "zero_optimization.zero_quantized_nontrainable_weights": no("weights travel in the mode's dtype"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
     "zero_optimization.zero_quantized_weights": no("weights travel in the mode's dtype"),
     "zero_optimization.zero_quantized_gradients": no("gradients travel in reduce_dtype"),
+    **{f"zero_optimization.{name}": _BUFFERS for name in _ZERO_BUFFERS},
     "zero_optimization.load_from_fp32_weights": no("engine.load takes masters from what a checkpoint has"),
     "zero_optimization.elastic_checkpoint": no("checkpoints are read on any number of ranks"),
-    "zero_optimization.*": _BUFFERS,
-    **{f"zero_optimization.{name}": _BUFFERS for name in _ZERO_BUFFERS},
     **{
         f"zero_optimization.{section}.{name}": no("a detail of its offloading; there is parallel.data.cpu_offload")
         for section in ("offload_optimizer", "offload_param")

@@ -107,13 +107,24 @@ def _bf16(value: Any, source: Source) -> Outcome:
     return Converted({"bf16.mode": "naive"} if flag(value) else {}, says="bf16 is off")
 
 
+_UNSCALED = Without("bf16 has the range of fp32, so the loss is not scaled")
+
+
+def _in_bf16(source: Source) -> bool:
+    return source.get("bf16") is True
+
+
 def _static(value: Any, source: Source) -> Outcome:
+    if _in_bf16(source):
+        return _UNSCALED
     if source.get("dynamic_loss_scale") is True:
         return Without("dynamic_loss_scale=True: the static scale has no effect")
     return Converted({"fp16.mode": "naive", "fp16.loss_scale": float(number(value))})
 
 
 def _dynamic(value: Any, source: Source) -> Outcome:
+    if _in_bf16(source):
+        return _UNSCALED
     if flag(value):
         look = "" if source.has("dynamic_loss_args.init_scale") else "the scale begins at 2**16 here, theirs at 2**32"
         return Converted({"fp16.mode": "naive", "fp16.loss_scale": "dynamic"}, look=look)
@@ -126,6 +137,8 @@ def _of_dynamic(*keys: str, look: str = "") -> Rule:
     """An argument of the dynamic scale, which has no effect on a static one."""
 
     def do(value: Any, source: Source) -> Outcome:
+        if _in_bf16(source):
+            return _UNSCALED
         if source.get("dynamic_loss_scale") is not True and source.has("static_loss_scale"):
             return Without("the scale is static_loss_scale: this has no effect")
         return Converted({"fp16.mode": "naive", **{f"fp16.{key}": number(value) for key in keys}}, look=look)
@@ -134,6 +147,8 @@ def _of_dynamic(*keys: str, look: str = "") -> Rule:
 
 
 def _factor(value: Any, source: Source) -> Outcome:
+    if _in_bf16(source):
+        return _UNSCALED
     factor = number(value)
     if factor <= 1:
         raise UnreadableError(f"{value!r} is not greater than 1")
@@ -152,20 +167,39 @@ def _sharded(value: Any, source: Source) -> Outcome:
     size = whole(value)
     if size == 1:
         return Converted(says="1: nothing is divided over data ranks")
-    settings: dict[str, Any] = {"parallel.data.strategy": "fsdp"}
-    look = ""
-    copies = _data_ranks(source)
-    if copies is None:
-        look = (
-            f"if there are more than {size} data ranks, write hybrid={size}: each {size} share one copy of the weights"
-        )
-    elif copies != size:
-        settings["parallel.data.hybrid"] = size
+    settings, look = _over_ranks(size, source)
     if not source.has("sdp_gradient_clipping"):
         settings["clip_grad_norm"] = 1.0
         look = f"{look}; " if look else ""
         look += "clip_grad_norm = 1.0 is what SageMaker does by default with sharded data parallelism"
     return Converted(settings, look=look)
+
+
+def _hybrid(value: Any, source: Source) -> Outcome:
+    """Of the library's version 2, over torch's FSDP; it clips nothing by itself."""
+    size = whole(value)
+    if size != 0:
+        settings, look = _over_ranks(size, source)
+        return Converted(settings, look=look)
+    if source.whole("tensor_parallel_degree", 1) > 1:
+        return Converted({"parallel.data.strategy": "fsdp"}, look="0: over as many data ranks as there are")
+    return Without("0: the FSDP in your script decides: if there is one, write parallel = dict(data='fsdp')")
+
+
+def _over_ranks(size: int, source: Source) -> tuple[dict[str, Any], str]:
+    """Settings of fsdp over `size` ranks, and what to look at."""
+    if size < 1:
+        raise UnreadableError(f"{size} is not a number of ranks")
+    settings: dict[str, Any] = {"parallel.data.strategy": "fsdp"}
+    copies = _data_ranks(source)
+    if copies is None:
+        look = (
+            f"if there are more than {size} data ranks, write hybrid={size}: each {size} share one copy of the weights"
+        )
+        return settings, look
+    if copies != size:
+        settings["parallel.data.hybrid"] = size
+    return settings, ""
 
 
 def _data_ranks(source: Source) -> int | None:
@@ -231,14 +265,18 @@ RULES: dict[str, Rule] = {
     "load_partition": no("stages are found anew, in no time"),
     "partition_file": no("stages are found anew, in no time"),
     "skip_tracing": no("nothing is traced with your data: shapes are found on tensors without memory"),
-    "hybrid_shard_degree": Rule(_sharded),
+    "hybrid_shard_degree": Rule(_hybrid),
+    "random_seed": to("seed", whole),
     "expert_parallel_degree": Rule(lambda value, source: _only_one(value, "experts are not divided over ranks")),
     "context_parallel_degree": Rule(lambda value, source: _only_one(value, "the sequence is not divided in attention")),
     "enabled": done("the config says it"),
     "smdistributed.modelparallel.enabled": done("the config says it"),
     "modelparallel.enabled": done("the config says it"),
     "smdistributed.dataparallel.enabled": done("data parallelism takes the ranks that are left; NCCL sends"),
+    "smdistributed.dataparallel.custom_mpi_options": no("variables of NCCL are set in the environment"),
     "torch_distributed.enabled": done("torchrun starts it"),
+    "pytorchddp.enabled": done("torchrun starts it; plain data parallelism is the default"),
+    "pytorchddp.custom_mpi_options": no("variables of NCCL are set in the environment"),
     "mpi.enabled": done("torchrun starts it; under mpirun use halfmesh.launch_from_openmpi"),
     "mpi.processes_per_host": Rule(_hosts),
     "mpi.custom_mpi_options": no("they belong to mpirun; variables of NCCL are set in the environment"),

@@ -12,6 +12,7 @@ from typing import Any
 from ..config.text import read_json, read_yaml
 from ..errors import ConfigError, InputError, cut, did_you_mean, show_name
 from .from_apex import POSITIONAL
+from .from_colossal import RULES
 from .source import Code
 from .static import UnknownValueError, evaluate, find_calls, read_assignments, read_call
 
@@ -85,9 +86,11 @@ def _read_pairs(given: str) -> dict[str, Any]:
 def _read_python(path: Path, origin: str) -> Mapping[Any, Any]:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
+        names = read_assignments(tree, {name.partition(".")[0] for name in RULES} if origin == "colossal" else ())
+    except (RecursionError, MemoryError):  # Python's parser says the latter of what is nested too deep
+        raise InputError(f"{path}: its expressions are nested too deep to be read") from None
     except (SyntaxError, ValueError, OSError) as error:
         raise InputError(f"{path}: it cannot be read ({cut(str(error))})") from None
-    names = read_assignments(tree)
     if origin == "colossal":
         return names
     found = _IN_PYTHON[origin](tree, names)

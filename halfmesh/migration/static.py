@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from .source import Code
@@ -28,11 +28,14 @@ class UnknownValueError(Exception):
     """A value is not known without running the file."""
 
 
-def read_assignments(tree: ast.Module) -> dict[str, Any]:
+def read_assignments(tree: ast.Module, imported: Container[str] = ()) -> dict[str, Any]:
     """The names that the file's top level binds, and their values; `Code` where they are not known.
 
     What could bind or change names in a way that is not followed (if, for, with, a change of an item, an import of
     everything) has an entry of its own, "line 7", with its text; names keep the values that they had before it.
+
+    Args:
+        imported: names that are values also where they are imported: `Code`.
     """
     found: dict[str, Any] = {}
     for statement in tree.body:
@@ -46,8 +49,10 @@ def read_assignments(tree: ast.Module) -> dict[str, Any]:
             case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
                 joined = ast.BinOp(ast.Name(name), op, value)
                 found[name] = _evaluate_or_code(joined, found)
-            case ast.Import() | ast.ImportFrom() if not _takes_all(statement):
+            case ast.Import():
                 continue
+            case ast.ImportFrom(names=names) if not _takes_all(statement):
+                found |= {name: Code(_text(statement)) for one in names if (name := one.asname or one.name) in imported}
             case ast.Expr(value=ast.Constant()) | ast.Pass():
                 continue
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

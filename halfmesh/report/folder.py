@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
 import sys
 from collections import deque
@@ -64,7 +65,7 @@ class RunFolder:
         if self._writes:
             try:
                 self._begin(ranks)
-            except OSError as error:
+            except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the answer
                 problem = cut(f"{type(error).__name__}: {error}")
         problem = engine.context.from_first(problem)
         if problem is not None:
@@ -92,8 +93,8 @@ class RunFolder:
         """Write a record of this moment: `values` (numbers, or tensors of one, as rank 0 has them), the number of
         updates, and of the last update noted the learning rate, the gradient norm if it is known, and the loss scale.
 
-        Reads the device, so not every update. Use the Trainer's names to have them drawn together: loss, eval_loss,
-        samples_per_s, memory_mib.
+        A value of yours that has the name of one of these takes its place. Reads the device, so not every update. Use
+        the Trainer's names to have them drawn together: loss, eval_loss, samples_per_s, memory_mib.
 
         Raises:
             InputError: a value is no number, or has a name that the record itself uses.
@@ -101,16 +102,16 @@ class RunFolder:
         _refuse_odd(values)
         if not self._writes:
             return
+        numbers = {name: _as_number(name, value) for name, value in values.items()}
         engine, last = self._engine, self._last
         record: dict[str, Any] = {"step": engine.global_step}
-        record |= {name: value if isinstance(value, (int, float)) else value.item() for name, value in values.items()}
         if last is not None:
             record["lr"] = last.lr
             if last.grad_norm is not None:
                 record["grad_norm"] = last.grad_norm
         if engine.config.precision is not None:
             record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
-        self.write(record)
+        self.write(record | numbers)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record that is complete, with a "step", and the updates skipped since the last one."""
@@ -221,7 +222,7 @@ def _read_list(path: Path, key: str) -> list[dict[str, Any]]:
         return []
     try:
         return [dict(item) for item in json.loads(path.read_text())[key]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         from ..hooks.files import set_aside
 
         set_aside(path)
@@ -231,7 +232,7 @@ def _read_list(path: Path, key: str) -> list[dict[str, Any]]:
 def _skips_of(line: str) -> list[int]:
     try:
         return [int(number) for number in json.loads(line).get(SKIPPED, [])]
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return []
 
 
@@ -262,10 +263,23 @@ def _refuse_odd(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if name in _OWN_NAMES:
             raise InputError(f"{name}= is what a record says by itself; give the value another name")
-        if not isinstance(value, (int, float)) and not hasattr(value, "item"):
-            raise InputError(
-                f"{name}={type(value).__name__} is no number; give record numbers, or tensors of one element"
-            )
+        if not isinstance(value, (int, float)) and (not hasattr(value, "item") or math.prod(_shape(value)) != 1):
+            raise _no_number(name, f"{type(value).__name__}{list(_shape(value)) or ''}")
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _as_number(name: str, value: Any) -> int | float:
+    number = value if isinstance(value, (int, float)) else value.item()
+    if not isinstance(number, (int, float)):
+        raise _no_number(name, type(number).__name__)
+    return number
+
+
+def _no_number(name: str, what: str) -> InputError:
+    return InputError(f"{name}={what} is no number; give record numbers, or tensors of one element")
 
 
 def _now() -> str:

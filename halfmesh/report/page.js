@@ -11,6 +11,13 @@ function nearest(steps, step) {
   return low > 0 && step - steps[low - 1] <= steps[low] - step ? low - 1 : low;
 }
 
+function readable(value) {
+  if (value === null) return "no number";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e15)) return value.toExponential(4).replace(/\.?0*e\+?/, "e");
+  return value.toLocaleString("en", { maximumSignificantDigits: 5 });
+}
+
 function show(svg, step) {
   const { left, right, low, high, chart } = Object.fromEntries(
     Object.entries(svg.dataset).map(([key, value]) => [key, key === "chart" ? value : Number(value)]));
@@ -25,8 +32,8 @@ function show(svg, step) {
   for (const line of drawn.lines) {
     const place = nearest(line.x, at);
     if (Math.abs(line.x[place] - at) > slack * 3) continue;
-    const value = line.y[place];
-    lines.push(`${line.label} ${value === null ? "no number" : value.toLocaleString("en", { maximumSignificantDigits: 5 })}`);
+    const elsewhere = line.x[place] === at ? "" : ` (update ${line.x[place].toLocaleString("en")})`;
+    lines.push(`${line.label} ${readable(line.y[place])}${elsewhere}`);
   }
   for (const marks of drawn.skips) {
     const near = marks.ranges.filter(([first, last]) => first <= at + slack && last >= at - slack).slice(0, 6);

@@ -16,6 +16,7 @@ from ..errors import InputError, cut, show_name
 from . import sections
 from .charts import WANTED, make_charts
 from .compare import set_keys
+from .facts import make_plain
 from .markup import Html, join, tag
 from .run import Run, read_runs
 
@@ -91,13 +92,13 @@ def as_data(runs: Sequence[Run]) -> dict[str, Any]:
             {
                 "name": run.name,
                 "path": str(run.path),
-                "sessions": run.sessions,
-                "plans": run.plans,
+                "sessions": make_plain(run.sessions),
+                "plans": make_plain(run.plans),
                 "last_step": run.last_step,
                 "skipped": run.skipped,
                 "skipped_steps": run.skipped_count,
                 "series": {name: {"step": s.steps, "value": s.values} for name, s in run.series.items()},
-                "precision": run.precision or None,
+                "precision": make_plain(run.precision) or None,
                 "notes": run.notes,
             }
             for run in runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -148,6 +149,21 @@ def test_a_gap_has_no_number(visit, folders):
     box = page.locator("#loss .tip").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 360
+
+
+def test_values_that_need_a_power_of_ten_and_updates_of_other_lines(visit, tmp_path):
+    for name, step, value in (("small", 1, 1.25e-12), ("later", 1000, 3e20)):
+        (tmp_path / name).mkdir()
+        records = [{"step": step, "lr": value}, {"step": 100_000, "lr": value}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    page = visit([tmp_path / "small", tmp_path / "later"], 1400)
+    page.locator("#lr svg.chart.wide").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#lr .tip").inner_text().splitlines() == [
+        "update 1",
+        "small 1.25e-12",
+        "later 3e20 (update 1,000)",
+    ]
 
 
 CONTRAST = """() => {

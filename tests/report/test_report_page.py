@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -225,3 +226,16 @@ def test_reports_need_no_torch(tmp_path):
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder)], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_json_is_json_whatever_the_files_hold(tmp_path):
+    folder = write_run(tmp_path / "run", make_config(config={"LIMIT": math.inf, "MANY": 10**400}))
+    (folder / "precision.json").write_text('{"report": {"skipped": NaN}}')
+    result = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    assert result.exit_code == 0
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    data = json.loads(result.stdout, parse_constant=refuse)
+    assert data["runs"][0]["sessions"][0]["config"]["LIMIT"] == "inf"

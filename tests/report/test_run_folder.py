@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dist_harness import run_ranks
@@ -78,7 +79,8 @@ def test_the_page_has_the_updates_that_were_skipped(tmp_path):
     records = [line for line in lines_of(tmp_path / "run") if "loss" in line]
     assert [line["step"] for line in records] == [5, 10, 12, 15, 20, 24]
     assert [line.get("skipped") for line in records] == [[3, 4], [9], None, None, None, [22]]
-    assert {"loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "memory_mib", "eval_loss"} == set(run.series)
+    names = {"loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "model_flops_per_s", "memory_mib", "eval_loss"}
+    assert set(run.series) == names
     session = run.session
     assert (session["status"], session["to_step"], session["world_size"]) == ("finished", 24, 1)
     assert session["versions"]["torch"] == torch.__version__
@@ -335,3 +337,52 @@ def test_two_ranks_write_one_folder(tmp_path):
     assert first
     assert second
     assert not {*first} & {*second}  # each block on one stage
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.tensor(1j), np.array("abc"), torch.ones(0), "x", [1]])
+def test_a_value_that_is_no_number(value, tmp_path):
+    engine = make()
+    with halfmesh.RunFolder(engine, tmp_path / "run") as run:
+        with pytest.raises(halfmesh.InputError, match=r"loss=.* is no number"):
+            run.record(loss=value)
+        run.record(loss=torch.ones(1, 1), other=np.float32(2))
+    assert lines_of(tmp_path / "run") == [{"step": 0, "loss": 1.0, "other": 2.0}]
+
+
+def test_a_value_of_ones_own_under_a_name_that_is_recorded(tmp_path):
+    engine = make()
+    with halfmesh.RunFolder(engine, tmp_path / "run") as run:
+        for images, labels in engine.dataloader:
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(images), labels))
+            run.note(engine.step())
+        run.record(lr=7.0)
+        run.record()
+    first, second = lines_of(tmp_path / "run")
+    assert first["lr"] == 7.0
+    assert second["lr"] == engine.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\x00", b"[" * 100_000])
+def test_bytes_that_are_no_text_do_not_stop_a_run_that_goes_on(damage, tmp_path):
+    engine = make()
+    with halfmesh.RunFolder(engine, tmp_path / "run") as run:
+        run.record(loss=1.0)
+    engine.save(tmp_path / "checkpoints")
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(damage + b"\n")
+    (tmp_path / "run" / "plan.json").write_bytes(damage)
+    engine = make()
+    for images, labels in engine.dataloader:
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(images), labels))
+        engine.step()
+    with halfmesh.RunFolder(engine, tmp_path / "run") as run:
+        run.record(loss=2.0)
+    assert [line["loss"] for line in lines_of(tmp_path / "run")] == [1.0, 2.0]
+
+
+def test_a_name_that_no_folder_can_have(tmp_path):
+    engine = make()
+    with pytest.raises(halfmesh.InputError, match="cannot be the folder of a run"):
+        halfmesh.RunFolder(engine, "a\0b")
