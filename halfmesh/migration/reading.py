@@ -72,7 +72,7 @@ def _read_pairs(given: str) -> dict[str, Any]:
     for pair in filter(None, re.split(r"[\s,]+", given)):
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise InputError(f"{show_name(pair)}: expected pairs such as opt_level=O2, with key=value in each")
+            raise InputError(f"{show_name(pair)}: expected key=value pairs, such as opt_level=O2")
         if key in pairs:
             raise InputError(f"{show_name(key)} is given twice")
         try:
