@@ -73,7 +73,7 @@ def _read_pairs(given: str) -> dict[str, Any]:
     for pair in filter(None, re.split(r"[\s,]+", given)):
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise InputError(f"{show_name(pair)}: expected pairs of key=value, as in opt_level=O2 loss_scale=128")
+            raise InputError(f"{show_name(pair)}: expected key=value pairs, such as opt_level=O2")
         if key in pairs:
             raise InputError(f"{show_name(key)} is given twice")
         try:
