@@ -6,6 +6,7 @@ from typing import Any
 
 from .convert import Origin
 from .outcome import Converted, Outcome, Rule, UnreadableError, Without, done, flag, no, number, one_of, text, to, whole
+from .sagemaker_scale import dynamic, factor, of_dynamic, static
 from .source import Source
 
 PREFIXES = (
@@ -107,54 +108,6 @@ def _bf16(value: Any, source: Source) -> Outcome:
     return Converted({"bf16.mode": "naive"} if flag(value) else {}, says="bf16 is off")
 
 
-_UNSCALED = Without("bf16 has the range of fp32, so the loss is not scaled")
-
-
-def _in_bf16(source: Source) -> bool:
-    return source.get("bf16") is True
-
-
-def _static(value: Any, source: Source) -> Outcome:
-    if _in_bf16(source):
-        return _UNSCALED
-    if source.get("dynamic_loss_scale") is True:
-        return Without("dynamic_loss_scale=True: the static scale has no effect")
-    return Converted({"fp16.mode": "naive", "fp16.loss_scale": float(number(value))})
-
-
-def _dynamic(value: Any, source: Source) -> Outcome:
-    if _in_bf16(source):
-        return _UNSCALED
-    if flag(value):
-        look = "" if source.has("dynamic_loss_args.init_scale") else "the scale begins at 2**16 here, theirs at 2**32"
-        return Converted({"fp16.mode": "naive", "fp16.loss_scale": "dynamic"}, look=look)
-    if source.has("static_loss_scale"):
-        return Converted(says="the scale is static_loss_scale")
-    return Converted({"fp16.mode": "naive", "fp16.loss_scale": 1.0}, look="a static scale of 1: SageMaker's default")
-
-
-def _of_dynamic(*keys: str, look: str = "") -> Rule:
-    """An argument of the dynamic scale, which has no effect on a static one."""
-
-    def do(value: Any, source: Source) -> Outcome:
-        if _in_bf16(source):
-            return _UNSCALED
-        if source.get("dynamic_loss_scale") is not True and source.has("static_loss_scale"):
-            return Without("the scale is static_loss_scale: this has no effect")
-        return Converted({"fp16.mode": "naive", **{f"fp16.{key}": number(value) for key in keys}}, look=look)
-
-    return Rule(do)
-
-
-def _factor(value: Any, source: Source) -> Outcome:
-    if _in_bf16(source):
-        return _UNSCALED
-    factor = number(value)
-    if factor <= 1:
-        raise UnreadableError(f"{value!r} is not greater than 1")
-    return Converted({"fp16.mode": "naive", "fp16.growth_factor": float(factor), "fp16.backoff_factor": 1 / factor})
-
-
 def _shard_state(value: Any, source: Source) -> Outcome:
     if not flag(value):
         return Converted(says="optimizer state is whole on each data rank, as by default")
@@ -236,13 +189,13 @@ RULES: dict[str, Rule] = {
     "fp16": Rule(_fp16),
     "fp16_params": Rule(_fp16),
     "bf16": Rule(_bf16),
-    "static_loss_scale": Rule(_static),
-    "dynamic_loss_scale": Rule(_dynamic),
-    "dynamic_loss_args.init_scale": _of_dynamic("initial_scale"),
-    "dynamic_loss_args.scale_window": _of_dynamic("growth_interval"),
-    "dynamic_loss_args.min_scale": _of_dynamic("min_scale"),
-    "dynamic_loss_args.delayed_shift": _of_dynamic("hysteresis"),
-    "dynamic_loss_args.scale_factor": Rule(_factor),
+    "static_loss_scale": Rule(static),
+    "dynamic_loss_scale": Rule(dynamic),
+    "dynamic_loss_args.init_scale": of_dynamic("initial_scale"),
+    "dynamic_loss_args.scale_window": of_dynamic("growth_interval"),
+    "dynamic_loss_args.min_scale": of_dynamic("min_scale"),
+    "dynamic_loss_args.delayed_shift": of_dynamic("hysteresis"),
+    "dynamic_loss_args.scale_factor": Rule(factor),
     "dynamic_loss_args.consecutive_hysteresis": no("hysteresis is refilled when the scale grows, and not before"),
     "optimizer": done("the optimizer that halfmesh.initialize is given"),
     "shard_optimizer_state": Rule(_shard_state),
