@@ -139,7 +139,7 @@ def test_pairs_and_dicts(given, expected):
     [
         ("confg.json", r"there is no such file; did you mean 'config.json'\?"),
         ("{'a': f()", "neither JSON nor a Python dict"),
-        ("a=1 b", "'?b'?: expected pairs of key=value, as in opt_level"),
+        ("a=1 b", "'?b'?: expected key=value pairs, such as opt_level"),
         ("a=1 a=2", "'?a'? is given twice"),
         ("list.json", r"its top level is a list"),
         ("text.toml", r"its ending is not one of \.py"),
