@@ -23,7 +23,7 @@ from .positions import Whereabouts
 PARTING_S = 0.1
 """What threads that wait for nothing but Python and a core need at most."""
 _numbers = itertools.count()
-"""Of the groups that this process has made in a store that outlives them; all ranks count alike."""
+"""Of the groups that this process has made; all ranks count alike."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Address:
 
     host: str
     port: int
+
+
+_hosted: dict[Address, dist.Store] = {}
+"""The stores that rank 0 keeps, to the end of the program: who comes first to the next group could not tell a store
+that is about to close from the next one at the same address, and would wait in it."""
 
 
 class OwnedGroup:
@@ -115,16 +120,26 @@ def let_threads_finish() -> None:
 
 
 def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
-    if address is None:
+    # It outlives the group, whose addresses would be taken for those of the next one: of one that this process has
+    # closed, or under torchrun that of ranks that --max-restarts has started again.
+    number = f"group_{next(_numbers)}"
+    if address is None and _agent_hosts_store():
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        if not _agent_hosts_store():
-            return store
-        # torchrun keeps the store, in which addresses of a group that is gone would be taken for those of the next one:
-        # one that this process has closed, or that of ranks that --max-restarts has started again. Agents of several
-        # machines count restarts differently.
+        # Agents of several machines count restarts differently.
         alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "any"
-        return dist.PrefixStore(f"restart_{restarts}/group_{next(_numbers)}", store)
+        return dist.PrefixStore(f"restart_{restarts}/{number}", store)
+    where = address or Address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
+    if where not in _hosted:
+        _hosted[where] = _host_store(place, address, timeout)
+    _hosted[where].set_timeout(timeout)
+    return dist.PrefixStore(number, _hosted[where])
+
+
+def _host_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
+    if address is None:
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        return store
     host = address.host.strip("[]")  # an IPv6 address as in a URL
     return dist.TCPStore(host, address.port, place.world_size, is_master=place.rank == 0, timeout=timeout)
 

@@ -214,6 +214,46 @@ def test_engines_one_after_the_other_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.distributed
+def test_engines_one_after_the_other_where_rank_0_keeps_the_store(tmp_path: Path) -> None:
+    """As under srun or mpirun: without torchrun's store."""
+    script = tmp_path / "train.py"
+    script.write_text(ONE_AFTER_THE_OTHER)
+    common = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+
+
+def launched_again(rank: int, world_size: int, port: int) -> list[float]:
+    sums = []
+    for number in range(3):
+        one = launch({}, rank, world_size, "127.0.0.1", port, device="cpu", verbose=False)
+        value = torch.tensor(float(rank + number))
+        dist.all_reduce(value)
+        sums.append(value.item())
+        one.close()
+    return sums
+
+
+@pytest.mark.distributed
+def test_launches_one_after_the_other_at_the_same_address() -> None:
+    assert run_ranks(launched_again, 2, free_port(), init=False, timeout=60) == [[1.0, 3.0, 5.0]] * 2
+
+
 # ---- devices
 
 
