@@ -25,7 +25,7 @@ def configs(
     One that is printed has what it imports of others in its place.
     """
     from ..errors import InputError, did_you_mean
-    from ..plan.writing import refuse_path
+    from ..plan.writing import put, refuse_path
 
     found = find_configs()
     if name is None:
@@ -49,9 +49,9 @@ def configs(
     if out is not None:
         try:
             refuse_path(out, force)
+            put(out, text)
         except InputError as error:
             raise typer.BadParameter(str(error)) from None
-        out.write_text(text, encoding="utf-8")
     if as_json:
         print(json.dumps({"name": stem, "about": describe(found[stem]), "config": text}, indent=2))
     else:

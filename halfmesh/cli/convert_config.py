@@ -40,7 +40,7 @@ def convert_config(
     from ..migration.convert import convert
     from ..migration.origins import ORIGINS
     from ..migration.reading import read
-    from ..plan.writing import refuse_path
+    from ..plan.writing import put, refuse_path
 
     if origin not in ORIGINS:
         raise typer.BadParameter(f"--from {origin}: allowed: {', '.join(ORIGINS)}{did_you_mean(origin, ORIGINS)}")
@@ -53,13 +53,13 @@ def convert_config(
             refuse_path(out, force)
         with contextlib.redirect_stdout(sys.stderr):
             conversion = convert(ORIGINS[origin], read(source, origin), world_size, device)
+        title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
+        text = writing.as_python(conversion, title, ORIGINS[origin].title)
+        writing.verify(text, conversion)
+        if out is not None:
+            put(out, text)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
-    text = writing.as_python(conversion, title, ORIGINS[origin].title)
-    writing.verify(text, conversion)
-    if out is not None:
-        out.write_text(text, encoding="utf-8")
     answer = writing.as_json(conversion, text)
     if as_json:
         print(json.dumps(answer, indent=2))

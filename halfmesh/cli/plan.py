@@ -69,10 +69,10 @@ def plan(
             Workers(max(2, count_cores()) if is_fresh else 1, is_fresh) as workers,
         ):
             found = search(wish, workers, lambda text: print(text, file=sys.stderr, flush=True))
+        if found.chosen is not None and out is not None:
+            writing.write(out, found.chosen, wish, found.rows)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-    if found.chosen is not None and out is not None:
-        writing.write(out, found.chosen, wish, found.rows)
     if found.chosen is not None and found.chosen.run is not None and picture is not None:
         pictures.draw(picture, found.chosen.candidate.config, found.chosen.run, model, wish.batch, wish.node)
     if as_json:

@@ -88,9 +88,17 @@ def refuse_target(path: Path, option: str, may_replace: bool) -> None:
         raise InputError(f"{option} {path}: it cannot be written; you need the right to, or another place")
 
 
+def put(path: Path, text: str) -> None:
+    """Raises InputError if the file cannot be written after all: a full disk, say."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {path} could not be written ({error}); give another place") from error
+
+
 def write(path: Path, row: Row, wish: Wish, rows: int) -> None:
     """Write the config of `row`, and read it again."""
     config = row.candidate.config
-    path.write_text(as_python(short(config.to_dict()), describe(row, wish, rows)))
+    put(path, as_python(short(config.to_dict()), describe(row, wish, rows)))
     if load_config(path) != config:
         raise RuntimeError(f"{path} does not say what was chosen; this is a bug")

@@ -47,6 +47,14 @@ def test_printed_and_written(source):
     assert run("colossal.py", "--from", "colossal", "--out", "config.py", "--force").exit_code == 0
 
 
+def test_a_full_disk(source):
+    (source / "config.py").symlink_to("/dev/full")
+    for command in (["convert-config", "colossal.py", "--from", "colossal"], ["configs", "naive_fp16"]):
+        result = CliRunner().invoke(app, [*command, "--out", "config.py", "--force"])
+        assert result.exit_code == 2
+        assert "No space left on device); give another place" in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_json(source):
     result = run("colossal.py", "--from", "colossal", "--world-size", "8", "--json")
     assert result.exit_code == 0
