@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from checkpoint_runs import make_engine
@@ -39,6 +41,23 @@ def test_state_goes_with_checkpoints(tmp_path):
     late.load(tmp_path)
     late.attach("count", later)
     assert later.value == 7
+
+
+def test_keys_of_any_kind(tmp_path):
+    class Seen(Counter):
+        def state_dict(self):
+            return self
+
+        def load_state_dict(self, state):
+            self.update(state)
+
+    engine, seen = make(), Seen({3: 1, "a": 2, (1, 2): 4})
+    engine.attach("seen", seen)
+    engine.save(tmp_path)
+    again, later = make(), Seen()
+    again.load(tmp_path)
+    again.attach("seen", later)
+    assert later == seen
 
 
 def test_state_that_nobody_takes_is_saved_on(tmp_path):

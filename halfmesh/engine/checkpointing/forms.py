@@ -118,8 +118,11 @@ COMMON = {
 OWN = {
     "random": {**_RANDOM, "rank": _count, "model": _optional(_generator), "host": _optional(_RANDOM)},
     "dataloader": _optional(_PLACE),
+    "attached": _all(lambda value: type(value) is dict),
 }
 """Of `common.pt`, and of `rank-00000.pt`. More than that may be there."""
+_LATER = frozenset({"attached"})
+"""What older checkpoints do not have."""
 
 
 def find_misfits(value: Any, form: Any, where: str = "") -> Iterator[str]:
@@ -131,7 +134,7 @@ def find_misfits(value: Any, form: Any, where: str = "") -> Iterator[str]:
         for key, inner in form.items():
             if key in value:
                 yield from find_misfits(value[key], inner, f"{where}.{key}".lstrip("."))
-            else:
+            elif key not in _LATER:
                 yield f"{where}.{key} is missing".lstrip(".")
     elif isinstance(form, list):
         if type(value) is not list:
