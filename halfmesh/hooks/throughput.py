@@ -69,8 +69,11 @@ class ThroughputHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         if self._given == "auto":
-            trained = sum(param.numel() for param in trainer.engine.model.parameters() if param.requires_grad)
-            self._is_due, self._counted_for = self._counted_for != trained, trained
+            engine = trainer.engine
+            trained = sum(param.numel() for param in engine.model.parameters() if param.requires_grad)
+            # All count, or none: a stage may hold as much as the one whose state was loaded, and the next one not.
+            self._is_due = any(engine.context.everyone(self._counted_for != trained))
+            self._counted_for = trained
         elif self._given is not None:
             self._flops = {_dtype(trainer): float(self._given)}
         self._reset()

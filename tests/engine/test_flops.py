@@ -293,3 +293,19 @@ def test_the_engine_has_seen_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
     engine.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def of_another_layout(rank, world_size):
+    """The state of rank 0 of a run with the same first stage: it fits here, and not on the other stage."""
+    engine, hook = make_engine("pp2", "none"), ThroughputHook()
+    trained = sum(param.numel() for param in engine.model.parameters() if param.requires_grad)
+    whole = engine.context.everyone(trained)
+    hook.load_state_dict({"flops": {FP32: 1.0}, "of": whole[0]})
+    halfmesh.Trainer(engine).fit(max_steps=2, hooks=[hook])
+    engine.close()
+    return whole[0] != whole[1], hook._flops
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_whether_to_count():
+    assert run_ranks(of_another_layout, 2, timeout=60) == [(True, {FP32: NET})] * 2
