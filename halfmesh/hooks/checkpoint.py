@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import refuse_below
+from ..run_files import replace_file
 from ..trainer.hook import Hook
-from .files import replace_file
 from .monitor import Monitor
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..run_files import RecordFile, begin_together, is_again, replace_file, set_aside, trained_at
 from ..trainer.hook import Hook, Record
-from .files import RecordFile, begin_together, is_again, replace_file, set_aside, trained_at
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -31,7 +31,7 @@ class JSONLHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         engine = trainer.engine
-        begin_together(engine.context, self._path, lambda: self._file.open(engine.global_step))
+        begin_together(engine.context, self._path, "file", lambda: self._file.open(engine.global_step))
 
     def write(self, trainer: Trainer, record: Record) -> None:
         self._file.write(record)
@@ -58,7 +58,7 @@ class CSVHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         engine = trainer.engine
-        begin_together(engine.context, self._path, lambda: self._begin(engine.global_step))
+        begin_together(engine.context, self._path, "file", lambda: self._begin(engine.global_step))
 
     def _begin(self, step: int) -> None:
         self._rows, self._columns = [], []

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import HalfmeshError, InputError, Preempted, cut, show_name
-from ..hooks.files import RecordFile, replace_file
+from ..errors import HalfmeshError, InputError, Preempted, cut
 from ..log import get_logger
+from ..run_files import RecordFile, begin_together, replace_file, set_aside
 from .facts import describe_ranks, describe_settings, make_plain
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED
 
@@ -61,18 +61,7 @@ class RunFolder:
         self._is_open = True
         self._sessions: list[dict[str, Any]] = []
         ranks = engine.context.everyone(describe_ranks(engine))
-        problem = None
-        if self._writes:
-            try:
-                self._begin(ranks)
-            except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the answer
-                problem = cut(f"{type(error).__name__}: {error}")
-        problem = engine.context.from_first(problem)
-        if problem is not None:
-            raise InputError(
-                f"{show_name(str(directory))} cannot be the folder of a run ({problem}); give a folder that rank 0 may "
-                "write to, or a name that is not there yet"
-            )
+        begin_together(engine.context, self.directory, "folder", lambda: self._begin(ranks))
 
     # -- while it trains ---------------------------------------------------------------------------------------
 
@@ -223,8 +212,6 @@ def _read_list(path: Path, key: str) -> list[dict[str, Any]]:
     try:
         return [dict(item) for item in json.loads(path.read_text())[key]]
     except (ValueError, KeyError, TypeError, RecursionError):
-        from ..hooks.files import set_aside
-
         set_aside(path)
         return []
 

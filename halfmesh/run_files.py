@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, cut, show_name
-from ..log import get_logger
+from .errors import InputError, cut, show_name
+from .log import get_logger
 
 if TYPE_CHECKING:
-    from ..parallel.context import ParallelContext
+    from .parallel.context import ParallelContext
 
 _log = get_logger(__name__)
 
@@ -43,8 +43,8 @@ def set_aside(path: Path) -> None:
     _log.info("%s was there already, and is %s now", path, old.name)
 
 
-def begin_together(context: ParallelContext, path: Path, begin: Callable[[], object]) -> None:
-    """Call `begin` on rank 0, which writes `path`. All ranks together.
+def begin_together(context: ParallelContext, path: Path, kind: str, begin: Callable[[], object]) -> None:
+    """Call `begin` on rank 0, which makes or writes `path`, a "file" or "folder". All ranks together.
 
     Raises:
         InputError: it cannot be written; on all ranks.
@@ -53,13 +53,13 @@ def begin_together(context: ParallelContext, path: Path, begin: Callable[[], obj
     if context.rank == 0:
         try:
             begin()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the answer
             problem = cut(f"{type(error).__name__}: {error}")
     problem = context.from_first(problem)
     if problem is not None:
         raise InputError(
-            f"{show_name(str(path))} cannot be the file of a run's records ({problem}); give a file that rank 0 may "
-            "write, or a name that is not there yet"
+            f"{show_name(str(path))} cannot be the {kind} of a run ({problem}); give a {kind} that rank 0 may write "
+            "to, or a name that is not there yet"
         )
 
 
