@@ -58,9 +58,7 @@ def measure(rank, world_size, layouts, how):
                 device="cpu",
             )
             del model
-            gc.collect()
-            tracker.look_again()
-            found[name] = tracker.alive - before, tracker.peak - before
+            found[name] = tracker.settled() - before, tracker.peak - before
         engine.close()
         del engine
     return found

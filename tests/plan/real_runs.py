@@ -24,9 +24,7 @@ def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, in
         engine = halfmesh.initialize(model, optim.AdamW, criterion, config=config, device="cpu")
         for step in range(3):
             engine.zero_grad()
-            gc.collect()
-            tracker.look_again()
-            kept, tracker.peak = tracker.alive, tracker.alive
+            kept = tracker.peak = tracker.settled()
             for _ in range(engine.config.gradient_accumulation):
                 loss = engine.criterion(engine(inputs), targets)
                 engine.backward(loss)
