@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter, not_
 
 import torch
 from torch import nn, optim
@@ -30,6 +31,8 @@ _ELEMENTWISE = (
     optim.ASGD,
     optim.Rprop,
 )
+
+_layout, _dtype = attrgetter("layout"), attrgetter("dtype")
 
 
 class Holdings:
@@ -116,8 +119,13 @@ class Holdings:
     @property
     def regrouped(self) -> bool:
         """Whether the groups hold other parameters than at the last `refresh`."""
-        known = [ids for _, ids, _ in self._seen]
-        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != known
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._seen):
+            return True
+        for group, (_, ids, _) in zip(groups, self._seen, strict=True):
+            if list(map(id, group["params"])) != ids:
+                return True
+        return False
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`, one of those trained."""
@@ -197,20 +205,17 @@ class Holdings:
         self._load_hook.remove()
 
     def _signature(self) -> list[tuple[list[bool], list[int], list[tuple[int, ...]]]]:
-        return [  # with `map`, because this is done at each step
-            (
-                [not group[key] for key in fused.DECISIVE if key in group],
-                list(map(id, group["params"])),
-                list(map(torch.Tensor.stride, group["params"])),
-            )
-            for group in self.optimizer.param_groups
-        ]
+        found = []
+        for group in self.optimizer.param_groups:  # with `map`, because this is done at each step
+            settings = list(map(not_, map(group.get, fused.DECISIVE)))
+            found.append((settings, list(map(id, group["params"])), list(map(torch.Tensor.stride, group["params"]))))
+        return found
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...] | None]]:
     """What gradients must have in common with what they belong to, for fused kernels. Sparse ones have no strides."""
-    if {tensor.layout for tensor in tensors} == {torch.strided}:
-        return list(zip([tensor.dtype for tensor in tensors], map(torch.Tensor.stride, tensors), strict=True))
+    if set(map(_layout, tensors)) == {torch.strided}:
+        return list(zip(map(_dtype, tensors), map(torch.Tensor.stride, tensors), strict=True))
     return [(tensor.dtype, tensor.stride() if tensor.layout is torch.strided else None) for tensor in tensors]
 
 

@@ -58,7 +58,7 @@ class SkipWatch:
         (self._counters if skips else self._in_a_row).add_(found)
         self._in_a_row.mul_(found)
         self._most += 1
-        if is_captured(found.device):
+        if self._late and is_captured(found.device):
             return
         if raise_now and bool(found):
             raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scalers) + _ADVICE)

@@ -103,7 +103,8 @@ class Stepper:
 
     def _publish(self, shards: Sequence[ParamShard]) -> None:
         """The targets of `shards` are new."""
-        self.holdings.publish(shards)
+        if self.holdings.masters:
+            self.holdings.publish(shards)
         if self.publisher is not None:
             self.publisher.stepped(shards)
 

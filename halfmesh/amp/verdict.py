@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -15,6 +16,8 @@ from ..strides import in_memory_order
 
 # A plain CPU norm of 40 M fp32 elements is 6e-3 too low; in chunks of this many elements the error is 3e-7.
 CHUNK = 65536
+
+_layout, _dtype, _device = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
 
 
 @dataclass(slots=True)
@@ -93,31 +96,16 @@ def first_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str | N
 def _local_norm(
     grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device, norm_type: float
 ) -> torch.Tensor:
-    """This rank's norm (0-dim float64), each element counted with its shard's weight.
-
-    Raises:
-        InputError: a gradient is sparse.
-    """
-    alike: dict[tuple[float, bool, torch.device], list[torch.Tensor]] = {}
-    for shard, grad in grads:
-        if grad.layout != torch.strided:
-            raise InputError(
-                f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
-                "gradient norm do not support; build its layer with sparse=False"
-            )
-        key = shard.weight, grad.dtype is torch.float64, grad.device
-        if key not in alike:
-            alike[key] = []
-        alike[key] += (grad,)
+    """This rank's norm (0-dim float64), each element counted with its shard's weight."""
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
     norms = []
-    for (weight, is_double, _), tensors in alike.items():
+    for (weight, dtype, _), tensors in _by_kind(grads).items():
         sizes = list(map(torch.Tensor.numel, tensors))
         whole = min(sizes) > 0 and max(sizes) <= CHUNK and all(map(torch.Tensor.is_contiguous, tensors))
         pieces = tensors if whole else [piece for tensor in tensors for piece in _chunks(tensor)]
         if not pieces:
             continue
-        accumulate = torch.float32 if common and not is_double else torch.float64
+        accumulate = torch.float32 if common and dtype is not torch.float64 else torch.float64
         each = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
         norm = norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type)
@@ -127,6 +115,30 @@ def _local_norm(
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _by_kind(
+    grads: Sequence[tuple[ParamShard, torch.Tensor]],
+) -> dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]]:
+    """The gradients by their shard's weight, their dtype and device. Mostly one kind; this is done at each step.
+
+    Raises:
+        InputError: a gradient is sparse.
+    """
+    tensors = [grad for _, grad in grads]
+    if set(map(_layout, tensors)) - {torch.strided}:
+        name, layout = next((shard.name, grad.layout) for shard, grad in grads if grad.layout != torch.strided)
+        raise InputError(
+            f"the gradient of {name!r} is sparse ({layout}), which loss scaling, clipping and the gradient norm do not "
+            "support; build its layer with sparse=False"
+        )
+    kinds = list(zip([shard.weight for shard, _ in grads], map(_dtype, tensors), map(_device, tensors), strict=True))
+    alike = {kind: tensors for kind in kinds[:1]}
+    if len(set(kinds)) > 1:
+        alike = {kind: [] for kind in kinds}
+        for kind, tensor in zip(kinds, tensors, strict=True):
+            alike[kind].append(tensor)
+    return alike
 
 
 def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
