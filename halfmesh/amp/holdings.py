@@ -51,6 +51,7 @@ class Holdings:
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
         guard: halfmesh's own hook around the optimizer's step.
+        refreshed: how often this was done; what was derived from this object before is out of date.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -76,6 +77,7 @@ class Holdings:
         self._model_params = {shard.param: shard.model_param for shard in shards}
         self._stamps: list[tuple[int, int]] = []  # of each of them, when its master was last rounded into it
         self.guard: RemovableHandle | None = None
+        self.refreshed = 0
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.refresh())
         self.refresh()
 
@@ -90,7 +92,7 @@ class Holdings:
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
         self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
-        self._forms = _forms([self.targets[id(s)] for s in self.trained])
+        self._forms = forms([self.targets[id(s)] for s in self.trained])
         fused.refuse_broken(self.optimizer)
         fused.switch_back(self.optimizer, self._switched)  # it may not be exact any more
         self._switched = set()
@@ -98,7 +100,9 @@ class Holdings:
             self._switched = fused.switch_to_fused(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
+        self.refreshed += 1
         self._known = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs
+        self._ids = [list(map(id, params)) for params in self._known]
         self._seen = self._signature()
 
     def take_over(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -119,13 +123,7 @@ class Holdings:
     @property
     def regrouped(self) -> bool:
         """Whether the groups hold other parameters than at the last `refresh`."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self._seen):
-            return True
-        for group, (_, ids, _) in zip(groups, self._seen, strict=True):
-            if list(map(id, group["params"])) != ids:
-                return True
-        return False
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._ids
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`, one of those trained."""
@@ -179,7 +177,7 @@ class Holdings:
 
     def fit(self, grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> bool:
         """Whether every parameter has a gradient that the optimizer can take as it is."""
-        return not self.masters and _forms([grad for s, grad in grads if s.main_grad is None]) == self._forms
+        return not self.masters and forms([grad for s, grad in grads if s.main_grad is None]) == self._forms
 
     def unfuse_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
@@ -212,7 +210,7 @@ class Holdings:
         return found
 
 
-def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...] | None]]:
+def forms(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...] | None]]:
     """What gradients must have in common with what they belong to, for fused kernels. Sparse ones have no strides."""
     if set(map(_layout, tensors)) == {torch.strided}:
         return list(zip(map(_dtype, tensors), map(torch.Tensor.stride, tensors), strict=True))

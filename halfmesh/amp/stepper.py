@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from ..errors import InputError
 from ..shard import ParamShard, Publisher
 from .direct_step import DirectStep
 from .holdings import Holdings
-from .master_weights import STREAM_BYTES, by_bytes
-from .staging import Staging
+from .master_weights import STREAM_BYTES
+from .parts import Part, Parts
 
 Grads = list[tuple[ParamShard, torch.Tensor]]
 
@@ -28,7 +27,7 @@ class Stepper:
         self._stepping = False
         self._guard = holdings.guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
         self._direct = DirectStep(self._optimizer, self._guard)
-        self._staging = Staging()
+        self._parts = Parts(holdings)
         self.publisher: Publisher | None = None
         """Takes new weights to other ranks."""
 
@@ -45,34 +44,29 @@ class Stepper:
             if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
                 return
             found_inf = None
+        if fits and self.publisher is None:
+            self.step_part([shard for shard, _ in grads], total, found_inf)
+            return
         if self.publisher is not None:
             self.publisher.begin()
-        parts = [grads] if fits and self.publisher is None else self._parts(grads)
-        everything = [shard for part in parts for shard, _ in part]
-        if fits and len(parts) == 1:
+        parts = self._parts.of(grads, self.publisher is not None, STREAM_BYTES)
+        held = [grad for _, grad in grads]
+        grads.clear()
+        attached = fits and len(parts) == 1
+        for part in parts if len(parts) > 1 else ():
+            part.hide()
+        for part in parts:
+            if not attached:
+                part.attach(held[: len(part.shards)])
+                del held[: len(part.shards)]
             try:
-                self.step_part(everything, total, found_inf)
+                self.step_part(part.shards, total, found_inf)
             except Exception:
-                self._give_up(everything)
+                self._give_up(parts)
                 raise
-            self._publish(everything)
-            self._end()
-            return
-        for part in parts if len(parts) > 1 else ():  # each steps all that have a gradient
-            for shard, _ in part:
-                if holdings.target(shard) is shard.param:
-                    shard.param.grad = None
-        for number, part in enumerate(parts):
-            shards = [shard for shard, _ in part]
-            self._attach(part, self._staging if self.holdings.streams else None, number)
-            try:
-                self.step_part(shards, total, found_inf)
-            except Exception:
-                self._give_up(everything)
-                raise
-            self._publish(shards)
-            for shard in shards:
-                holdings.target(shard).grad = None
+            self._publish(part)
+            if not attached:
+                part.detach()
         self._end()
 
     def step_part(
@@ -101,68 +95,24 @@ class Stepper:
         """The optimizer may step by itself again."""
         self._guard.remove()
 
-    def _publish(self, shards: Sequence[ParamShard]) -> None:
-        """The targets of `shards` are new."""
-        if self.holdings.masters:
-            self.holdings.publish(shards)
+    def _publish(self, part: Part) -> None:
+        """The targets of `part` are new."""
+        part.publish()
         if self.publisher is not None:
-            self.publisher.stepped(shards)
+            self.publisher.stepped(part.shards)
 
-    def _give_up(self, everything: Sequence[ParamShard]) -> None:
+    def _give_up(self, parts: list[Part]) -> None:
         """A hook of the user's has failed in a part. The model gets what its masters are all the same, and the others,
-        who wait for it, what this rank has of `everything` that the update steps."""
-        for shard in everything:
-            if self.holdings.target(shard) is not shard.param:
-                self.holdings.target(shard).grad = None
-        self._publish(everything)
+        who wait for it, what this rank has of all that the update steps."""
+        for part in parts:
+            part.detach_masters()
+            self._publish(part)
         self._end()
 
     def _end(self) -> None:
         if self.publisher is not None:
             self.publisher.finish()
         self.holdings.note_published()
-
-    def _parts(self, grads: Grads) -> list[Grads]:
-        """The gradients in the parts that are stepped one after another: several where fp32 copies are made of them,
-        or where new weights are taken to other ranks.
-
-        Empties `grads`.
-        """
-        targets = self.holdings.targets
-        pairs = {(grad.dtype, targets[id(shard)].dtype) for shard, grad in grads}
-        converts = any(source != target for source, target in pairs)
-        held = {id(shard): grad for shard, grad in grads}
-        sends = self.publisher is not None  # then what is stepped can be on its way while the rest is stepped
-        limit = STREAM_BYTES if (converts or sends) and self.holdings.streams else math.inf
-        buckets = by_bytes([shard for shard, _ in grads], limit) or [[]]  # without gradients, too, hooks run
-        grads.clear()
-        return [[(shard, held.pop(id(shard))) for shard in bucket] for bucket in buckets]
-
-    def _attach(self, part: Grads, staging: Staging | None, number: int) -> None:
-        """Give each target its gradient, in its own dtype and strides, and drop the one it is made from.
-
-        Empties `part`, the `number`th of the update; what is made lies in `staging`, if that is given.
-        """
-        targets = self.holdings.targets
-        given, sources = [], []
-        for shard, grad in part:
-            target = targets[id(shard)]
-            # Fused kernels need both alike. (Sparse gradients have no strides, and no such kernels.)
-            fits = grad.layout == torch.strided and grad.dtype == target.dtype and grad.stride() == target.stride()
-            if target is not shard.param:
-                shard.param.grad = shard.main_grad = None
-            if fits or grad.layout != torch.strided:
-                target.grad = grad.to(target.dtype)
-            else:
-                given.append(target)
-                sources.append(grad)
-        part.clear()
-        if given:
-            alike = len({(target.dtype, target.device) for target in given}) == 1
-            made = staging.views(given, number) if staging is not None and alike else [*map(torch.empty_like, given)]
-            torch_private.foreach_copy_(made, sources)
-            for target, grad in zip(given, made, strict=True):
-                target.grad = grad
 
     def _refuse_other_steps(self, *_: Any) -> None:
         if not self._stepping:

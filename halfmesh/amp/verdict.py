@@ -133,7 +133,7 @@ def _by_kind(
             "support; build its layer with sparse=False"
         )
     kinds = list(zip([shard.weight for shard, _ in grads], map(_dtype, tensors), map(_device, tensors), strict=True))
-    alike = {kind: tensors for kind in kinds[:1]}
+    alike = dict.fromkeys(kinds[:1], tensors)
     if len(set(kinds)) > 1:
         alike = {kind: [] for kind in kinds}
         for kind, tensor in zip(kinds, tensors, strict=True):

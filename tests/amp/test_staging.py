@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn, optim
 from updates import OPTIMIZERS, give, gradients, make_params, make_update
 
 from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
+from halfmesh.amp.parts import Parts
 from halfmesh.amp.recipe import Recipe
 from halfmesh.amp.staging import Staging
 from halfmesh.shard import ParamShard
@@ -18,39 +20,87 @@ BF16 = Recipe(torch.bfloat16, torch.bfloat16, False, True)
 def test_pieces_have_the_forms_of_their_targets():
     targets = [torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.zeros(3, 2).t(), torch.zeros(())]
     staging = Staging()
-    pieces = staging.views(targets, 0)
+    pieces = staging.views(targets)
     assert [p.shape for p in pieces] == [t.shape for t in targets]
     assert [p.stride() for p in pieces] == [t.stride() for t in targets]
     for number, piece in enumerate(pieces):
         piece.fill_(number)
     assert [p.unique().tolist() for p in pieces] == [[0.0], [1.0], [2.0]], "none lies in another"
-    again = staging.views(targets, 0)
-    assert all(a is b for a, b in zip(pieces, again, strict=True))
 
 
-def test_parts_share_the_memory_of_the_largest():
+def test_views_share_the_memory_of_the_largest():
     staging = Staging()
     small, large = [torch.zeros(3)], [torch.zeros(5), torch.zeros(2)]
-    staging.views(small, 0)
-    place = staging.views(large, 1)[0].data_ptr()
-    assert staging.views(small, 0)[0].data_ptr() == place
-    assert staging.views(large, 1)[0].data_ptr() == place
+    place = staging.views(large)[0].data_ptr()
+    assert staging.views(small)[0].data_ptr() == place
+    assert staging.views([torch.zeros(4, dtype=torch.float64)])[0].dtype == torch.float64
 
 
-def test_targets_that_are_laid_out_anew_get_other_pieces():
-    target = torch.zeros(2, 3, 4, 4)
-    staging = Staging()
-    assert staging.views([target], 0)[0].is_contiguous()
-    target.data = target.data.to(memory_format=torch.channels_last)
-    assert staging.views([target], 0)[0].stride() == target.stride()
+def make_parts(sizes, dtype=torch.bfloat16):
+    """Parts of an update with masters, their cutter, and what they are cut from."""
+    params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    update = make_update(params, OPTIMIZERS["adamw"], BF16)
+    pairs = [(shard, torch.zeros_like(shard.param)) for shard in update.holdings.trained]
+    return Parts(update.holdings), pairs, update
 
 
-def test_other_targets_get_other_pieces():
-    staging = Staging()
-    first = staging.views([torch.zeros(4)], 0)
-    assert staging.views([kept := torch.zeros(2, 2)], 0)[0].shape == kept.shape
-    assert first[0].shape == (4,)
-    assert staging.views([torch.zeros(4, dtype=torch.float64)], 0)[0].dtype == torch.float64
+def test_parts_share_the_memory_of_the_largest_whatever_their_order():
+    cutter, pairs, _ = make_parts([3, 9, 4])
+    small, large, middle = cutter.of(pairs, False, 4)
+    places = {part.memory[0].data_ptr() for part in (small, large, middle)}
+    assert len(places) == 1
+    assert large.memory[0].shape == (9,)
+
+
+def test_how_gradients_are_cut_is_remembered():
+    cutter, pairs, _ = make_parts([3, 9, 4])
+    first = cutter.of(pairs, False, 4)
+    assert cutter.of([(shard, grad.clone()) for shard, grad in pairs], False, 4) is first
+
+
+def to_fp32(pairs, update):
+    pairs[1] = pairs[1][0], pairs[1][1].float()
+
+
+def strided(pairs, update):
+    pairs[1] = pairs[1][0], torch.zeros(18, dtype=torch.bfloat16)[::2]
+
+
+def fewer(pairs, update):
+    del pairs[1]
+
+
+def in_another_order(pairs, update):
+    pairs.reverse()
+
+
+def laid_out_anew(pairs, update):
+    master = update.holdings.target(pairs[1][0])
+    master.data = torch.zeros(18)[::2]
+    assert update.holdings.changed()
+    update.holdings.refresh()
+
+
+def hooked(pairs, update):
+    update.optimizer.register_step_post_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [to_fp32, strided, fewer, in_another_order, laid_out_anew, hooked])
+def test_what_is_remembered_is_forgotten_when_something_changes(change):
+    cutter, pairs, update = make_parts([3, 9, 4])
+    first = cutter.of(pairs, False, 4)
+    change(pairs, update)
+    parts = cutter.of(pairs, False, 4)
+    assert parts is not first
+    assert [shard for part in parts for shard in part.shards] == [shard for shard, _ in pairs]
+    assert len(parts) == (1 if change is hooked else len(pairs))  # hooks of the user's want one step
+    for shard, _ in pairs:
+        shard.param.grad = torch.zeros_like(shard.param)
+    taken = iter(pairs)
+    for part in parts:
+        part.attach([next(taken)[1] for _ in part.shards])
+        assert all(target.grad.dtype == target.dtype for target in part.targets)
+        assert all(target.grad.shape == target.shape for target in part.targets)
 
 
 def test_parameters_without_a_master_are_stepped_once(monkeypatch):
@@ -86,7 +136,7 @@ def test_the_memory_stays_from_update_to_update(monkeypatch):
         for step in range(4):
             give(params, gradients(step))
             update.step()
-            places.append(update.stepper._staging._flat.data_ptr())
+            places.append(update.stepper._parts._staging._flat.data_ptr())
             assert all(master.grad is None for master in update.holdings.masters.values())
         assert len(set(places[1:])) == 1
-        assert update.stepper._staging._flat.numel() * 4 <= max(limit, 35 * 4)
+        assert update.stepper._parts._staging._flat.numel() * 4 <= max(limit, 35 * 4)

@@ -1,0 +1,123 @@
+"""The gradients of an update in parts that are stepped one after another, and where each gradient goes.
+
+How they are cut is the same from one update to the next as a rule, and is remembered: finding out costs more for every
+tensor than the update's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+
+from .. import torch_private
+from ..shard import ParamShard
+from .holdings import Holdings, forms
+from .master_weights import by_bytes, publish
+from .staging import Staging
+
+
+class Part:
+    """Shards that are stepped together.
+
+    Attributes:
+        shards: whose gradients these are.
+        targets: what the optimizer holds for each of them.
+    """
+
+    def __init__(self, holdings: Holdings, pairs: Sequence[tuple[ParamShard, torch.Tensor]]) -> None:
+        self.shards = [shard for shard, _ in pairs]
+        self.targets = [holdings.target(shard) for shard in self.shards]
+        self._replaced = [s for s, target in zip(self.shards, self.targets, strict=True) if target is not s.param]
+        self._masters = [(shard.param, holdings.target(shard)) for shard in self._replaced]
+        # Fused kernels need both alike. (Sparse gradients have no strides, and no such kernels.)
+        self._converted = [
+            place
+            for place, ((_, grad), target) in enumerate(zip(pairs, self.targets, strict=True))
+            if grad.layout == torch.strided and (grad.dtype, grad.stride()) != (target.dtype, target.stride())
+        ]
+        self.receiving = [self.targets[place] for place in self._converted]
+        """The targets whose gradients are made in their own dtype and strides."""
+        self.memory: list[torch.Tensor] | None = None
+        """For the gradients of `receiving`; None: new memory each time."""
+        taken = set(self._converted)
+        self._as_they_are = [place for place in range(len(self.shards)) if place not in taken]
+
+    def hide(self) -> None:
+        """Take their gradients from parameters that the optimizer holds itself: each part steps all that have one."""
+        for shard, target in zip(self.shards, self.targets, strict=True):
+            if target is shard.param:
+                shard.param.grad = None
+
+    def attach(self, grads: list[torch.Tensor]) -> None:
+        """Give each target its gradient, in its own dtype and strides, and drop the one it is made from."""
+        for shard in self._replaced:
+            shard.param.grad = shard.main_grad = None
+        for place in self._as_they_are:
+            self.targets[place].grad = grads[place].to(self.targets[place].dtype)
+        if self.receiving:
+            made = list(map(torch.empty_like, self.receiving)) if self.memory is None else self.memory
+            torch_private.foreach_copy_(made, [grads[place] for place in self._converted])
+            for target, grad in zip(self.receiving, made, strict=True):
+                target.grad = grad
+
+    def detach(self) -> None:
+        """The gradients are used."""
+        for target in self.targets:
+            target.grad = None
+
+    def detach_masters(self) -> None:
+        """The gradients of masters are of no use."""
+        for _, master in self._masters:
+            master.grad = None
+
+    def publish(self) -> None:
+        """Round the masters into the model."""
+        if self._masters:
+            publish(self._masters)
+
+
+class Parts:
+    """Cuts the gradients of one update after another.
+
+    Several parts are made where fp32 copies are made of gradients, so that few exist at a time, or where new weights
+    are taken to other ranks.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._staging = Staging()
+        self._shards: list[ParamShard] = []
+        self._known: object = None
+        self._parts: list[Part] = []
+
+    def of(self, pairs: Sequence[tuple[ParamShard, torch.Tensor]], sends: bool, limit: int) -> list[Part]:
+        """The parts of an update with these gradients, in this order.
+
+        Args:
+            sends: what is stepped can be on its way to others while the rest is stepped.
+            limit: bytes of fp32 gradients in a part.
+        """
+        holdings = self._holdings
+        shards = [shard for shard, _ in pairs]
+        streams = holdings.streams
+        now = (forms([grad for _, grad in pairs]), sends, limit, streams, holdings.refreshed)
+        if now == self._known and len(shards) == len(self._shards) and all(map(is_, shards, self._shards)):
+            return self._parts
+        converts = any(grad.dtype != holdings.target(shard).dtype for shard, grad in pairs)
+        buckets = by_bytes(shards, limit if (converts or sends) and streams else math.inf)
+        rest = iter(pairs)
+        self._parts = [Part(holdings, [next(rest) for _ in bucket]) for bucket in buckets or [[]]]  # hooks run anyway
+        if streams:
+            self._give_memory()
+        self._shards, self._known = shards, now
+        return self._parts
+
+    def _give_memory(self) -> None:
+        """One part is stepped after the other, in the same memory."""
+        sizes = {part: sum(target.numel() for target in part.receiving) for part in self._parts if part.receiving}
+        for part in sorted(sizes, key=sizes.__getitem__, reverse=True):  # so that there is enough for the next one, too
+            if len({(target.dtype, target.device) for target in part.receiving}) == 1:
+                part.memory = self._staging.views(part.receiving)
