@@ -103,7 +103,7 @@ class Parts:
         holdings = self._holdings
         shards = [shard for shard, _ in pairs]
         streams = holdings.streams
-        now = (forms([grad for _, grad in pairs]), sends, limit, streams, holdings.refreshed)
+        now = (forms([grad for _, grad in pairs]), sends, streams, holdings.refreshed)
         if now == self._known and len(shards) == len(self._shards) and all(map(is_, shards, self._shards)):
             return self._parts
         converts = any(grad.dtype != holdings.target(shard).dtype for shard, grad in pairs)

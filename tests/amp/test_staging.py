@@ -52,6 +52,17 @@ def test_parts_share_the_memory_of_the_largest_whatever_their_order():
     assert large.memory[0].shape == (9,)
 
 
+def test_a_part_of_several_dtypes_gets_memory_of_each():
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, dtype=torch.float64))]
+    update = make_update(params, OPTIMIZERS["adamw"], Recipe(torch.float32, None, False, False))
+    wide = {shard: torch.ones(8, dtype=shard.param.dtype) for shard in update.holdings.trained}
+    pairs = [(shard, ones[: 2 * shard.param.numel() : 2]) for shard, ones in wide.items()]
+    (part,) = Parts(update.holdings).of(pairs, False, 2**20)
+    part.attach([grad for _, grad in pairs])
+    assert [target.grad.dtype for target in part.targets] == [torch.float32, torch.float64]
+    assert all(bool((target.grad == 1).all()) for target in part.targets)
+
+
 def test_how_gradients_are_cut_is_remembered():
     cutter, pairs, _ = make_parts([3, 9, 4])
     first = cutter.of(pairs, False, 4)

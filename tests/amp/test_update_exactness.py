@@ -165,3 +165,37 @@ def test_one_master_gradient_at_a_time(monkeypatch):
     give(params, gradients(0))
     update.step()
     assert alive == [(1, 2), (1, 1), (1, 0)]
+
+
+def test_a_step_that_fails_in_a_part_leaves_nothing_half_done(monkeypatch):
+    """The model is what its masters are, and no master keeps a gradient."""
+    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.bfloat16, torch.bfloat16, False, True))
+    step, calls = update.optimizer.step, []
+
+    def fail():
+        step()
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no more")
+
+    update.optimizer.step = fail
+    give(params, gradients(0))
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(RuntimeError, match="no more"):
+        update.step()
+    assert [bool((param != old).any()) for param, old in zip(params, before, strict=True)] == [True, True, False]
+    for param in params:
+        master = update.holdings.masters[param]
+        assert master.grad is None
+        assert torch.equal(param, master.to(param.dtype))
+
+
+def test_hooks_run_where_no_parameter_has_a_gradient():
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.bfloat16, torch.bfloat16, False, True))
+    seen = []
+    update.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    update.step()
+    assert seen == [1]
