@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -45,9 +45,9 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
             f"fit was given a {type(train).__name__} that is not sharded over the data ranks; give it to initialize as "
             "its dataloader, and leave it out here. (fit also takes batches of your own that are on the device)"
         )
-    if not isinstance(train, Iterable):
+    if not isinstance(train, Iterable) or isinstance(train, (Mapping, str)):
         raise InputError(
-            f"fit was given a {type(train).__name__} to train on, which cannot be iterated; give batches, or "
+            f"fit was given a {type(train).__name__} to train on, which is no sequence of batches; give batches, or "
             "nothing for the engine's dataloader"
         )
     return train
