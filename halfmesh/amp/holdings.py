@@ -181,7 +181,7 @@ class Holdings:
 
     def unfuse_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
-        if not self.sparse and any(grad.layout != torch.strided for _, grad in grads):
+        if not self.sparse and set(map(_layout, [grad for _, grad in grads])) - {torch.strided}:
             self.sparse = True
             self.refresh()
 

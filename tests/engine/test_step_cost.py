@@ -92,6 +92,32 @@ def test_calls_of_python(precision, clip, share):
     assert ours < count_calls(by_hand(precision, clip, fused=True))
 
 
+def update_calls(mode, depth):
+    """Calls of `engine.step` alone, and how many tensors it steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {"fp16": {"mode": mode}, "clip_grad_norm": 1.0}
+    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu")
+    profile = cProfile.Profile()
+    for step in range(6):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(X[:, :4]), Y % 4))
+        if step > 2:  # before, state is made, and what is remembered is found out
+            profile.enable()
+        engine.step()
+        profile.disable()
+    return pstats.Stats(profile).total_calls / 3, 2 * depth
+
+
+@pytest.mark.parametrize("mode", ["torch", "naive"])
+def test_an_update_calls_nothing_for_each_tensor(mode):
+    """But torch's own check of each, in two calls."""
+    few, count = update_calls(mode, 3)
+    many, more = update_calls(mode, 13)
+    assert many - few == 2 * (more - count)
+
+
 @pytest.mark.parametrize(("precision", "clip"), CASES)
 def test_operations_of_torch(precision, clip):
     """Never more than the loop by hand with the fused optimizer."""
