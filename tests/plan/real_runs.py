@@ -13,7 +13,12 @@ from torch import optim
 import halfmesh
 
 
-def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, int, int]:
+def measure_all(rank: int, world_size: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[int, int, int]]:
+    """`measure` of one config after the other."""
+    return {name: measure(config) for name, config in configs.items()}
+
+
+def measure(config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes between two updates and at most within one, and elements of the parameters, of a run of `llama.small`."""
     torch.manual_seed(0)
     model, (inputs, targets), criterion = llama.small()
@@ -24,11 +29,14 @@ def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, in
         engine = halfmesh.initialize(model, optim.AdamW, criterion, config=config, device="cpu")
         for step in range(3):
             engine.zero_grad()
-            kept = tracker.peak = tracker.settled()
+            if step == 2:
+                kept = tracker.peak = tracker.settled()
             for _ in range(engine.config.gradient_accumulation):
                 loss = engine.criterion(engine(inputs), targets)
                 engine.backward(loss)
                 del loss
                 engine.step()
             assert engine.global_step == step + 1
-    return kept, tracker.peak, sum(param.numel() for param in engine.model.parameters())
+    numel = sum(param.numel() for param in engine.model.parameters())
+    engine.close()
+    return kept, tracker.peak, numel

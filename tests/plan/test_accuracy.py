@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dist_harness import run_ranks
-from real_runs import measure
+from real_runs import measure_all
 
 from halfmesh.config.load import load_config
 from halfmesh.plan.rehearsal import Place, rehearse
@@ -40,11 +40,21 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def real():
+    """What each rank of each run held: all runs of one size in one launch."""
+    found = {}
+    for size in {size for size, _ in LAYOUTS.values()}:
+        configs = {name: config for name, (of, config) in LAYOUTS.items() if of == size}
+        by_rank = run_ranks(measure_all, size, configs, init=size > 1, timeout=200)
+        found |= {name: [held[name] for held in by_rank] for name in configs}
+    return found
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_bytes_are_those_of_a_run(name):
+def test_bytes_are_those_of_a_run(name, real):
     size, config = LAYOUTS[name]
-    real = run_ranks(measure, size, config, init=size > 1)
-    for rank, (kept, peak, numel) in enumerate(real):
+    for rank, (kept, peak, numel) in enumerate(real[name]):
         plan = rehearse(load_config(config), "llama:small", (), Place(rank, size))
         assert plan.numel == numel
         assert plan.kept == pytest.approx(kept, rel=0.02)
