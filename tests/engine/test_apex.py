@@ -63,7 +63,7 @@ STAYS = {f"{norm}.{name}" for norm in ("affine", "sync") for name in ("weight", 
         (apex("O0"), None),
         (apex("O1"), None),
     ],
-    ids=str,
+    ids=["O2", "O3 but them", "O2 with them", "O3", "O0", "O1"],
 )
 def test_batchnorm_rule(config, stays):
     """BatchNorm with weights stays in fp32, statistics included; without weights it is cast, as are other norms."""
