@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn, optim
@@ -10,7 +12,7 @@ from updates import OPTIMIZERS, give, gradients, make_params, make_update
 from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
 from halfmesh.amp.parts import Parts
-from halfmesh.amp.recipe import Recipe
+from halfmesh.amp.recipe import FP32, Recipe
 from halfmesh.amp.staging import Staging
 from halfmesh.shard import ParamShard
 
@@ -112,6 +114,75 @@ def test_what_is_remembered_is_forgotten_when_something_changes(change):
         part.attach([next(taken)[1] for _ in part.shards])
         assert all(target.grad.dtype == target.dtype for target in part.targets)
         assert all(target.grad.shape == target.shape for target in part.targets)
+
+
+def lose_some(update, params, draw):
+    for param in params:
+        if draw() < 0.3:
+            param.grad = None
+
+
+def lay_out_gradients_anew(update, params, draw):
+    for param in params:
+        if param.grad is not None and param.dim() > 1 and draw() < 0.5:
+            param.grad = param.grad.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def sum_in_fp32(update, params, draw):
+    for shard in update.holdings.trained:
+        if shard.param.grad is not None and draw() < 0.5:
+            shard.main_grad, shard.param.grad = shard.param.grad.float(), None
+
+
+def write_into_the_model(update, params, draw):
+    with torch.no_grad():
+        params[0].mul_(0.5)
+
+
+def load_what_it_is(update, params, draw):
+    state = update.state_dict()
+    update.load_state_dict({**state, "masters": {name: value.clone() for name, value in state["masters"].items()}})
+
+
+def lay_out_masters_anew(update, params, draw):
+    target = update.holdings.target(update.holdings.shards[0])
+    target.data = target.data.t().contiguous().t() if target.is_contiguous() else target.data.contiguous()
+
+
+def hook_once(update, params, draw):
+    handle = update.optimizer.register_step_post_hook(lambda *_: handle.remove())
+
+
+EVENTS = [lose_some, lay_out_gradients_anew, sum_in_fp32, write_into_the_model, load_what_it_is, lay_out_masters_anew]
+EVENTS += [hook_once]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "rmsprop"])
+@pytest.mark.parametrize("limit", [60, 25 * 2**20])
+@pytest.mark.parametrize("recipe", [BF16, FP32], ids=["bf16", "fp32"])
+def test_what_is_remembered_changes_nothing(recipe, limit, name, monkeypatch):
+    """Whatever happens between two updates: the same bits as where nothing is remembered."""
+    monkeypatch.setattr(stepper, "STREAM_BYTES", limit)
+
+    def run(seed, remembers):
+        params = make_params()
+        update = make_update(params, OPTIMIZERS[name], recipe)
+        draw = random.Random(seed).random
+        weights = []
+        for step in range(12):
+            if not remembers:
+                update.stepper._parts = Parts(update.holdings)
+            give(params, gradients(step))
+            for event in EVENTS:
+                if draw() < 0.2:
+                    event(update, params, draw)
+            update.step()
+            weights += [param.detach().clone() for param in params]
+        return weights + [update.holdings.target(shard).detach().clone() for shard in update.holdings.shards]
+
+    for seed in range(8):
+        for ours, theirs in zip(run(seed, True), run(seed, False), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_parameters_without_a_master_are_stepped_once(monkeypatch):
