@@ -1,7 +1,8 @@
 # Needs make and a Python of at least 3.11; everything else goes into .venv here.
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
-#   make test     all tests                    make test-composition   many more of them: 40 minutes or so
+#   make test     all tests, 2 files at a time (WORKERS=0: one after the other)
+#   make test-composition   many more of them: 40 minutes or so
 #   make test-kills   training is killed 50 times, and goes on: benchmarks/results/kills.md, in 5 minutes or so
 #   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 20 minutes or so
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
@@ -17,6 +18,7 @@ INSTALLED := .venv/.installed
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
 RANKS ?= 2
 DEVICE ?= cpu
+WORKERS ?= 2
 
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
@@ -28,7 +30,7 @@ demo: $(INSTALLED)
 	  --config configs/naive_fp16.py --data digits --device $(DEVICE) --min-accuracy 95
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-composition: $(INSTALLED)
 	COMPOSITION=full $(BIN)/python -m pytest tests/composition

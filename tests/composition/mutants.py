@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from halfmesh.amp import optimizer as amp_optimizer
-from halfmesh.amp.holdings import Holdings
 from halfmesh.amp.loss_scales import LossScales
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
+from halfmesh.amp.parts import Part
 from halfmesh.engine.scheduling import LRAdvance
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context import ParallelContext
@@ -110,7 +110,7 @@ def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
 
 def masters_not_published(patch: pytest.MonkeyPatch) -> None:
     """The model never hears of what its masters have learned."""
-    patch.setattr(Holdings, "publish", lambda self, shards: None)
+    patch.setattr(Part, "publish", lambda self: None)
 
 
 def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:
