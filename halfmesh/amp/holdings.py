@@ -51,7 +51,7 @@ class Holdings:
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
         guard: halfmesh's own hook around the optimizer's step.
-        refreshed: how often this was done; what was derived from this object before is out of date.
+        refreshed: how often `refresh` ran; what others derived from this object before that is out of date.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
