@@ -118,7 +118,7 @@ class Holdings:
     def changed(self) -> bool:
         """Whether parameters were added or laid out anew since the last `refresh`, or settings that decide the
         implementation."""
-        return self._signature() != self._seen
+        return self.regrouped or self._signature() != self._seen
 
     @property
     def regrouped(self) -> bool:
@@ -202,12 +202,12 @@ class Holdings:
         fused.switch_back(self.optimizer, self._switched)
         self._load_hook.remove()
 
-    def _signature(self) -> list[tuple[list[bool], list[int], list[tuple[int, ...]]]]:
-        found = []
-        for group in self.optimizer.param_groups:  # with `map`, because this is done at each step
-            settings = list(map(not_, map(group.get, fused.DECISIVE)))
-            found.append((settings, list(map(id, group["params"])), list(map(torch.Tensor.stride, group["params"]))))
-        return found
+    def _signature(self) -> list[tuple[list[bool], list[tuple[int, ...]]]]:
+        """Of each group what decides the implementation. With `map`, because this is done at each step."""
+        return [
+            (list(map(not_, map(group.get, fused.DECISIVE))), list(map(torch.Tensor.stride, group["params"])))
+            for group in self.optimizer.param_groups
+        ]
 
 
 def forms(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...] | None]]:

@@ -133,11 +133,11 @@ def _by_kind(
             "support; build its layer with sparse=False"
         )
     kinds = list(zip([shard.weight for shard, _ in grads], map(_dtype, tensors), map(_device, tensors), strict=True))
-    alike = dict.fromkeys(kinds[:1], tensors)
-    if len(set(kinds)) > 1:
-        alike = {kind: [] for kind in kinds}
-        for kind, tensor in zip(kinds, tensors, strict=True):
-            alike[kind].append(tensor)
+    if len(set(kinds)) == 1:
+        return {kinds[0]: tensors}
+    alike: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {kind: [] for kind in kinds}
+    for kind, tensor in zip(kinds, tensors, strict=True):
+        alike[kind].append(tensor)
     return alike
 
 

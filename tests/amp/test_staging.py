@@ -38,9 +38,9 @@ def test_views_share_the_memory_of_the_largest():
     assert staging.views([torch.zeros(4, dtype=torch.float64)])[0].dtype == torch.float64
 
 
-def make_parts(sizes, dtype=torch.bfloat16):
+def make_parts(sizes):
     """Parts of an update with masters, their cutter, and what they are cut from."""
-    params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+    params = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
     update = make_update(params, OPTIMIZERS["adamw"], BF16)
     pairs = [(shard, torch.zeros_like(shard.param)) for shard in update.holdings.trained]
     return Parts(update.holdings), pairs, update

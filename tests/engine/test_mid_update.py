@@ -44,6 +44,16 @@ def test_parameters_are_added_between_updates_only(config):
 
 
 @pytest.mark.parametrize("config", [*MODES.values(), TWO_LOSSES, O2_LOSSES], ids=str)
+def test_parameters_are_exchanged_between_updates_only(config):
+    """Also for one that looks the same."""
+    engine = pair_engine(config)
+    engine.backward(engine(torch.ones(4)))
+    engine.optimizer.param_groups[0]["params"][0] = engine.model.second
+    with pytest.raises(InputError, match="parameters were added to the optimizer, or exchanged"):
+        engine.step()
+
+
+@pytest.mark.parametrize("config", [*MODES.values(), TWO_LOSSES, O2_LOSSES], ids=str)
 def test_what_backward_left_in_a_parameter_before_it_was_added_does_not_count(config):
     engine = pair_engine(config)
     for _ in range(2):

@@ -12,6 +12,8 @@ from torch import nn
 from updates import CountReads
 
 import halfmesh
+from benchmarks.counts import count_calls as count_calls_of
+from benchmarks.harness import Contender
 
 X, Y = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,21 +95,19 @@ def test_calls_of_python(precision, clip, share):
 
 
 def update_calls(mode, depth):
-    """Calls of `engine.step` alone, and how many tensors it steps."""
+    """Calls of `engine.step` alone (the median: a collection of garbage may call hooks), and how many tensors it
+    steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {"fp16": {"mode": mode}, "clip_grad_norm": 1.0}
     engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu")
-    profile = cProfile.Profile()
-    for step in range(6):
+
+    def before():
         engine.zero_grad()
         engine.backward(engine.criterion(engine(X[:, :4]), Y % 4))
-        if step > 2:  # before, state is made, and what is remembered is found out
-            profile.enable()
-        engine.step()
-        profile.disable()
-    return pstats.Stats(profile).total_calls / 3, 2 * depth
+
+    return count_calls_of(Contender("update", engine.step, model, before=before), steps=9), 2 * depth
 
 
 @pytest.mark.parametrize("mode", ["torch", "naive"])
