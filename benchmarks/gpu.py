@@ -23,7 +23,7 @@ from torch import nn
 import halfmesh
 
 from .contenders import Setup, adamw, update_of
-from .gpu_figures import NOT_MEASURED, SYNC_EVENTS, GpuRow, mfu, render, update_bytes
+from .gpu_figures import NOT_MEASURED, GpuRow, mfu, render, update_bytes, waits
 from .gpu_works import MODES, GpuWork, Mode, tiny_works, works
 from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Quartiles, take_turns
 from .machine import describe
@@ -87,8 +87,8 @@ def measure(work: GpuWork, mode: Mode, compiled: bool, device: str, rounds: int,
     each = makers(setup, mode, compiled)
     rows = {name: GpuRow(work.work.title, mode.name, compiled, name) for name, _ in each}
     try:
-        # Alone first, for the memory of each.
-        for name, make in each:
+        _warm_libraries(setup)
+        for name, make in each:  # alone first, for the memory of each
             _peak_alone(rows[name], make, setup.device)
         _side_by_side(rows, [(name, make) for name, make in each if not rows[name].missing], work, setup, rounds)
     except torch.OutOfMemoryError:
@@ -109,6 +109,13 @@ def measure(work: GpuWork, mode: Mode, compiled: bool, device: str, rounds: int,
     return list(rows.values())
 
 
+def _warm_libraries(setup: Setup) -> None:
+    """cuBLAS takes memory at its first product of each kind and keeps it: not on the first contender's account."""
+    for dtype in {torch.float32, setup.dtype or torch.float32}:
+        square = torch.ones(64, 64, device=setup.device, dtype=dtype, requires_grad=True)
+        nn.functional.linear(square, square, torch.ones(64, device=setup.device, dtype=dtype)).sum().backward()
+
+
 def _peak_alone(row: GpuRow, make: Callable[[], Contender], device: torch.device) -> None:
     """Bytes a parameter at the peak of a step, or why there is no such contender, into `row`."""
     _free()
@@ -116,10 +123,13 @@ def _peak_alone(row: GpuRow, make: Callable[[], Contender], device: torch.device
     base = torch.cuda.memory_allocated() if cuda else 0
     try:
         contender = make()
+        contender.run(3)
     except NotImplementedError as error:
         row.missing = str(error).strip().splitlines()[-1].strip(" -")
         return
-    contender.run(3)
+    except torch.OutOfMemoryError:
+        row.missing = "not enough memory"
+        return
     row.parameters = sum(param.numel() for param in contender.model.parameters())
     if cuda:
         torch.cuda.synchronize()
@@ -150,12 +160,17 @@ def _side_by_side(rows: dict[str, GpuRow], each: Makers, work: GpuWork, setup: S
     updates = {row.name: row.wall for row in take_turns(contenders, rounds, 1, tails)}
     for contender in contenders:
         row, seconds = rows[contender.name], timed[contender.name]
-        row.ratio = str(Quartiles.of([mine / base for mine, base in zip(seconds, timed[LOOP], strict=True)]))
-        over = Quartiles.of([mine / base for mine, base in zip(seconds, timed[FUSED], strict=True)])
-        row.over_fused = f"{over.median:.3f}"
+        if LOOP in timed:
+            row.ratio = str(_ratios(seconds, timed[LOOP]))
+        if FUSED in timed:
+            row.over_fused = f"{_ratios(seconds, timed[FUSED]).median:.3f}"
         row.seconds, row.tail = statistics.median(seconds), statistics.median(updates[contender.name])
         row.syncs = count_syncs(contender, setup.device)
         _close(contender)
+
+
+def _ratios(seconds: Sequence[float], base: Sequence[float]) -> Quartiles:
+    return Quartiles.of([mine / other for mine, other in zip(seconds, base, strict=True)])
 
 
 def _timers(device: torch.device) -> tuple[Callable[..., tuple[float, float]], Callable[..., tuple[float, float]]]:
@@ -185,18 +200,13 @@ def _timers(device: torch.device) -> tuple[Callable[..., tuple[float, float]], C
 
 
 def count_syncs(contender: Contender, device: torch.device, steps: int = 3) -> dict[str, float]:
-    """How often each of `SYNC_EVENTS` is in a step."""
+    """As `waits`."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities) as seen:
         contender.run(steps)
-    counts = dict.fromkeys(SYNC_EVENTS, 0.0)
-    for event in seen.key_averages():
-        for name in SYNC_EVENTS:
-            if event.key.startswith(name):  # copies are named with what they copy between
-                counts[name] += event.count / steps
-    return counts
+    return waits({event.key: event.count for event in seen.key_averages()}, steps)
 
 
 def measure_bandwidth(device: str, size: int = COPIED) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 # Dense peaks in FLOP/s: (fp32 without TF32, fp16 and bf16 with fp32 sums). From NVIDIA's data sheets of each; where a
@@ -22,8 +22,18 @@ PEAKS: list[tuple[str, float, float]] = [
     (r"\bT4\b", 8.1e12, 65e12),
 ]
 NOT_MEASURED = "not measured"
-SYNC_EVENTS = ("cudaStreamSynchronize", "cudaEventSynchronize", "Memcpy DtoH", "aten::_local_scalar_dense")
-"""What torch.profiler shows where the host waits. A synchronising copy has several of them, so none is added up."""
+SYNC_EVENTS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+"""What torch.profiler shows where the host waits for the device: the first for a number that is read. (Not so a copy that
+nobody waits for, or a read of torch's step counters, which are on the host.)"""
+_LAUNCH = "cudaLaunchKernel"
+
+
+def waits(events: Mapping[str, int], steps: int) -> dict[str, float]:
+    """How often each of `SYNC_EVENTS` is in a step, of the profiler's counts by name; empty if it saw no kernel launched,
+    because then it sees nothing of the device."""
+    if not any(name.startswith(_LAUNCH) for name in events):
+        return {}
+    return {name: events.get(name, 0) / steps for name in SYNC_EVENTS}
 
 
 def peak_flops(device_name: str, half: bool) -> float | None:

@@ -58,8 +58,22 @@ def foreach_norm(tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by the 0-dim `factor`, without reading it on the host."""
-    torch._foreach_mul_(list(tensors), factor)
+    """Multiply each tensor in place by the 0-dim fp32 `factor`, without reading it on the host; rounds once."""
+    halves = [] if factor.device.type == "cpu" else [tensor for tensor in tensors if tensor.dtype.itemsize == 2]
+    for tensor in halves:
+        multiply_wide_(tensor, factor)
+    others = [tensor for tensor in tensors if tensor.dtype.itemsize != 2] if halves else list(tensors)
+    if others:
+        torch._foreach_mul_(others, factor)
+
+
+def multiply_wide_(tensor: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply a half-precision tensor in place by the 0-dim fp32 `factor`, in fp32.
+
+    CUDA's kernels would round a factor without dimensions to half precision first: 1/3 to 0.334 in bf16, and an
+    unscaling by more than 2**25 to 0 in fp16. One with a dimension takes part in type promotion.
+    """
+    torch.mul(tensor, factor if tensor.dim() == 0 else factor.reshape(1), out=tensor)
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from test_readme import check, find_blocks, find_python
+from versions import TORCH
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "planning.md").read_text()
 
 
+@pytest.mark.skipif(TORCH < (2, 15), reason="other versions of torch keep a little more or less at the peak")
 def test_a_model_of_70_billion_parameters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "big.py").write_text(find_python(PAGE, "big.py"))

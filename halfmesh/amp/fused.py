@@ -33,7 +33,6 @@ def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
         if left_open and not half and _exact(group, optimizer):
             group["fused"], group["foreach"] = True, False
             switched.add(index)
-    _move_step_counters(optimizer)
     return switched
 
 
@@ -127,11 +126,13 @@ def _equals_plain(kind: type[optim.Optimizer], device: torch.device, dtype: torc
     return unscaled and torch.allclose(fused, plain, atol=1e-2)
 
 
-def _move_step_counters(optimizer: optim.Optimizer) -> None:
-    """A fused step counter lives beside its parameter; that of an optimizer that has already stepped is on the CPU."""
+def place_step_counters(optimizer: optim.Optimizer) -> None:
+    """Those of fused groups beside their parameters, as fp32; those that the host reads at each step on the CPU."""
+    if type(optimizer) not in _TAKES_SCALE:
+        return
     for group in optimizer.param_groups:
-        if group.get("fused"):
-            for param in group["params"]:
-                step = optimizer.state[param].get("step") if param in optimizer.state else None
-                if isinstance(step, torch.Tensor):
-                    optimizer.state[param]["step"] = step.to(param.device, torch.float32)
+        read = not group.get("fused") and not group.get("capturable")
+        for param in group["params"]:
+            step = optimizer.state[param].get("step") if param in optimizer.state else None
+            if isinstance(step, torch.Tensor) and (read or group.get("fused")):
+                optimizer.state[param]["step"] = step.cpu() if read else step.to(param.device, torch.float32)

@@ -98,6 +98,7 @@ class Holdings:
         self._switched = set()
         if self._rules.fused == "auto" and not self.sparse:
             self._switched = fused.switch_to_fused(self.optimizer)
+        fused.place_step_counters(self.optimizer)
         fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         self.refreshed += 1
@@ -200,6 +201,7 @@ class Holdings:
     def close(self) -> None:
         """Remove the hook from the optimizer, and leave its implementation to torch again."""
         fused.switch_back(self.optimizer, self._switched)
+        fused.place_step_counters(self.optimizer)
         self._load_hook.remove()
 
     def _signature(self) -> list[tuple[list[bool], list[tuple[int, ...]]]]:

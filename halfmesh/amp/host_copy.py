@@ -9,7 +9,10 @@ import torch
 
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is made of what runs now: then the host can read nothing, and does nothing in a replay."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # it need not be the current one
+        return torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:
@@ -27,7 +30,7 @@ class HostCopy:
             copied = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
             copied.copy_(joined, non_blocking=True)
             self._ready = torch.cuda.Event()
-            self._ready.record()
+            self._ready.record(torch.cuda.current_stream(values[0].device))
             self._values = copied.unbind()
 
     @property

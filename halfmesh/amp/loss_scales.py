@@ -100,10 +100,11 @@ class LossScales:
         if not self.several:
             return None
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        one = torch.ones_like(zero)  # made there: a CUDA graph cannot capture a copy from the host
         losses = range(len(self.scalers))
-        used = torch.tensor([float(loss_id in self._nonfinite) for loss_id in losses], dtype=torch.float64)
+        used = torch.stack([one if loss_id in self._nonfinite else zero for loss_id in losses])
         found = torch.stack([self._nonfinite.get(loss_id, zero) for loss_id in losses])
-        return torch.stack([found, used.to(self._device, non_blocking=True)])
+        return torch.stack([found, used])
 
     def update(self, verdict: Verdict) -> None:
         """Move the scales that were used in this update, on any rank."""

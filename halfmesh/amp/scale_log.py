@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..log import get_logger
-from .host_copy import HostCopy
+from .host_copy import HostCopy, is_captured
 
 _log = get_logger(__name__)
 
@@ -23,7 +23,9 @@ class ScaleLog:
         self.note(scales)
 
     def note(self, scales: Sequence[torch.Tensor]) -> None:
-        """The scales after an update. Logs what has arrived so far."""
+        """The scales after an update. Logs what has arrived so far. (Of the replays of a CUDA graph nothing is told.)"""
+        if is_captured(scales[0].device):
+            return
         self._pending.append(HostCopy([scale.clone() for scale in scales]))  # scalers change theirs in place
         while self._pending and self._pending[0].arrived:
             self._tell(self._pending.popleft().read())

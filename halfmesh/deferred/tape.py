@@ -176,7 +176,7 @@ class Tape:
         cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
         with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
             if op.seed is not None:
-                torch.manual_seed(op.seed)
+                _seed(op.seed, cuda)
             results = tensors_in(op.function(*args, **kwargs))
         for place, view in op.makes:
             result = results[place]
@@ -188,6 +188,14 @@ class Tape:
             if torch_private.leaves_unset(op.function):
                 result.zero_()  # or ranks would start from different leftovers
             storages[view.memory] = result.untyped_storage()
+
+
+def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
+    """Seed what `fork_rng(cuda)` puts back. `torch.manual_seed` would seed every device, for good."""
+    torch.default_generator.manual_seed(seed)
+    for device in cuda:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

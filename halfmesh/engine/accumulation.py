@@ -57,8 +57,10 @@ class Accumulation:
                 f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} was "
                 "given; return the summed loss and the number it is to be divided by, or use loss_reduction='mean'"
             )
-        total = _scalar(loss[0])
-        return total, torch.as_tensor(loss[1], dtype=torch.float64, device=total.device).detach()
+        total, weight = _scalar(loss[0]), loss[1]
+        if isinstance(weight, torch.Tensor):
+            return total, weight.detach().to(total.device, torch.float64, non_blocking=True)
+        return total, torch.full((), float(weight), dtype=torch.float64, device=total.device)  # no copy to wait for
 
     def divisor(self, microbatches: int) -> float | torch.Tensor:
         """What the gradients of a cycle of `microbatches` still have to be divided by. Weighted: one all-reduce."""

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu
-from benchmarks.gpu_figures import SYNC_EVENTS, GpuRow, Shape, mfu, peak_flops, render, update_bytes
+from benchmarks.gpu_figures import SYNC_EVENTS, GpuRow, Shape, mfu, peak_flops, render, update_bytes, waits
 from benchmarks.gpu_works import MODES, gpt, tiny_works, vit
 from benchmarks.harness import AGAIN, FUSED, HALFMESH, LOOP
 
@@ -68,7 +68,7 @@ def test_page_without_a_gpu(tmp_path, monkeypatch, capsys):
 def test_a_row_of_the_table():
     row = GpuRow("a model", "fp32", False, HALFMESH, "0.9 [0.8, 1.0]", "0.95", 0.5, 0.2, 100, 0.1)
     row.syncs, row.bytes_per_parameter, row.mfu = dict.fromkeys(SYNC_EVENTS, 0.0), 16.25, 0.4
-    assert f"| fp32 | no | {HALFMESH} | 0.9 [0.8, 1.0] | 0.95 | 500 | 2 | 0, 0, 0, 0 | 16.2 | 40.0% |" in render(
+    assert f"| fp32 | no | {HALFMESH} | 0.9 [0.8, 1.0] | 0.95 | 500 | 2 | 0, 0 | 16.2 | 40.0% |" in render(
         [row], []
     )
 
@@ -103,11 +103,35 @@ def test_without_memory_the_case_is_a_line(monkeypatch):
 
 
 def test_waits_are_counted():
-    def step():
-        return torch.ones(()) * torch.ones(()).item()
+    """Not what looks like one: step counters on the host, and copies to it that nobody waits for."""
+    seen = {"cudaLaunchKernel": 90, "cudaStreamSynchronize": 6, "aten::_local_scalar_dense": 58, "Memcpy DtoH": 3}
+    assert waits(seen, steps=3) == {"cudaStreamSynchronize": 2.0, "cudaEventSynchronize": 0.0}
+    assert waits({"aten::mul": 3}, steps=3) == {}
 
-    counts = gpu.count_syncs(gpu.Contender("a", step, torch.nn.Identity()), torch.device("cpu"), 2)
-    assert counts == {**dict.fromkeys(SYNC_EVENTS, 0.0), "aten::_local_scalar_dense": 1.0}
+
+def test_a_device_that_is_not_seen_is_a_dash():
+    counts = gpu.count_syncs(gpu.Contender("a", lambda: torch.ones(1), torch.nn.Identity()), torch.device("cpu"), 2)
+    assert counts == {}
+    row = GpuRow("a model", "fp32", False, HALFMESH, "0.9", "0.95", 0.5, 0.2, 100, 0.1)
+    assert "| 2 | - | - | - |" in render([row], [])
+
+
+@pytest.mark.parametrize("without", [LOOP, FUSED])
+def test_a_first_row_without_memory_leaves_the_others(without, monkeypatch):
+    """Alone it may have none, and side by side the rest has."""
+    makers = gpu.makers
+
+    def full():
+        raise torch.OutOfMemoryError("no memory")
+
+    def some(*args):
+        return [(name, full if name == without else make) for name, make in makers(*args)]
+
+    monkeypatch.setattr(gpu, "makers", some)
+    rows = gpu.measure(tiny_works()[1], MODES[2], False, "cpu", 2, bandwidth=1e9)
+    assert {row.name: row.missing for row in rows if row.missing} == {without: "not enough memory"}
+    assert all(row.seconds for row in rows if row.name != without)
+    assert all(bool(row.ratio) == (without != LOOP) for row in rows if not row.missing)
 
 
 def test_bandwidth_is_of_reads_and_writes():

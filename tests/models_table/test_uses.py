@@ -9,6 +9,7 @@ import pytest
 from composition.launches import run_jobs
 from dist_harness import RankFailure, run_ranks
 from models import TOLERANCES, said
+from versions import TORCH
 
 from .cells import LAYOUTS
 from .uses import Use, difference, expected_form, reference, train
@@ -48,18 +49,25 @@ def results() -> Results:
     return Results()
 
 
+def trained(results, use):
+    found = results.of(use)
+    if use.kind == "answer" and use.layout == "fsdp" and TORCH < (2, 13):  # it cannot look into a dataclass
+        assert "dataclasses since torch 2.13" in str(found)
+        pytest.skip("refused with this version of torch")
+    assert not isinstance(found, RankFailure), str(found)
+    return found
+
+
 @pytest.mark.parametrize("use", USES, ids=str)
 def test_weights_are_those_of_one_process(use, results):
-    found = results.of(use)
-    assert not isinstance(found, RankFailure), str(found)
+    found = trained(results, use)
     for weights, _ in found:
         assert difference(weights, reference()) < TOLERANCES[use.mode]
 
 
 @pytest.mark.parametrize("use", USES, ids=str)
 def test_outputs_keep_their_form(use, results):
-    found = results.of(use)
-    assert not isinstance(found, RankFailure), str(found)
+    found = trained(results, use)
     assert {words for _, words in found} == {expected_form(use)}
 
 
