@@ -180,6 +180,8 @@ def _convert(
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
     if division.random is not None:
         update.tell_of_parts()
+    elif accumulation.length > 1 or accumulation.reduction == "weighted":
+        update.tell_of_divisors()
     reducer = make_reduction(given.model, update, context, config, division)
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     division.checkpoint_and_compile(given.model)

@@ -113,10 +113,19 @@ def takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
     """Whether hooks run around `optimizer.step()`, those for all optimizers included; not counted is `besides`."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    everywhere = _all_optimizers._global_optimizer_pre_hooks or _all_optimizers._global_optimizer_post_hooks
+    return has_step_pre_hooks(optimizer, besides) or has_step_post_hooks(optimizer)
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
+    """As `has_step_hooks`, of those that run before a step, and may look at the gradients and change them."""
+    before = optimizer._optimizer_step_pre_hooks
     known = besides is not None and besides.id in before
-    return bool(after or everywhere) or len(before) > known
+    return bool(_all_optimizers._global_optimizer_pre_hooks) or len(before) > known
+
+
+def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """As `has_step_hooks`, of those that run after a step."""
+    return bool(optimizer._optimizer_step_post_hooks or _all_optimizers._global_optimizer_post_hooks)
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

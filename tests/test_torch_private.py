@@ -38,6 +38,17 @@ def test_foreach_mul_takes_a_tensor():
     assert [t.tolist() for t in tensors] == [[3, 3], [3, 3, 3]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
+@pytest.mark.parametrize("factor", [1 / 3, 1.3 * 2.0**-26])
+def test_a_product_with_half_precision_rounds_once(dtype, shape, factor):
+    tensor = torch.full(shape, 3e4, dtype=dtype)
+    expected = (tensor.float() * factor).to(dtype)
+    torch_private.multiply_wide_(tensor, torch.tensor(factor))
+    assert torch.equal(tensor, expected)
+    assert tensor.shape == shape
+
+
 def test_foreach_copy_converts():
     targets = [torch.zeros(2, dtype=torch.float16), torch.zeros(1, dtype=torch.float16)]
     torch_private.foreach_copy_(targets, [torch.ones(2), torch.full((1,), 2.0)])

@@ -195,7 +195,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             return
         if total is not None and self.losses.scale is not None:
             total = total / self.losses.scale  # apex has divided by it
-        self.stepper.step_part(shards, None if total is None or total.item() == 1 else total, None)
+        self.stepper.step_part(shards, self.stepper.folds, None if total is None or total.item() == 1 else total, None)
         self.holdings.note_published()  # by apex
 
     def _follow(self) -> None:

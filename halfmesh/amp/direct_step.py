@@ -14,9 +14,9 @@ from torch import optim
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
-from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
+from ..own_steps import step_of
 from .fused import seed_momentum
 
 _Group = Mapping[str, Any]
@@ -92,38 +92,27 @@ def _has_state(group: _Group, states: list[_State]) -> bool:
     return all(states)
 
 
-def _is_of_torch(step: Any) -> bool:
-    """Whether `step`, and all that it wraps, is torch's: its optimizers' own, and the wrappers of its schedulers."""
-    while step is not None:
-        code = getattr(getattr(step, "__func__", step), "__code__", None)
-        if code is None or not code.co_filename.startswith(torch_private.SOURCES):
-            return False
-        step = getattr(step, "__wrapped__", None)
-    return True
-
-
 class DirectStep:
     """Does what `optimizer.step()` would, where only a profiler could tell the difference, or who patches torch itself.
 
-    That is: the optimizer is one of `_FORMS` with its own `step`, fused in every group; no hook is registered but
-    `guard`; and the state of each parameter is there, which the first `step` makes.
+    That is: the optimizer is one of `_FORMS`, fused in every group, with torch's `step`; no hook is registered; and the
+    state of each parameter is there, which the first `step` makes.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, guard: RemovableHandle) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._guard = guard
         self._form = _FORMS.get(type(optimizer))
         self._held: list[tuple[_Group, list[tuple[torch.Tensor, _State]]]] = []
         self._ids: list[list[int]] = []  # of all objects that are in `_held`
         self._alive: list[list[Any]] = []  # these objects, so that nothing else gets their ids
         self._step: Any = None
-        self._plain_step = False
 
     def take(self, folds: bool, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
         """Step the parameters that have a gradient; returns False, and does nothing, where only `step` can do it.
 
         Args:
-            folds: whether the optimizer is fused in every group, so that it takes the next two along.
+            folds: whether the optimizer takes the next two along: it is torch's, fused in every group, and without
+                hooks before its step.
             grad_scale: gradients are divided by it (0-dim fp32).
             found_inf: 1.0 skips the step (0-dim fp32).
         """
@@ -145,25 +134,22 @@ class DirectStep:
         return True
 
     def _is_plain(self) -> bool:
-        """Whether `step` is torch's own, without hooks. A scheduler's wrapper only notes that it was called."""
-        optimizer = self._optimizer
-        if torch_private.has_step_hooks(optimizer, self._guard):
+        """Whether nothing but the step itself happens in `step`. A scheduler's wrapper notes that it was called: once
+        is enough."""
+        if torch_private.has_step_post_hooks(self._optimizer):
             return False
-        step = vars(optimizer).get("step", type(optimizer).step)
-        if step is not self._step:
-            self._step = step
-            self._plain_step = _is_of_torch(step)
-            return False  # once, so that a new scheduler's wrapper notes it
-        return self._plain_step
+        before, self._step = self._step, step_of(self._optimizer)
+        return before is self._step
 
     def _knows_state(self) -> bool:
         """Whether the groups' parameters and the state are the objects that were seen last."""
         groups = self._optimizer.param_groups
-        held = [groups, *[group["params"] for group in groups], self._optimizer.state.values()]
+        state = self._optimizer.state
+        held = [groups, *[group["params"] for group in groups], state, state.values()]
         return [list(map(id, objects)) for objects in held] == self._ids
 
     def _learn_state(self) -> None:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         self._held = [(group, [(param, state.get(param, {})) for param in group["params"]]) for group in groups]
-        self._alive = [list(groups), *[list(group["params"]) for group in groups], list(state.values())]
+        self._alive = [list(groups), *[list(group["params"]) for group in groups], list(state), list(state.values())]
         self._ids = [list(map(id, objects)) for objects in self._alive]

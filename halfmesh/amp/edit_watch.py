@@ -14,6 +14,10 @@ _log = get_logger(__name__)
 
 
 SCALED = "where they are still multiplied by the loss scale"
+UNDIVIDED = (
+    "where they still have to be divided: a cycle of fewer batches than gradient_accumulation, or weighted losses, get "
+    "their own divisor in the step"
+)
 IN_PARTS = "of which each rank has only its part of the model's, so that a norm over them is not the model's"
 
 
@@ -21,13 +25,12 @@ class EditWatch:
     """Looks at one gradient as backward left it, and again before the step; warns once.
 
     Attributes:
-        why: what is special about the gradients.
+        why: what is special about the gradients; None: nothing.
         grad: the one that was looked at.
     """
 
-    why = SCALED
-
-    def __init__(self) -> None:
+    def __init__(self, why: str | None = None) -> None:
+        self.why = why
         self.grad: torch.Tensor | None = None
         self._stamp = (0, 0)
         self._warned = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from torch import optim
 
 from .. import torch_private
 from ..errors import InputError
+from ..own_steps import is_of_torch, step_of
 from ..strides import is_dense
 from .recipe import HALF
 
 # These read `grad_scale` and `found_inf` from the optimizer when fused. Every other optimizer of torch would ignore
-# the two attributes and step with the gradients as they are, so the attributes are set on these alone. Exact types:
-# a subclass may have a step of its own.
+# the two attributes and step with the gradients as they are, so the attributes are set on these alone. Exact types,
+# and torch's `step`: a subclass may have a step of its own, and so may an object.
 _TAKES_SCALE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 DECISIVE = ("fused", "foreach", "momentum", "dampening", "differentiable")
@@ -24,7 +26,7 @@ DECISIVE = ("fused", "foreach", "momentum", "dampening", "differentiable")
 def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
     """Set `fused` in the groups where the user left the choice to torch and fused is exact; returns their places."""
     switched: set[int] = set()
-    if type(optimizer) not in _TAKES_SCALE or not _kernel_works(optimizer):
+    if not _is_known(optimizer) or not _kernel_works(optimizer):
         return switched
     for index, group in enumerate(optimizer.param_groups):
         left_open = group.get("fused") is None and group.get("foreach") is None
@@ -45,24 +47,39 @@ def switch_back(optimizer: optim.Optimizer, switched: set[int]) -> None:
 
 def takes_scale(optimizer: optim.Optimizer) -> bool:
     """Whether `step` divides by `grad_scale` and obeys `found_inf` in every group."""
-    return type(optimizer) in _TAKES_SCALE and all(
+    return _is_known(optimizer) and all(
         group.get("fused") and _exact(group, optimizer) for group in optimizer.param_groups
     )
 
 
-def seed_momentum(optimizer: optim.Optimizer) -> None:
-    """Give fused SGD zeroed momentum buffers before the first step.
+def _is_known(optimizer: optim.Optimizer) -> bool:
+    return type(optimizer) in _TAKES_SCALE and is_of_torch(step_of(optimizer))
+
+
+def seed_momentum(optimizer: optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """Give fused SGD zeroed momentum buffers before the first step; returns those, by parameter.
 
     torch leaves them uninitialised when the first step is skipped, and uses them in the next. Zeros are exact when
     `dampening` is 0.
     """
-    if type(optimizer) is not optim.SGD:
-        return
-    for group in optimizer.param_groups:
+    seeded: dict[torch.Tensor, torch.Tensor] = {}
+    for group in optimizer.param_groups if type(optimizer) is optim.SGD else ():
         if group.get("fused") and group["momentum"] != 0:
             for param in group["params"]:
                 if optimizer.state[param].get("momentum_buffer") is None:
-                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                    seeded[param] = optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+    return seeded
+
+
+def take_back_momentum(optimizer: optim.Optimizer, seeded: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Where `seed_momentum` gave buffers that no step has used, the optimizer has none again."""
+    for param, buffer in seeded.items():
+        state = optimizer.state.get(param, {})
+        if state.get("momentum_buffer") is buffer and not bool(buffer.any()):
+            del state["momentum_buffer"]
+            if not state:
+                del optimizer.state[param]
+    seeded.clear()
 
 
 def _exact(group: dict[str, Any], optimizer: optim.Optimizer) -> bool:
@@ -106,6 +123,7 @@ def _kernel_works(optimizer: optim.Optimizer) -> bool:
         return False
 
 
+@functools.cache
 def _equals_plain(kind: type[optim.Optimizer], device: torch.device, dtype: torch.dtype, **settings: Any) -> bool:
     """A fused step of gradient 2 with scale 2 is a plain one of gradient 1; one with inf found does nothing."""
     size = 67  # some vectors of any width, and a rest

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter, not_
+from itertools import chain
+from operator import attrgetter, methodcaller, not_
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -11,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
 from ..errors import InputError, shorten
+from ..own_steps import is_of_torch, step_of
 from ..shard import ParamShard
 from . import fused
 from .master_weights import current_value, masters_for, publish, repoint
@@ -32,7 +35,7 @@ _ELEMENTWISE = (
     optim.Rprop,
 )
 
-_layout, _dtype = attrgetter("layout"), attrgetter("dtype")
+_layout, _dtype, _values = attrgetter("layout"), attrgetter("dtype"), methodcaller("values")
 
 
 class Holdings:
@@ -72,6 +75,7 @@ class Holdings:
         self._rules = rules
         self.sparse = False
         self._switched: set[int] = set()
+        self._seeded: dict[torch.Tensor, torch.Tensor] = {}
         self._published: list[nn.Parameter] = []  # with a master
         self._watched: list[nn.Parameter] = []  # of each of them, what the model uses
         self._model_params = {shard.param: shard.model_param for shard in shards}
@@ -99,12 +103,18 @@ class Holdings:
         if self._rules.fused == "auto" and not self.sparse:
             self._switched = fused.switch_to_fused(self.optimizer)
         fused.place_step_counters(self.optimizer)
-        fused.seed_momentum(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
+        if self.folds:
+            self._seeded |= fused.seed_momentum(self.optimizer)
+        else:
+            fused.take_back_momentum(self.optimizer, self._seeded)
         self.refreshed += 1
         self._known = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs
         self._ids = [list(map(id, params)) for params in self._known]
         self._seen = self._signature()
+        self._step = step_of(self.optimizer)
+        self._state = list(self._state_values())
+        self._state_ids = list(map(id, self._state))
 
     def take_over(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
@@ -117,9 +127,11 @@ class Holdings:
         self._stamps += torch_private.edit_stamps(watched)
 
     def changed(self) -> bool:
-        """Whether parameters were added or laid out anew since the last `refresh`, or settings that decide the
-        implementation."""
-        return self.regrouped or self._signature() != self._seen
+        """Whether parameters were added or laid out anew since the last `refresh`, or what decides the implementation
+        is another: settings, the layout of the state, or the `step`."""
+        if self.regrouped or self._signature() != self._seen or step_of(self.optimizer) is not self._step:
+            return True
+        return self.folds and list(map(id, self._state_values())) != self._state_ids
 
     @property
     def regrouped(self) -> bool:
@@ -143,7 +155,9 @@ class Holdings:
     @property
     def streams(self) -> bool:
         """Whether a step may be taken in parts: an elementwise optimizer of torch, without hooks of the user's."""
-        return type(self.optimizer) in _ELEMENTWISE and not torch_private.has_step_hooks(self.optimizer, self.guard)
+        optimizer = self.optimizer
+        hooked = torch_private.has_step_hooks(optimizer, self.guard)
+        return type(optimizer) in _ELEMENTWISE and not hooked and is_of_torch(step_of(optimizer))
 
     def publish(self, shards: Sequence[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `note_published` follows."""
@@ -202,7 +216,11 @@ class Holdings:
         """Remove the hook from the optimizer, and leave its implementation to torch again."""
         fused.switch_back(self.optimizer, self._switched)
         fused.place_step_counters(self.optimizer)
+        fused.take_back_momentum(self.optimizer, self._seeded)
         self._load_hook.remove()
+
+    def _state_values(self) -> Iterable[Any]:
+        return chain.from_iterable(map(_values, self.optimizer.state.values()))
 
     def _signature(self) -> list[tuple[list[bool], list[tuple[int, ...]]]]:
         """Of each group what decides the implementation. With `map`, because this is done at each step."""

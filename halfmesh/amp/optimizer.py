@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from ..errors import InputError
 from ..shard import OneRank, ParamShard, Ranks
-from .edit_watch import IN_PARTS, EditWatch
+from .edit_watch import IN_PARTS, SCALED, UNDIVIDED, EditWatch
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales
@@ -77,7 +77,7 @@ class MixedPrecisionOptimizer:
         self._clip_once: tuple[float, Verdict | None] | None = None
         self._begun = False  # an update has gradients
         self._retired: list[torch.Tensor | None] = []
-        self._edits = EditWatch()
+        self._edits = EditWatch(None if self.losses.scale is None else SCALED)
         self.on_close: Callable[[], None] | None = None
         """Undoes what was done to make this, in `close`."""
 
@@ -112,9 +112,13 @@ class MixedPrecisionOptimizer:
         """The gradients of this rank are a part of the model's."""
         self._edits.why = IN_PARTS
 
+    def tell_of_divisors(self) -> None:
+        """Some updates have a divisor of their own."""
+        self._edits.why = self._edits.why or UNDIVIDED
+
     def watch_edits(self) -> None:
-        """What others change of the gradients from now on is told, where they are scaled or a part of the model's."""
-        if self.losses.scale is not None or self._edits.why is IN_PARTS:
+        """What others change of the gradients from now on is told, where they are not what they look like."""
+        if self._edits.why is not None:
             self._edits.note(self.holdings.trained)
 
     @torch.no_grad()
@@ -144,7 +148,7 @@ class MixedPrecisionOptimizer:
 
     def _step(self, divisor: float | torch.Tensor) -> StepResult:
         holdings, rules = self.holdings, self.rules
-        if self._edits.grad is not None:
+        if self._edits.grad is not None and not (self._edits.why is UNDIVIDED and _is_one(divisor)):
             self._edits.warn(holdings.trained)
         if holdings.changed():
             self.take_in_new()
@@ -271,7 +275,7 @@ class MixedPrecisionOptimizer:
         """After a backward."""
         if self.losses.several:
             self.losses.collect(loss_id, self.holdings.receivers)
-        if self.losses.scale is not None or self._edits.why is IN_PARTS:
+        if self._edits.why is not None:
             self._edits.note(self.holdings.receivers)
 
     def gradients(self) -> Grads:
@@ -303,6 +307,10 @@ class MixedPrecisionOptimizer:
     def _apply(self, grads: Grads, fits: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `total` (fp32) and step, unless `found_inf` is set. Empties `grads`, to free them as it goes."""
         self.stepper.take(grads, fits, total, found_inf)
+
+
+def _is_one(divisor: float | torch.Tensor) -> bool:
+    return not isinstance(divisor, torch.Tensor) and divisor == 1
 
 
 def _asks(recipe: Recipe, rules: UpdateRules) -> bool:

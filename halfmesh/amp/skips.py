@@ -104,7 +104,9 @@ _ADVICE = (
 
 def _where(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str:
     name = first_nonfinite(grads)
-    return f"; the first parameter with a non-finite gradient is {name!r}" if name else "; none on this rank"
+    if name:
+        return f"; the first parameter with a non-finite gradient is {name!r}"
+    return "; none on this rank (or gradients so large, above 1e19, that the sum of their squares is inf)"
 
 
 def _scale_words(scalers: Sequence[LossScaler]) -> str:

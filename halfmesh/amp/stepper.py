@@ -26,7 +26,7 @@ class Stepper:
         self._optimizer = holdings.optimizer
         self._stepping = False
         self._guard = holdings.guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
-        self._direct = DirectStep(self._optimizer, self._guard)
+        self._direct = DirectStep(self._optimizer)
         self._parts = Parts(holdings)
         self.publisher: Publisher | None = None
         """Takes new weights to other ranks."""
@@ -39,13 +39,13 @@ class Stepper:
             total: 0-dim fp32, or None for 1.
             found_inf: 0-dim fp32, 1.0 to skip; None: take the step.
         """
-        holdings = self.holdings
-        if found_inf is not None and not holdings.folds:
+        folds = self.folds
+        if found_inf is not None and not folds:
             if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
                 return
             found_inf = None
         if fits and self.publisher is None:
-            self.step_part([shard for shard, _ in grads], total, found_inf)
+            self.step_part([shard for shard, _ in grads], folds, total, found_inf)
             return
         if self.publisher is not None:
             self.publisher.begin()
@@ -60,7 +60,7 @@ class Stepper:
                 part.attach(held[: len(part.shards)])
                 del held[: len(part.shards)]
             try:
-                self.step_part(part.shards, total, found_inf)
+                self.step_part(part.shards, folds, total, found_inf)
             except Exception:
                 self._give_up(parts)
                 raise
@@ -70,10 +70,9 @@ class Stepper:
         self._end()
 
     def step_part(
-        self, shards: Sequence[ParamShard], total: torch.Tensor | None, found_inf: torch.Tensor | None
+        self, shards: Sequence[ParamShard], folds: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> None:
         """Step what has gradients, which are those of `shards`, attached to what the optimizer holds."""
-        folds = self.holdings.folds
         if self._direct.take(folds, total, found_inf):
             return
         attributes: dict[str, torch.Tensor] = {}
@@ -94,6 +93,12 @@ class Stepper:
     def close(self) -> None:
         """The optimizer may step by itself again."""
         self._guard.remove()
+
+    @property
+    def folds(self) -> bool:
+        """Whether the optimizer takes the divisor and the verdict along. (Hooks of the user's before its step want
+        gradients as they are used, and none in an update that is skipped.)"""
+        return self.holdings.folds and not torch_private.has_step_pre_hooks(self._optimizer, self._guard)
 
     def _publish(self, part: Part) -> None:
         """The targets of `part` are new."""

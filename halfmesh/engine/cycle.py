@@ -84,7 +84,9 @@ class GradientCycle:
             self.fresh = True
             if sends and self.reducer is not None:
                 self.complete()
-        except BaseException:
+        except BaseException as error:
+            if self.begun:
+                error.add_note(f"this was microbatch {self.position}; the gradients of those before it are cleared, too")
             self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
             raise
 

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..errors import InputError
+from ..own_steps import is_of_class
 
 _STEPS = 3
 _SIDES = (4, 256)  # of the matrices; some optimizers look at rows and columns of large ones only
@@ -36,6 +37,12 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     another step on the parts than on the whole. Matrices are stepped whole and in parts, and compared.
     """
     name = type(optimizer).__name__
+    if not is_of_class(optimizer):
+        return (
+            f"optimizer: the step of this {name} was exchanged for one of yours, and whether that can step divided "
+            "parameters cannot be tried out on a matrix; make it the step of a class derived from "
+            "torch.optim.Optimizer, or leave parameters whole (tensor=1, data='replicate')"
+        )
     try:
         try:
             apart = _differs_anywhere(optimizer, with_state=False)

@@ -122,14 +122,14 @@ def test_streaming_in_parts_is_bitwise_one_step(name, monkeypatch):
         params = make_params()
         update = make_update(params, OPTIMIZERS[name], recipe, max_norm=0.7)
         steps = 0
-        inner = update.optimizer.step
+        inner = update.stepper.step_part
 
-        def counted(inner=inner):
+        def counted(*args, inner=inner):
             nonlocal steps
             steps += 1
-            inner()
+            inner(*args)
 
-        update.optimizer.step = counted
+        update.stepper.step_part = counted
         for step in range(3):
             give(params, gradients(step))
             update.step()
@@ -159,7 +159,7 @@ def test_one_master_gradient_at_a_time(monkeypatch):
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.float16, torch.float16, False, True))
     alive = []
-    update.optimizer.step = lambda: alive.append(
+    update.stepper.step_part = lambda *_: alive.append(
         (sum(m.grad is not None for m in update.holdings.masters.values()), sum(p.grad is not None for p in params))
     )
     give(params, gradients(0))
@@ -172,15 +172,15 @@ def test_a_step_that_fails_in_a_part_leaves_nothing_half_done(monkeypatch):
     monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.bfloat16, torch.bfloat16, False, True))
-    step, calls = update.optimizer.step, []
+    step, calls = update.stepper.step_part, []
 
-    def fail():
-        step()
+    def fail(*args):
+        step(*args)
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("no more")
 
-    update.optimizer.step = fail
+    update.stepper.step_part = fail
     give(params, gradients(0))
     before = [param.detach().clone() for param in params]
     with pytest.raises(RuntimeError, match="no more"):

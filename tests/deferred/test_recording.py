@@ -273,6 +273,15 @@ def test_the_generator_of_the_user_is_left_as_the_build_left_it():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_generators_of_other_devices_are_left_alone(monkeypatch):
+    """`torch.manual_seed` would seed all of them, which nothing puts back."""
+    recording, built = record(lambda: nn.Linear(4, 4))
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    recording.value(built.weight)
+    assert seeded == []
+
+
 def test_only_what_a_value_is_made_of_is_made():
     calls = []
 

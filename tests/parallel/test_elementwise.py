@@ -264,3 +264,14 @@ def test_the_optimizer_given_is_not_touched():
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
     assert all(torch.equal(param.grad, torch.ones_like(param)) for param in params)
+
+
+def test_a_step_on_the_object_cannot_be_tried():
+    """A scheduler's wrapper is none."""
+    for make in (OPTIMIZERS["adamw"], MORE[next(iter(MORE))]):
+        optimizer = make(make_params())
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        assert find_problem(optimizer) is None
+        inner = optimizer.step
+        optimizer.step = lambda closure=None, inner=inner: inner(closure)
+        assert "was exchanged for one of yours" in find_problem(optimizer)
