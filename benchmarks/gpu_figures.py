@@ -23,14 +23,14 @@ PEAKS: list[tuple[str, float, float]] = [
 ]
 NOT_MEASURED = "not measured"
 SYNC_EVENTS = ("cudaStreamSynchronize", "cudaEventSynchronize")
-"""What torch.profiler shows where the host waits for the device: the first for a number that is read. (Not so a copy that
-nobody waits for, or a read of torch's step counters, which are on the host.)"""
+"""What torch.profiler shows where the host waits for the device: the first for a number that is read. (Not so a copy
+that nobody waits for, or a read of torch's step counters, which are on the host.)"""
 _LAUNCH = "cudaLaunchKernel"
 
 
 def waits(events: Mapping[str, int], steps: int) -> dict[str, float]:
-    """How often each of `SYNC_EVENTS` is in a step, of the profiler's counts by name; empty if it saw no kernel launched,
-    because then it sees nothing of the device."""
+    """How often each of `SYNC_EVENTS` is in a step, of the profiler's counts by name; empty if it saw no kernel
+    launched, because then it sees nothing of the device."""
     if not any(name.startswith(_LAUNCH) for name in events):
         return {}
     return {name: events.get(name, 0) / steps for name in SYNC_EVENTS}

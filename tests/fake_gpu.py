@@ -107,12 +107,12 @@ def fake_gpu() -> Iterator[FakeGpu]:
     device = torch.device("cuda", 0)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch("halfmesh.amp.fused._kernel_works", lambda _: True),
-        mock.patch("halfmesh.launching.choose_device", lambda *_: device),
-        mock.patch("halfmesh.inputs.find_device_problem", lambda *_: None),
-        mock.patch("torch.cuda.device", lambda _: mock.MagicMock()),
+        mock.patch("halfmesh.amp.fused._kernel_works", return_value=True),
+        mock.patch("halfmesh.launching.choose_device", return_value=device),
+        mock.patch("halfmesh.inputs.find_device_problem", return_value=None),
+        mock.patch("torch.cuda.device", return_value=mock.MagicMock()),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: gpu.capturing),
-        mock.patch("torch.cuda.current_stream", lambda _=None: None),
+        mock.patch("torch.cuda.current_stream", return_value=None),
         mock.patch("torch.cuda.Event", Event),
         mock.patch("torch.empty", pageable),
         gpu,

@@ -118,7 +118,8 @@ def _kernel_works(optimizer: optim.Optimizer) -> bool:
     settings: list[dict[str, Any]] = [{}, {"momentum": 0.9}] if type(optimizer) is optim.SGD else [{}]
     try:
         with torch_private.outside_of_dry_run():
-            return all(_equals_plain(type(optimizer), *kind, **setting) for kind in kinds for setting in settings)
+            kernel: Any = type(optimizer)
+            return all(_equals_plain(kernel, *kind, **setting) for kind in kinds for setting in settings)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError):
         return False
 

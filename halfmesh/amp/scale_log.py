@@ -23,7 +23,7 @@ class ScaleLog:
         self.note(scales)
 
     def note(self, scales: Sequence[torch.Tensor]) -> None:
-        """The scales after an update. Logs what has arrived so far. (Of the replays of a CUDA graph nothing is told.)"""
+        """The scales after an update. Logs what has arrived so far. (Nothing of the replays of a CUDA graph.)"""
         if is_captured(scales[0].device):
             return
         self._pending.append(HostCopy([scale.clone() for scale in scales]))  # scalers change theirs in place

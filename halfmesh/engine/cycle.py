@@ -86,7 +86,9 @@ class GradientCycle:
                 self.complete()
         except BaseException as error:
             if self.begun:
-                error.add_note(f"this was microbatch {self.position}; the gradients of those before it are cleared, too")
+                error.add_note(
+                    f"this was microbatch {self.position}; the gradients of those before it are cleared, too"
+                )
             self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
             raise
 

@@ -59,7 +59,10 @@ def test_a_step_on_the_object_is_called_once_with_all(monkeypatch):
     calls, params = [], make_params()
     update = make_update(params, plain_sgd, NAIVE)
     inner = update.optimizer.step
-    update.optimizer.step = lambda: (calls.append([m.grad is not None for m in update.holdings.masters.values()]), inner())
+    update.optimizer.step = lambda: (
+        calls.append([m.grad is not None for m in update.holdings.masters.values()]),
+        inner(),
+    )
     give(params, gradients(0))
     update.step()
     assert calls == [[True] * 3]

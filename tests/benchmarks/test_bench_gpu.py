@@ -68,9 +68,7 @@ def test_page_without_a_gpu(tmp_path, monkeypatch, capsys):
 def test_a_row_of_the_table():
     row = GpuRow("a model", "fp32", False, HALFMESH, "0.9 [0.8, 1.0]", "0.95", 0.5, 0.2, 100, 0.1)
     row.syncs, row.bytes_per_parameter, row.mfu = dict.fromkeys(SYNC_EVENTS, 0.0), 16.25, 0.4
-    assert f"| fp32 | no | {HALFMESH} | 0.9 [0.8, 1.0] | 0.95 | 500 | 2 | 0, 0 | 16.2 | 40.0% |" in render(
-        [row], []
-    )
+    assert f"| fp32 | no | {HALFMESH} | 0.9 [0.8, 1.0] | 0.95 | 500 | 2 | 0, 0 | 16.2 | 40.0% |" in render([row], [])
 
 
 def test_measuring_runs_with_a_tiny_model():

@@ -239,8 +239,9 @@ def test_an_error_in_backward_leaves_no_half_gradient():
     engine.backward(engine.criterion(engine(x), y))
     engine.step()
     broken = engine.model.last(Fails.apply(engine.model.norm(engine.model.first(x)))).sum()
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError) as failed:
         engine.backward(broken)
+    assert failed.value.__notes__ == ["this was microbatch 1 of 2; the gradients of those before it are cleared, too"]
     for half in (slice(0, 4), slice(4, 8)):
         engine.backward(engine.criterion(engine(x[half]), y[half]))
         engine.step()

@@ -13,7 +13,9 @@ from halfmesh.amp.host_copy import HostCopy
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch for CUDA")
 
-LOSSES = {f"two_losses_{level}": {"fp16": {"mode": "apex", "opt_level": level, "num_losses": 2}} for level in ("O1", "O2")}
+LOSSES = {
+    f"two_losses_{level}": {"fp16": {"mode": "apex", "opt_level": level, "num_losses": 2}} for level in ("O1", "O2")
+}
 WEIGHTED = {"weighted": {"loss_reduction": "weighted", "fp16": {"mode": "torch"}}}
 NAIVE_VERBOSE = {"naive_verbose": {"fp16": {"mode": "naive", "verbose": True}}}
 CONFIGS = MODES | LOSSES | WEIGHTED | NAIVE_VERBOSE
