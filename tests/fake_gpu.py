@@ -111,7 +111,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         mock.patch("halfmesh.launching.choose_device", return_value=device),
         mock.patch("halfmesh.inputs.find_device_problem", return_value=None),
         mock.patch("torch.cuda.device", return_value=mock.MagicMock()),
-        mock.patch("torch.cuda.is_current_stream_capturing", lambda: gpu.capturing),
+        mock.patch("torch.cuda.is_current_stream_capturing", side_effect=lambda: gpu.capturing),
         mock.patch("torch.cuda.current_stream", return_value=None),
         mock.patch("torch.cuda.Event", Event),
         mock.patch("torch.empty", pageable),
