@@ -25,10 +25,13 @@ class EngineDataLoader:
     Where the loader has workers, the next batch is fetched, and on its way to the device, before the current one is
     handed out. Else a batch is fetched when it is asked for, as in a plain loop (`looks_ahead` has the exception).
 
+    An epoch ends when the loop asks for a batch after the last one, or lets go of its iterator when it has trained on
+    the last one.
+
     Args:
-        needs_end: whether training depends on `at_end`, so that it has to be exact.
         seed: batches are fetched with random numbers from it and the epoch alone, so that all ranks with the same seed
             augment them alike, whatever else they draw. None: with those that are there.
+        needs_end: whether training depends on `at_end`, so that it has to be exact.
 
     Attributes:
         loader: the loader that is iterated, as `halfmesh.engine.samplers.shard_loader` gives it.
@@ -184,16 +187,17 @@ class EngineDataLoader:
         """The batches on the device, and whether each is the last."""
         if self._watch is not None:
             batches = self._watch.watch(batches)
-        transfer, reuses = self._transfer, reuses_memory(self.loader)
-        keeps = reuses and looks_ahead(self.loader, self._needs_end)
+        transfer, reuses, looks = self._transfer, reuses_memory(self.loader), looks_ahead(self.loader, self._needs_end)
 
         def fetch(end: Any) -> Any:
             if reuses:
                 transfer.wait()
             batch = next(batches, end)
-            return end if batch is end else transfer.start(transfer.keep(batch) if keeps else batch)
+            if batch is not end:
+                batch = transfer.start(transfer.keep(batch) if reuses and looks else batch)
+            return batch
 
-        if looks_ahead(self.loader, self._needs_end):
+        if looks:
             return ahead(fetch, transfer)
         return in_turn(fetch, transfer, lambda: course.handed + 1 == self._length)
 

@@ -32,7 +32,8 @@ def copied(batch: Any) -> Any:
 class Transfer:
     """Copies batches to `device`. To a GPU it does so from pinned memory, on a stream of its own, and holds nothing up.
 
-    The memory of one batch more than without it is taken on a GPU; nothing is copied where a batch is there already.
+    Where batches are fetched ahead, it takes the memory of one batch more on a GPU. Nothing is copied where a batch is
+    there already (`keep` does).
     """
 
     def __init__(self, device: torch.device) -> None:

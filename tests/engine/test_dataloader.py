@@ -181,7 +181,7 @@ def test_the_batch_before_a_failure_is_handed_out(workers, needs_end):
 
 class Counted(Queue):
     def __len__(self) -> int:
-        return 9
+        return 17
 
 
 @pytest.mark.parametrize(
