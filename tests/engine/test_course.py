@@ -128,8 +128,8 @@ def test_it_goes_on_as_it_would_have(kind, seed, needs_end):
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("kind", ["shuffled", "stream"])
 def test_it_goes_on_from_where_it_went_on(kind, seed, needs_end):
-    """Saved after each batch, and loaded into another loader each time. With a seed also where the batch was not trained
-    on: what is drawn again then does not change the next one."""
+    """Saved after each batch, and loaded into another loader each time. With a seed also where the batch was not
+    trained on: what is drawn again then does not change the next one."""
 
     def make():
         return EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed, needs_end=needs_end)
