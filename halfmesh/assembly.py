@@ -186,7 +186,10 @@ def _convert(
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     division.checkpoint_and_compile(given.model)
     place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
-    dataloader = None if loaders[0] is None else EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, **place)
+    dataloader = None
+    if loaders[0] is not None:  # alone, each batch closes its cycle, whatever follows
+        needs_end = config.gradient_accumulation > 1
+        dataloader = EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, needs_end=needs_end, **place)
     sync = make_sync(given.model, update, division, context, config, dataloader)
     engine = Engine(
         model=given.model,

@@ -12,11 +12,14 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from .. import torch_private
 from .checkpoint import random_state, set_random_state
-from .samplers import generators, set_generators
+from .samplers import OwnRandomness, generators, set_generators
 
 _CPU = torch.device("cpu")
 _REMEMBERED = 2
-"""Fetches whose random numbers are kept: of the batch that was handed out last, and of the one fetched ahead of it."""
+"""Fetches whose random numbers are kept: of the batch that was handed out last, and of one fetched ahead of it."""
+
+Drawn = AbstractContextManager[Any]
+"""A scope in which batches are fetched: `OwnRandomness`, or none."""
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Course:
         start: where the random numbers were when its order was drawn.
         fetches: where they were when each of the last batches was fetched, by its number.
         here: whether batches are fetched in this process, where they may draw.
+        fetched: batches fetched, with those that are not handed out yet.
+        drawn: the scope in which they are.
     """
 
     epoch: int = -1
@@ -42,6 +47,8 @@ class Course:
     start: dict[str, Any] = field(default_factory=dict)
     fetches: dict[int, dict[str, Any]] = field(default_factory=dict)
     here: bool = True
+    fetched: int = 0
+    drawn: Drawn = field(default_factory=nullcontext)
 
     def note_fetch(self, number: int) -> None:
         """Batch `number` is fetched next."""
@@ -52,30 +59,28 @@ class Course:
     def state_dict(self) -> dict[str, Any]:
         """What `resume` needs."""
         over = self.finished or not (self.runs or self.trained)  # a look at some batches is not an epoch
+        fetches = dict(self.fetches)
+        if self.here and isinstance(self.drawn, OwnRandomness) and self.drawn.state is not None:
+            fetches[self.fetched] = self.drawn.state  # with which the next one will be
         return {
             "epoch": self.epoch,
             "trained": self.trained,
             "finished": over,
             "start": self.start,
-            "fetches": dict(self.fetches),
+            "fetches": fetches,
         }
 
 
-def draw(course: Course, loader: Any, drawn: AbstractContextManager[Any]) -> Iterator[Any]:
-    """The batches of an epoch, from its beginning; what is needed to go on with it later is noted in `course`.
-
-    Args:
-        drawn: a scope in which batches are fetched.
-    """
+def draw(course: Course, loader: Any, drawn: Drawn) -> Iterator[Any]:
+    """The batches of an epoch, from its beginning; what is needed to go on with it later is noted in `course`."""
+    course.drawn = drawn
     with drawn:
         course.start = _start(loader)
         batches = iter(loader)
-    yield from _fetch(course, batches, drawn, 0)
+    yield from _fetch(course, batches)
 
 
-def draw_rest(
-    course: Course, loader: Any, drawn: AbstractContextManager[Any], saved: Mapping[str, Any], is_own: bool
-) -> Iterator[Any]:
+def draw_rest(course: Course, loader: Any, drawn: Drawn, saved: Mapping[str, Any], is_own: bool) -> Iterator[Any]:
     """The batches of an epoch that were not trained on when `saved` was taken (a `Course.state_dict`).
 
     Its order is drawn again, from the same random numbers. Batches that had been fetched already are fetched with those
@@ -85,26 +90,35 @@ def draw_rest(
         is_own: whether it was saved by the same rank of the same layout. Else the order does not depend on the rank's
             random numbers, and they are left as they are; it may depend on its samplers' generators.
     """
-    number = course.handed = course.trained = saved["trained"]
+    course.handed = course.trained = course.fetched = saved["trained"]
     course.fetches = dict(saved["fetches"]) if is_own else {}
-    fetches, aside = dict(course.fetches), _aside if is_own else nullcontext
+    course.drawn = drawn
+    fetches = dict(course.fetches)
+    aside: Callable[[], AbstractContextManager[dict[str, Any]]] = _aside if is_own else lambda: nullcontext({})
+    # A batch that nothing was fetched ahead of draws from what this rank draws from; workers draw their seeds only.
+    goes_on = is_own and course.here and course.fetched not in fetches and not isinstance(drawn, OwnRandomness)
 
     def go_on() -> None:
-        if number in fetches:
-            set_random_state(fetches[number], _CPU)
+        if course.fetched in fetches:
+            set_random_state(fetches[course.fetched], _CPU)
+        elif goes_on:
+            set_random_state(outside, _CPU)
+            course.note_fetch(course.fetched)
 
-    with aside(), drawn:
+    with aside() as outside, drawn:
         if is_own:
             set_random_state(saved["start"]["random"], _CPU)
         set_generators(loader, saved["start"]["generators"], is_own)
         course.start = _start(loader)
-        batches = _skipping(loader, number, go_on)
+        batches = _skipping(loader, course.fetched, go_on)
         batch = next(batches, _NOTHING)
+        if goes_on:
+            outside.update(random_state(_CPU))
     while batch is not _NOTHING:
+        course.fetched += 1
         yield batch
-        number += 1
-        if number not in fetches:
-            yield from _fetch(course, batches, drawn, number)
+        if course.fetched not in fetches:
+            yield from _fetch(course, batches)
             return
         with aside(), drawn:
             go_on()
@@ -117,11 +131,11 @@ def _start(loader: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
-    """What is drawn within is drawn as if it were not."""
+def _aside() -> Iterator[dict[str, Any]]:
+    """What is drawn within is drawn as if it were not. Gives the random numbers that are put back at its end."""
     outside = random_state(_CPU)
     try:
-        yield
+        yield outside
     finally:
         set_random_state(outside, _CPU)
 
@@ -129,15 +143,15 @@ def _aside() -> Iterator[None]:
 _NOTHING = object()
 
 
-def _fetch(course: Course, batches: Iterator[Any], drawn: AbstractContextManager[Any], number: int) -> Iterator[Any]:
+def _fetch(course: Course, batches: Iterator[Any]) -> Iterator[Any]:
     while True:
-        with drawn:
-            course.note_fetch(number)
+        with course.drawn:
+            course.note_fetch(course.fetched)
             batch = next(batches, _NOTHING)
         if batch is _NOTHING:
             return
+        course.fetched += 1
         yield batch
-        number += 1
 
 
 def _skipping(loader: Any, count: int, then: Callable[[], None]) -> Iterator[Any]:

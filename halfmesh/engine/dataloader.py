@@ -1,4 +1,4 @@
-"""The dataloader of an engine: sharded over dp, on the device, one batch ahead."""
+"""The dataloader of an engine: sharded over dp, on the device, and it knows where an epoch ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ..errors import InputError
 from .course import Course, draw, draw_rest
 from .loader_watch import LoaderWatch
+from .lookahead import ahead, in_turn, looks_ahead
 from .samplers import OwnRandomness, Share, generators, set_epoch, set_generators, share
-from .transfer import Transfer
+from .transfer import Transfer, reuses_memory, workers
 
 _EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
 
@@ -21,17 +22,23 @@ _EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow ea
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
 
-    The next batch is fetched, and on its way to the device, before the current one is handed out.
+    Where the loader has workers, the next batch is fetched, and on its way to the device, before the current one is
+    handed out. Else a batch is fetched when it is asked for, as in a plain loop (`looks_ahead` has the exception).
+
+    An epoch ends when the loop asks for a batch after the last one, or lets go of its iterator when it has trained on
+    the last one.
 
     Args:
         seed: batches are fetched with random numbers from it and the epoch alone, so that all ranks with the same seed
             augment them alike, whatever else they draw. None: with those that are there.
+        needs_end: whether training depends on `at_end`, so that it has to be exact.
 
     Attributes:
         loader: the loader that is iterated, as `halfmesh.engine.samplers.shard_loader` gives it.
         epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
         next_epoch: that of the next iteration, which after a load goes on with the one that it interrupted.
-        at_end: whether the batch handed out last is the last of its epoch.
+        at_end: whether the batch handed out last is the last of its epoch. Without look-ahead by the loader's length;
+            where it has none, False.
         before_fetch: called when the loop asks for a batch, before anything is drawn for it.
     """
 
@@ -42,10 +49,12 @@ class EngineDataLoader:
         on_epoch_end: Callable[[], None] | None = None,
         may_be_empty: bool = False,
         seed: int | None = None,
+        needs_end: bool = False,
     ) -> None:
         self.loader = loader
         self.device = device
         self._seed = seed
+        self._needs_end = needs_end
         self.epoch = -1
         self.at_end = False
         self._transfer = Transfer(device)
@@ -143,12 +152,14 @@ class EngineDataLoader:
             self.before_fetch()
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         set_epoch(self.loader, self.epoch)
-        outside, course = self._course, Course(self.epoch, runs=True, here=not getattr(self.loader, "num_workers", 0))
-        self._course = course
+        outside, course = self._course, Course(self.epoch, runs=True, here=not workers(self.loader))
+        at_end_outside = self.at_end  # this may be a loop inside another over the same loader
+        self._course, self.at_end = course, False
         try:
             yield from self._handed(course)
         finally:
             course.runs = False
+            self.at_end = at_end_outside and outside.runs
             if outside.runs:
                 self._course = outside
 
@@ -156,39 +167,51 @@ class EngineDataLoader:
         rest, self._rest = self._rest, None
         if rest is not None and rest[0]["epoch"] != self.epoch:  # another one was set since it was loaded
             rest = None
-        batches = self._fetched(course, rest)
-        if self._watch is not None:
-            batches = self._watch.watch(batches)
-        nothing, at_end_outside = object(), self.at_end  # this may be a loop inside another over the same loader
-        self.at_end = False
-        batch = next(batches, nothing)
-        if batch is nothing:
-            if rest is None and not self._may_be_empty:
-                raise InputError(f"epoch {self.epoch}: {EMPTY}")
-            self._end(course)
-            return
-        transfer = self._transfer
-        batch = transfer.start(batch)
-        try:
-            for following in batches:
-                ready, batch = transfer.finish(batch), transfer.start(following)
-                course.handed += 1
-                yield ready
-                del ready
-                if self.before_fetch is not None:
-                    self.before_fetch()
-            self.at_end = True
+        for batch, last in self._on_device(course, self._fetched(course, rest)):
             course.handed += 1
-            yield transfer.finish(batch)
+            self.at_end = last
+            try:
+                yield batch
+            except GeneratorExit:  # a loop that counts its batches does not ask for one more
+                if last and course.trained == course.handed:
+                    self._end(course)
+                raise
+            del batch
             if self.before_fetch is not None:
                 self.before_fetch()
-        finally:
-            self.at_end = at_end_outside
+        if not course.handed and rest is None and not self._may_be_empty:
+            raise InputError(f"epoch {self.epoch}: {EMPTY}")
         self._end(course)
+
+    def _on_device(self, course: Course, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The batches on the device, and whether each is the last."""
+        if self._watch is not None:
+            batches = self._watch.watch(batches)
+        transfer, reuses, looks = self._transfer, reuses_memory(self.loader), looks_ahead(self.loader, self._needs_end)
+
+        def fetch(end: Any) -> Any:
+            if reuses:
+                transfer.wait()
+            batch = next(batches, end)
+            if batch is not end:
+                batch = transfer.start(transfer.keep(batch) if reuses and looks else batch)
+            return batch
+
+        if looks:
+            return ahead(fetch, transfer)
+        return in_turn(fetch, transfer, lambda: course.handed + 1 == self._length)
+
+    @property
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError):
+            return None
 
     def _end(self, course: Course) -> None:
         course.finished = True
-        if self._on_epoch_end is not None and torch.is_grad_enabled():  # else it was a pass to evaluate
+        is_training = torch.is_grad_enabled() or course.trained == course.handed  # else it was a pass to evaluate
+        if self._on_epoch_end is not None and is_training:
             self._on_epoch_end()
 
     def _fetched(self, course: Course, rest: tuple[dict[str, Any], bool] | None) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from .. import torch_private
 from ..errors import InputError
 from .checkpoint import random_state, set_random_state
+from .transfer import copied, reuses_memory
 
 Agree = Callable[[str], bool]
 """A collective: whether all ranks were given the same text."""
@@ -94,7 +95,9 @@ class StridedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         check = _Check(self._agree, self.epoch, type(self.loader.dataset).__name__)
-        return _every(self.loader, self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch), check)
+        # The batches of a round are read one after the other, before one of them is handed out.
+        batches = map(copied, self.loader) if reuses_memory(self.loader) else self.loader
+        return _every(batches, self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch), check)
 
     def __len__(self) -> int:
         return _share(len(self.loader), self.rank, self.size, self.pad)

@@ -5,14 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 from ..tree import map_tensors
+
+
+def workers(loader: Any) -> int:
+    """How many processes of its own fetch the batches of `loader`."""
+    return getattr(getattr(loader, "loader", loader), "num_workers", 0)  # one that is read in strides has one inside
+
+
+def reuses_memory(loader: Any) -> bool:
+    """Whether a batch of `loader` may be written over when the next one is fetched.
+
+    Not where workers send it, nor where torch joins samples, which makes new tensors. A dataset that gives whole
+    batches, or a `collate_fn`, may have one buffer for all.
+    """
+    return isinstance(loader, DataLoader) and not workers(loader) and loader.collate_fn is not default_collate
+
+
+def copied(batch: Any) -> Any:
+    """The batch, its tensors in memory of its own."""
+    return map_tensors(torch.clone, batch)
 
 
 class Transfer:
     """Copies batches to `device`. To a GPU it does so from pinned memory, on a stream of its own, and holds nothing up.
 
-    The memory of one batch more than without it is taken on a GPU; nothing is copied where a batch is there already.
+    Where batches are fetched ahead, it takes the memory of one batch more on a GPU. Nothing is copied where a batch is
+    there already (`keep` does).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,6 +62,15 @@ class Transfer:
             return tensor
 
         return map_tensors(use, batch)
+
+    def keep(self, batch: Any) -> Any:
+        """The batch, with copies of the tensors that `start` would leave where they are."""
+        return map_tensors(lambda tensor: tensor.clone() if tensor.device.type == self.device.type else tensor, batch)
+
+    def wait(self) -> None:
+        """Until what was started has been copied: the memory that it came from may be written over then."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":

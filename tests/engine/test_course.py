@@ -100,26 +100,51 @@ def set_random_numbers(state):
     np.random.set_state(state[2])
 
 
+@pytest.mark.parametrize("needs_end", [False, True])
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_it_goes_on_as_it_would_have(kind, seed):
+def test_it_goes_on_as_it_would_have(kind, seed, needs_end):
     """Bit by bit, noise included, from each place of the first two epochs, also from a batch that was handed out and
-    not trained on. `seed`: with random numbers of the loader's own, as where several ranks fetch one batch."""
+    not trained on. `seed`: with random numbers of the loader's own, as where several ranks fetch one batch.
+    `needs_end`: streams are fetched ahead."""
     for place in (1, 2, 3, 4, 6, 7):
         for behind in (0, 1):
             torch.manual_seed(0)
             random.seed(0)
             np.random.seed(0)
-            first = EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed)
+            first = EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed, needs_end=needs_end)
             expected, (state, numbers) = batches_of(first, 14, place, behind)
             torch.manual_seed(9)
-            second = EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed)
+            second = EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed, needs_end=needs_end)
             assert second.load_state_dict(state) is None
             set_random_numbers(numbers)
             if behind:  # what was drawn after the batch was handed out is drawn again
                 assert batches_of(second, 1)[0] == expected[place : place + 1], (place, behind)
             else:
                 assert batches_of(second, 14 - place)[0] == expected[place:], (place, behind)
+
+
+@pytest.mark.parametrize("needs_end", [False, True])
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_it_goes_on_from_where_it_went_on(kind, seed, needs_end):
+    """Saved after each batch, and loaded into another loader each time. With a seed also where the batch was not
+    trained on: what is drawn again then does not change the next one."""
+
+    def make():
+        return EngineDataLoader(LOADERS[kind](), torch.device("cpu"), seed=seed, needs_end=needs_end)
+
+    for behind in (0,) if seed is None else (0, 1):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        expected, (state, numbers) = batches_of(make(), 5, 1, behind)
+        for place in range(1, 4):
+            loader = make()
+            loader.load_state_dict(state)
+            set_random_numbers(numbers)
+            seen, (state, numbers) = batches_of(loader, 1 + behind, 1, behind)
+            assert seen[0] == expected[place], (place, behind)
 
 
 def test_what_is_skipped_is_not_read():

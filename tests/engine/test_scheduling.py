@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 
 import pytest
+import torch
 from models import (
     FP16_NAIVE,
     FP16_TORCH,
@@ -88,6 +91,47 @@ def test_lr_interval(interval, advanced):
     )
     train(engine, epochs=2)
     assert engine.lr_scheduler.last_epoch == advanced
+
+
+def by_next(loader):
+    batches = iter(loader)
+    return (next(batches) for _ in range(len(loader)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    "counted",
+    [
+        by_next,
+        lambda loader: itertools.islice(loader, len(loader)),
+        lambda loader: (batch for _, batch in zip(range(len(loader)), loader, strict=False)),
+    ],
+    ids=["next", "islice", "zip"],
+)
+def test_an_epoch_ends_for_a_loop_that_counts_its_batches(counted, accumulation):
+    """It never asks for the batch that is not there. Epochs that were left early, or only looked at, do not end."""
+    engine = make_engine(
+        {"lr_interval": "epoch", "gradient_accumulation": accumulation},
+        lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
+    )
+
+    def train(batches, until=math.inf):
+        for number, (x, y) in enumerate(batches):
+            if number == until:
+                return
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+
+    for epoch in range(1, 3):
+        train(counted(engine.dataloader))
+        gc.collect()
+        assert engine.lr_scheduler.last_epoch == epoch
+        assert engine.dataloader.state_dict()["finished"]
+    train(engine.dataloader, until=len(engine.dataloader) - 1)  # the last one is handed out, and not trained on
+    assert engine.lr_scheduler.last_epoch == 2
+    with torch.no_grad():
+        assert len(list(counted(engine.dataloader))) == len(engine.dataloader)
+    assert engine.lr_scheduler.last_epoch == 2
 
 
 def test_a_scheduler_given_as_an_object_keeps_working_on_masters():
