@@ -205,15 +205,14 @@ class Reducer:
         self.stale = self._finished
         if not self._armed:
             return
+        self._launch_ready()  # what was full before this gradient came
         bucket = self._bucket_of[id(shard)]
         if bucket.is_sent:
             raise InputError(
                 f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
-        # Hooks of this parameter may still follow, which see and change its gradient: its bucket is not sent here.
-        bucket.missing.add(id(shard))
-        self._launch_ready()
+        # Not sent here if this was its last gradient: more hooks of this parameter may follow, which change it.
         bucket.missing.discard(id(shard))
 
     def _launch_ready(self, everything: bool = False) -> None:

@@ -134,27 +134,6 @@ def test_hooks_that_were_registered_later_change_what_is_sent():
         torch.testing.assert_close(one["grads"], one["expected"])
 
 
-def arrives_twice(rank: int, world_size: int) -> list[float]:
-    """The last gradient comes in two parts (reentrant checkpoints): hooks run after each of them."""
-    linear = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(linear.weight)
-    reducer, shards = make_reducer(linear)
-
-    def change(param: nn.Parameter) -> None:
-        param.grad.mul_(10)
-
-    linear.weight.register_post_accumulate_grad_hook(change)
-    reducer.open(last=True)
-    x = torch.full((1, 1), rank + 1.0, requires_grad=True)
-    checkpoint(linear, checkpoint(linear, x, use_reentrant=True), use_reentrant=True).sum().backward()
-    reducer.finish()
-    return shards[0].take_grad().flatten().tolist()
-
-
-def test_a_gradient_in_two_parts_is_not_sent_between_its_hooks():
-    assert run_ranks(arrives_twice, 2) == [[(1 + 2) / 2 * 100 + (1 + 2) / 2 * 10]] * 2
-
-
 def unarmed(rank: int, world_size: int) -> list[torch.Tensor]:
     """A cycle that is closed after its last backward: everything is sent in finish."""
     model = make_model()
