@@ -119,7 +119,10 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.watch(engine)
-        return _begin(engine)
+        _begin(engine)
+    if group is not None:
+        group.join(engine.context)  # not before: who was refused closes nothing
+    return engine
 
 
 def _prepare(
@@ -218,13 +221,12 @@ def _convert(
     return engine
 
 
-def _begin(engine: Engine) -> Engine:
+def _begin(engine: Engine) -> None:
     """Saves that nobody calls, and the state to go on from."""
     if engine.config.checkpoint is not None or engine.config.resume is not None:
         from .engine.checkpointing.automatic import begin
 
         begin(engine)
-    return engine
 
 
 def _load(config: Any) -> Config:

@@ -21,6 +21,9 @@ from .process_group import Address, OwnedGroup, make_group
 if TYPE_CHECKING:
     from .config.load import Config
 
+_shared: list[OwnedGroup] = []
+"""The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -121,18 +124,21 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
 def ensure_process_group(
     device: torch.device, timeout_s: float, backend: str | None = None, *, pipeline: int = 1, tensor: int = 1
 ) -> OwnedGroup | None:
-    """Make torchrun's process group if its variables ask for one and there is none; its owner has to close it.
+    """Make torchrun's process group if its variables ask for one and there is none, or give the one that was made here
+    before. Who gets it has to `join` and to `close` it.
 
-    None if there was nothing to make: a world of 1, or a group of the user's own.
+    None if there was nothing to make: a world of 1, the group of a launch, or of the user's own.
 
     Args:
         timeout_s: seconds that a collective may take.
         pipeline, tensor: sizes of these axes, by which messages about failed ranks name their places.
     """
     if dist.is_initialized():
-        return None
+        return next((group for group in _shared if group.is_there), None)
     place = torchrun_place()
-    return make_group(place, None, device, timeout_s, backend, Layout(place.world_size, pipeline, tensor))
+    group = make_group(place, None, device, timeout_s, backend, Layout(place.world_size, pipeline, tensor))
+    _shared[:] = [] if group is None else [group]
+    return group
 
 
 def choose_backend(config: Config, device: torch.device) -> str | None:

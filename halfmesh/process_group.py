@@ -40,22 +40,41 @@ that is about to close from the next one at the same address, and would wait in 
 
 
 class OwnedGroup:
-    """A process group that was made here, with its failure guard, and is destroyed by `close()`."""
+    """A process group that was made here, with its failure guard. Its last user's `close` destroys it."""
 
     def __init__(self, guard: FailureGuard, whereabouts: Whereabouts) -> None:
         self._guard: FailureGuard | None = guard
         self._whereabouts = whereabouts
+        self._group = dist.group.WORLD
+        self._users: set[object] = set()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it still is the group of this process, of which a user may have made another one meanwhile."""
+        return self._guard is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def watch(self, engine: Any) -> None:
         """Messages about ranks that wait in vain give the `global_step` of `engine`."""
         self._whereabouts.watch(engine)
 
-    def close(self) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    def join(self, user: object) -> None:
+        """From now on `user` needs the group."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """`user` needs it no longer. The group stays, for whoever comes next, and to report an error in flight."""
+        self._users.discard(user)
+
+    def close(self, user: object = None) -> None:
+        """Destroy the group, unless others than `user` need it. May be called twice."""
+        self.leave(user)
+        if self._guard is None or self._users:
+            return
+        is_there = self.is_there
+        self._guard.remove()
+        self._guard = None
+        if is_there:
+            dist.destroy_process_group()
 
 
 def make_group(

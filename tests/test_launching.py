@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import free_port, run_ranks
+from torch import nn
 
+import halfmesh
 from halfmesh import launchers, launching, process_group
 from halfmesh.config.load import load_config
-from halfmesh.errors import LaunchError
+from halfmesh.errors import InputError, LaunchError
 from halfmesh.launchers import Place
 from halfmesh.launching import (
     choose_backend,
@@ -470,6 +473,76 @@ def use_torchrun_variables(rank: int, world_size: int, port: int, second_port: i
 def test_torchruns_variables_make_a_group_that_the_owner_destroys() -> None:
     expected = [[rank, 2, 2, None, False, rank, False] for rank in range(2)]
     assert run_ranks(use_torchrun_variables, 2, free_port(), free_port(), init=False) == expected
+
+
+ORDERS = ("in order", "reversed")
+
+
+def _two_engines(data: str) -> tuple[Any, Any]:
+    config = {"parallel": {"data": data}}
+    first, second = (
+        halfmesh.initialize(nn.Linear(4, 4), torch.optim.Adam, config=config, device="cpu") for _ in range(2)
+    )
+    return first, second
+
+
+def close_two_engines(rank: int, world_size: int, port: int, second_port: int) -> dict[str, Any]:
+    """Which of the calls leave a process group."""
+    values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in {**values, "MASTER_PORT": port}.items()})
+    facts: dict[str, Any] = {}
+    for data in ("zero1", "fsdp"):
+        for order in ORDERS:
+            engines = _two_engines(data)[:: 1 if order == "in order" else -1]
+            for engine in engines:
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+            engines[0].close()
+            engines[0].close()  # not counted twice
+            facts[f"{data} {order}"] = [dist.is_initialized()]
+            engines[1].backward(engines[1](torch.ones(2, 4)).sum())
+            engines[1].step()
+            engines[1].close()
+            facts[f"{data} {order}"].append(dist.is_initialized())
+
+    first, second = _two_engines("replicate")
+    with suppress(LookupError), first:
+        raise LookupError
+    facts["one with an error"] = [dist.is_initialized()]
+    second.close()
+    facts["one with an error"].append(dist.is_initialized())
+    first.close()
+
+    first, second = _two_engines("replicate")
+    for engine in (first, second):
+        with suppress(LookupError), engine:
+            raise LookupError
+    facts["both with errors"] = [dist.is_initialized()]
+    second.close()
+    facts["both with errors"].append(dist.is_initialized())
+
+    first, second = _two_engines("replicate")
+    second.close()
+    with pytest.raises(InputError, match="different configs"):
+        halfmesh.initialize(nn.Linear(4, 4), torch.optim.SGD, config={"seed": rank}, device="cpu")
+    first.close()
+    facts["one refused"] = [dist.is_initialized()]
+
+    first, second = _two_engines("replicate")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{second_port}", rank=rank, world_size=world_size)
+    is_left_alone = ensure_process_group(CPU, 30.0) is None
+    facts["the user's own"] = [is_left_alone, dist.is_initialized()]
+    dist.destroy_process_group()
+    return facts
+
+
+@pytest.mark.distributed
+def test_a_group_ends_with_the_last_engine_that_uses_it() -> None:
+    expected: dict[str, Any] = {f"{data} {order}": [True, False] for data in ("zero1", "fsdp") for order in ORDERS}
+    expected |= {"one with an error": [True, False], "both with errors": [True, False], "one refused": [False]}
+    expected["the user's own"] = [True, True]
+    assert run_ranks(close_two_engines, 2, free_port(), free_port(), init=False, timeout=60) == [expected] * 2
 
 
 def use_existing(rank: int, world_size: int) -> list[Any]:

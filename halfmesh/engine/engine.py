@@ -311,6 +311,7 @@ class Engine(Health):
         else:
             self._end_automatic_saves(failed=True)
             self._give_back(whole=False)
+            self.context.leave()
 
     def __iter__(self) -> NoReturn:
         raise TypeError(

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,10 @@ from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
 from .objects import broadcast_object, gather_objects
 
+if TYPE_CHECKING:
+    from ..process_group import OwnedGroup
+
 AXES = ("pp", "dp", "tp")
-
-
-class Closes(Protocol):
-    """Something to close."""
-
-    def close(self) -> None: ...
 
 
 class AxisRanks:
@@ -52,12 +49,12 @@ class ParallelContext:
         pp: size of the pipeline axis.
         tp: size of the tensor axis; data parallelism takes the ranks that are left.
         device: this rank's device.
-        group: the process group that was made for this context, if one was; `close` closes it.
+        group: the process group, if it was made for this context or another one; the last `close` destroys it.
         timeout: seconds that a collective within an axis may take.
     """
 
     def __init__(
-        self, pp: int, tp: int, device: torch.device, group: Closes | None = None, timeout: float = 600.0
+        self, pp: int, tp: int, device: torch.device, group: OwnedGroup | None = None, timeout: float = 600.0
     ) -> None:
         self.device = device
         self.size = dist.get_world_size() if dist.is_initialized() else 1
@@ -261,8 +258,13 @@ class ParallelContext:
         """What each rank gave as `value`."""
         return gather_objects(value) if self.size > 1 else [value]
 
+    def leave(self) -> None:
+        """This context is used no more, but its groups stay: they report an error that is in flight."""
+        if self._group is not None:
+            self._group.leave(self)
+
     def close(self) -> None:
-        """Free the groups that this context made."""
+        """Free the groups that this context made, and the process group if no other context needs it."""
         self.__dict__.pop("mesh", None)
         groups, self._axis_groups = self._axis_groups, {}
         if not dist.is_initialized():
@@ -271,7 +273,7 @@ class ParallelContext:
             if group is not None and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         if self._group is not None:
-            self._group.close()
+            self._group.close(self)
             self._group = None
 
 

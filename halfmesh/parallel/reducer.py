@@ -37,10 +37,11 @@ class ReduceOptions:
 class Reducer:
     """All-reduces the gradients of `shards` over `group`, once per optimizer step.
 
-    Call `open` before each backward; on the last of an accumulation cycle each bucket is sent as soon as all of its
-    gradients are there. `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A
-    parameter without a gradient on any rank keeps none, as in one process; one that is unused on this rank alone
-    gets the others' gradient.
+    Call `open` before each backward; on the last of an accumulation cycle each bucket is sent when the first gradient
+    comes after all of its own: by then all hooks of its parameters have run, also those that were registered after
+    this reducer's. `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A parameter
+    without a gradient on any rank keeps none, as in one process; one that is unused on this rank alone gets the
+    others' gradient.
 
     Running statistics (BatchNorm's mean and variance) are averaged along, so that evaluation needs no collective.
 
@@ -204,14 +205,15 @@ class Reducer:
         self.stale = self._finished
         if not self._armed:
             return
+        self._launch_ready()  # what was full before this gradient came
         bucket = self._bucket_of[id(shard)]
         if bucket.is_sent:
             raise InputError(
                 f"the gradient of {shard.name!r} arrived twice in one backward, the second time after it was sent; "
                 "reentrant activation checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
+        # Not sent here if this was its last gradient: more hooks of this parameter may follow, which change it.
         bucket.missing.discard(id(shard))
-        self._launch_ready()
 
     def _launch_ready(self, everything: bool = False) -> None:
         """Send complete buckets in index order, because all ranks must send in the same order."""

@@ -276,3 +276,37 @@ def test_options_of_the_reduction_have_an_effect():
         assert found["small buckets"][:2] == (4, 4)
         assert found["one in flight"] == (9, 4, 1)
         assert found["many in flight"] == (9, 4, 8)
+
+
+def with_hooks(rank: int, world_size: int) -> dict[str, Any]:
+    """Hooks that divide each gradient by 4, registered before or after initialize."""
+    found = {}
+    for data in ("replicate", "zero1"):
+        for when in ("before", "after"):
+            model = MLP()
+            if when == "before":
+                _divide_gradients(model)
+            engine = make_engine({"parallel": {"data": data}}, model=model, loader=make_loader(32, 4))
+            if when == "after":
+                _divide_gradients(model)
+            train(engine)
+            found[f"{data} {when}"] = full_weights(engine)
+            engine.close()
+    return found
+
+
+def _divide_gradients(model: nn.Module) -> None:
+    def hook(param: nn.Parameter) -> None:
+        param.grad.div_(4)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def test_hooks_on_gradients_take_effect_whenever_they_were_registered():
+    model = MLP()
+    _divide_gradients(model)
+    expected = reference(joined(4, 4, 2), model=model)
+    for found in run_ranks(with_hooks, 2):
+        for case, weights in found.items():
+            assert difference(weights, expected) < 1e-6, case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import logging.handlers
 
@@ -95,10 +96,42 @@ def test_one_reduction_per_update_in_order_and_in_backward():
     assert first == second
     sizes = [3, 24, 8, 8, 8, 48]  # the model's parameters, last first
     assert first["before"] == 0
-    assert first["in_backward"] == first["buckets"] == 6
+    assert first["in_backward"] == first["buckets"] - 1 == 5  # the last one waits for hooks of its last parameter
     assert first["in_all"] == 7  # and one for BatchNorm's statistics
     assert first["order"] == [size + 1 for size in sizes] + [16]
     assert first["bytes"] == 4 * (sum(sizes) + 6 + 16)
+
+
+def late_hooks(rank: int, world_size: int) -> list[dict[str, object]]:
+    """Hooks that were registered after the reducer's, with one bucket for each parameter and one for all."""
+    found = []
+    for bucket_bytes in (TINY, 25 * 2**20):
+        model, other, seen = make_model(), make_model(), []
+        reducer, shards = make_reducer(model, bucket_bytes=bucket_bytes)
+
+        def change(param: nn.Parameter, seen: list[bool] = seen) -> None:
+            seen.append(param.grad is not None)
+            if param.grad is not None:
+                param.grad.clamp_(-0.01, 0.01)
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(change)
+        reducer.open(last=True)
+        backward(model, batch(rank))
+        reducer.finish()
+        backward(other, batch(rank))
+        for param in other.parameters():
+            param.grad.clamp_(-0.01, 0.01)
+            dist.all_reduce(param.grad)
+        expected = [param.grad / world_size for param in other.parameters()]
+        found.append({"seen": seen, "grads": [shard.take_grad() for shard in shards], "expected": expected})
+    return found
+
+
+def test_hooks_that_were_registered_later_change_what_is_sent():
+    for one in itertools.chain(*run_ranks(late_hooks, 2)):
+        assert one["seen"] == [True] * 6
+        torch.testing.assert_close(one["grads"], one["expected"])
 
 
 def unarmed(rank: int, world_size: int) -> list[torch.Tensor]:
