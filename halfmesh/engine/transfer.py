@@ -39,6 +39,7 @@ class Transfer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
+        self._reads = False  # memory that is not this object's, until it has been copied
 
     def start(self, batch: Any) -> Any:
         """The batch, on its way: for `finish` only."""
@@ -68,12 +69,17 @@ class Transfer:
         return map_tensors(lambda tensor: tensor.clone() if tensor.device.type == self.device.type else tensor, batch)
 
     def wait(self) -> None:
-        """Until what was started has been copied: the memory that it came from may be written over then."""
-        if self._stream is not None:
+        """Until memory that was page-locked when it came has been copied: it may be written over then."""
+        if self._stream is not None and self._reads:
             self._stream.synchronize()
+            self._reads = False
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
             return tensor
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()  # copies from other memory hold the host up
+        if tensor.is_pinned():
+            self._reads = True
+            pinned = tensor
+        else:
+            pinned = tensor.pin_memory()  # copies from other memory hold the host up
         return pinned.to(self.device, non_blocking=True)

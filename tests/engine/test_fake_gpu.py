@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_gpu import fake_gpu, give_gradients
@@ -10,6 +13,7 @@ from torch import nn
 
 import halfmesh
 from halfmesh.amp.host_copy import HostCopy
+from halfmesh.engine.transfer import Transfer
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch for CUDA")
 
@@ -107,3 +111,20 @@ def test_a_copy_is_awaited_on_its_own_device(monkeypatch):
         monkeypatch.setattr(torch.cuda.Event, "record", lambda _, stream=None: recorded.append(stream))
         HostCopy([torch.ones((), device="cuda:1")])
     assert recorded == ["of cuda:1"]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_only_memory_that_came_page_locked_is_waited_for(pinned, monkeypatch):
+    """What this made page-locked itself nobody writes over."""
+    waits = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with fake_gpu():
+        transfer = Transfer(torch.device("cuda", 0))
+        transfer.start([torch.ones(2)])
+        transfer.wait()
+        transfer.wait()
+    assert waits == [1] * pinned
