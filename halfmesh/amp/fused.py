@@ -72,10 +72,10 @@ def seed_momentum(optimizer: optim.Optimizer) -> dict[torch.Tensor, torch.Tensor
 
 
 def take_back_momentum(optimizer: optim.Optimizer, seeded: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Where `seed_momentum` gave buffers that no step has used, the optimizer has none again."""
+    """Where `seed_momentum` gave buffers that no update has used, the optimizer has none again."""
     for param, buffer in seeded.items():
         state = optimizer.state.get(param, {})
-        if state.get("momentum_buffer") is buffer and not bool(buffer.any()):
+        if state.get("momentum_buffer") is buffer:
             del state["momentum_buffer"]
             if not state:
                 del optimizer.state[param]

@@ -194,6 +194,11 @@ class Holdings:
         """Whether every parameter has a gradient that the optimizer can take as it is."""
         return not self.masters and forms([grad for s, grad in grads if s.main_grad is None]) == self._forms
 
+    def note_used(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
+        """An update begins with these: momentum that was made for it is used."""
+        for shard, _ in grads if self._seeded else ():
+            self._seeded.pop(self.targets[id(shard)], None)
+
     def unfuse_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
         if not self.sparse and set(map(_layout, [grad for _, grad in grads])) - {torch.strided}:
@@ -216,7 +221,6 @@ class Holdings:
         """Remove the hook from the optimizer, and leave its implementation to torch again."""
         fused.switch_back(self.optimizer, self._switched)
         fused.place_step_counters(self.optimizer)
-        fused.take_back_momentum(self.optimizer, self._seeded)
         self._load_hook.remove()
 
     def _state_values(self) -> Iterable[Any]:

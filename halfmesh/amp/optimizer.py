@@ -159,6 +159,7 @@ class MixedPrecisionOptimizer:
         fits = holdings.fit(grads)
         if not fits:
             holdings.unfuse_for_sparse(grads)
+        holdings.note_used(grads)
         max_norm, verdict = self._clip_once or (rules.max_norm, None)
         self._clip_once = None
         asked_for = max_norm > 0 or self._asks

@@ -60,8 +60,14 @@ def bucket_not_gathered(patch: pytest.MonkeyPatch) -> None:
 
 def parts_sent_in_each_microbatch(patch: pytest.MonkeyPatch) -> None:
     """Gradients go to the ranks that step them in the backward of each microbatch; those of the last one count."""
-    inner = SliceReducer.open
+    inner, arrived = SliceReducer.open, SliceReducer._arrived
+
+    def sent_at_once(self: SliceReducer, *args: Any) -> None:
+        arrived(self, *args)
+        self._launch_ready()  # also the last bucket, which would wait for the end of backward
+
     patch.setattr(SliceReducer, "open", lambda self, last: inner(self, True))
+    patch.setattr(SliceReducer, "_arrived", sent_at_once)
 
 
 def masters_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
