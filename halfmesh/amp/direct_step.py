@@ -7,6 +7,8 @@ their state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,17 +24,19 @@ from .fused import seed_momentum
 _Group = Mapping[str, Any]
 _Tensors = list[torch.Tensor]
 _State = dict[str, Any]
+_States = dict[str, list[Any]]
+"""Of several parameters, by name."""
 
 
-def _step_adam(group: _Group, params: _Tensors, grads: _Tensors, states: list[_State], **folded: Any) -> None:
+def _step_adam(group: _Group, params: _Tensors, grads: _Tensors, states: _States, **folded: Any) -> None:
     beta1, beta2 = group["betas"]
     adam(
         params,
         grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-        [state["step"] for state in states],
+        states["exp_avg"],
+        states["exp_avg_sq"],
+        states["max_exp_avg_sq"] if group["amsgrad"] else [],
+        states["step"],
         fused=True,
         amsgrad=group["amsgrad"],
         beta1=beta1,
@@ -46,11 +50,11 @@ def _step_adam(group: _Group, params: _Tensors, grads: _Tensors, states: list[_S
     )
 
 
-def _step_sgd(group: _Group, params: _Tensors, grads: _Tensors, states: list[_State], **folded: Any) -> None:
+def _step_sgd(group: _Group, params: _Tensors, grads: _Tensors, states: _States, **folded: Any) -> None:
     sgd(
         params,
         grads,
-        [state["momentum_buffer"] for state in states] if group["momentum"] != 0 else [],
+        states["momentum_buffer"] if group["momentum"] != 0 else [],
         fused=True,
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],
@@ -62,12 +66,12 @@ def _step_sgd(group: _Group, params: _Tensors, grads: _Tensors, states: list[_St
     )
 
 
-def _step_adagrad(group: _Group, params: _Tensors, grads: _Tensors, states: list[_State], **folded: Any) -> None:
+def _step_adagrad(group: _Group, params: _Tensors, grads: _Tensors, states: _States, **folded: Any) -> None:
     adagrad(
         params,
         grads,
-        [state["sum"] for state in states],
-        [state["step"] for state in states],
+        states["sum"],
+        states["step"],
         fused=True,
         lr=group["lr"],
         weight_decay=group["weight_decay"],
@@ -86,10 +90,35 @@ _FORMS: dict[type[optim.Optimizer], Callable[..., None]] = {
 }
 
 
+def _by_name(states: list[_State]) -> _States:
+    return {name: [state[name] for state in states] for name in states[0] if all(name in state for state in states)}
+
+
 def _has_state(group: _Group, states: list[_State]) -> bool:
     if "momentum" in group:  # SGD, whose state may also be there and be None
         return group["momentum"] == 0 or all(state.get("momentum_buffer") is not None for state in states)
     return all(states)
+
+
+class _Held:
+    """A group, and what the optimizer has for its parameters."""
+
+    def __init__(self, group: _Group, state: Mapping[torch.Tensor, _State]) -> None:
+        self.group = group
+        self.params: _Tensors = list(group["params"])
+        self._states = [state.get(param, {}) for param in self.params]
+        self._all = _by_name(self._states) if self.params and _has_state(group, self._states) else None
+
+    def chosen(self) -> tuple[_Tensors, _Tensors, _States] | None:
+        """The parameters that have a gradient, with that and with their state; None if some have no state yet."""
+        grads = [param.grad for param in self.params]
+        if self._all is not None and not any(map(is_, grads, repeat(None))):
+            return self.params, grads, self._all  # type: ignore[return-value]
+        found = [each for each in zip(self.params, grads, self._states, strict=True) if each[1] is not None]
+        if not found:
+            return [], [], {}
+        params, present, states = map(list, zip(*found, strict=True))
+        return (params, present, _by_name(states)) if _has_state(self.group, states) else None
 
 
 class DirectStep:
@@ -102,15 +131,15 @@ class DirectStep:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._form = _FORMS.get(type(optimizer))
-        self._held: list[tuple[_Group, list[tuple[torch.Tensor, _State]]]] = []
-        self._ids: list[list[int]] = []  # of all objects that are in `_held`
-        self._alive: list[list[Any]] = []  # these objects, so that nothing else gets their ids
+        self._held: list[_Held] = []
+        self._version = -1
         self._step: Any = None
 
-    def take(self, folds: bool, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
+    def take(self, version: int, folds: bool, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
         """Step the parameters that have a gradient; returns False, and does nothing, where only `step` can do it.
 
         Args:
+            version: another one than in the call before if the optimizer holds other groups, parameters or state.
             folds: whether the optimizer takes the next two along: it is torch's, fused in every group, and without
                 hooks before its step.
             grad_scale: gradients are divided by it (0-dim fp32).
@@ -118,19 +147,16 @@ class DirectStep:
         """
         if not folds or self._form is None or not self._is_plain():
             return False
-        if not self._knows_state():
-            self._learn_state()
-        chosen = []
-        for group, pairs in self._held:
-            held = [(param, grad, state) for param, state in pairs if (grad := param.grad) is not None]
-            if held:
-                params, grads, states = map(list, zip(*held, strict=True))
-                if not _has_state(group, states):
-                    seed_momentum(self._optimizer)
-                    return False  # the first step of some parameter
-                chosen.append((group, params, grads, states))
-        for group, params, grads, states in chosen:
-            self._form(group, params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
+        if version != self._version:
+            self._version = version
+            self._held = [_Held(group, self._optimizer.state) for group in self._optimizer.param_groups]
+        chosen = [held.chosen() for held in self._held]
+        if None in chosen:
+            seed_momentum(self._optimizer)
+            return False  # the first step of some parameter
+        for held, each in zip(self._held, chosen, strict=True):
+            if each is not None and each[0]:
+                self._form(held.group, *each, grad_scale=grad_scale, found_inf=found_inf)
         return True
 
     def _is_plain(self) -> bool:
@@ -140,16 +166,3 @@ class DirectStep:
             return False
         before, self._step = self._step, step_of(self._optimizer)
         return before is self._step
-
-    def _knows_state(self) -> bool:
-        """Whether the groups' parameters and the state are the objects that were seen last."""
-        groups = self._optimizer.param_groups
-        state = self._optimizer.state
-        held = [groups, *[group["params"] for group in groups], state, state.values()]
-        return [list(map(id, objects)) for objects in held] == self._ids
-
-    def _learn_state(self) -> None:
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        self._held = [(group, [(param, state.get(param, {})) for param in group["params"]]) for group in groups]
-        self._alive = [list(groups), *[list(group["params"]) for group in groups], list(state), list(state.values())]
-        self._ids = [list(map(id, objects)) for objects in self._alive]

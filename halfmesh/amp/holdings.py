@@ -113,8 +113,8 @@ class Holdings:
         self._ids = [list(map(id, params)) for params in self._known]
         self._seen = self._signature()
         self._step = step_of(self.optimizer)
-        self._state = list(self._state_values())
-        self._state_ids = list(map(id, self._state))
+        self._held = [list(objects) for objects in self._objects()]
+        self._held_ids = [list(map(id, objects)) for objects in self._held]
 
     def take_over(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
@@ -128,10 +128,10 @@ class Holdings:
 
     def changed(self) -> bool:
         """Whether parameters were added or laid out anew since the last `refresh`, or what decides the implementation
-        is another: settings, the layout of the state, or the `step`."""
+        is another: settings, the `step`, or for fused ones the groups and the state."""
         if self.regrouped or self._signature() != self._seen or step_of(self.optimizer) is not self._step:
             return True
-        return self.folds and list(map(id, self._state_values())) != self._state_ids
+        return self.folds and [list(map(id, objects)) for objects in self._objects()] != self._held_ids
 
     @property
     def regrouped(self) -> bool:
@@ -223,8 +223,10 @@ class Holdings:
         fused.place_step_counters(self.optimizer)
         self._load_hook.remove()
 
-    def _state_values(self) -> Iterable[Any]:
-        return chain.from_iterable(map(_values, self.optimizer.state.values()))
+    def _objects(self) -> list[Iterable[Any]]:
+        """The groups, and the state: its parameters, what it has for each, and the values in that."""
+        state = self.optimizer.state
+        return [self.optimizer.param_groups, state, state.values(), chain.from_iterable(map(_values, state.values()))]
 
     def _signature(self) -> list[tuple[list[bool], list[tuple[int, ...]]]]:
         """Of each group what decides the implementation. With `map`, because this is done at each step."""

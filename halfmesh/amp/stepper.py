@@ -73,7 +73,7 @@ class Stepper:
         self, shards: Sequence[ParamShard], folds: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> None:
         """Step what has gradients, which are those of `shards`, attached to what the optimizer holds."""
-        if self._direct.take(folds, total, found_inf):
+        if self._direct.take(self.holdings.refreshed, folds, total, found_inf):
             return
         attributes: dict[str, torch.Tensor] = {}
         if folds:
