@@ -113,8 +113,8 @@ class Holdings:
         self._ids = [list(map(id, params)) for params in self._known]
         self._seen = self._signature()
         self._step = step_of(self.optimizer)
-        self._held = [list(objects) for objects in self._objects()]
-        self._held_ids = [list(map(id, objects)) for objects in self._held]
+        self._held = list(self._objects())
+        self._held_ids = list(map(id, self._held))
 
     def take_over(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
@@ -131,7 +131,7 @@ class Holdings:
         is another: settings, the `step`, or for fused ones the groups and the state."""
         if self.regrouped or self._signature() != self._seen or step_of(self.optimizer) is not self._step:
             return True
-        return self.folds and [list(map(id, objects)) for objects in self._objects()] != self._held_ids
+        return self.folds and list(map(id, self._objects())) != self._held_ids
 
     @property
     def regrouped(self) -> bool:
@@ -223,10 +223,10 @@ class Holdings:
         fused.place_step_counters(self.optimizer)
         self._load_hook.remove()
 
-    def _objects(self) -> list[Iterable[Any]]:
-        """The groups, and the state: its parameters, what it has for each, and the values in that."""
+    def _objects(self) -> Iterable[Any]:
+        """The groups, the parameters that have a state, and the values in it."""
         state = self.optimizer.state
-        return [self.optimizer.param_groups, state, state.values(), chain.from_iterable(map(_values, state.values()))]
+        return chain(self.optimizer.param_groups, state, chain.from_iterable(map(_values, state.values())))
 
     def _signature(self) -> list[tuple[list[bool], list[tuple[int, ...]]]]:
         """Of each group what decides the implementation. With `map`, because this is done at each step."""
