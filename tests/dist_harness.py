@@ -58,6 +58,10 @@ class RankFailure(AssertionError):  # noqa: N818 - it is a failed test, with the
         super().__init__(message)
 
 
+NOT_CONNECTED = "Gloo connectFullMesh failed"
+"""torch's words where a group could not be made."""
+
+
 @dataclass
 class _Report:
     """How one rank ended."""
@@ -86,19 +90,26 @@ def run_ranks(
             is not the echo of another rank's end is reported. All processes are killed.
     """
     call = pickle.dumps((fn, args, kwargs))
+    reports = _launch(call, world_size, timeout, init)
+    if init and any(NOT_CONNECTED in report.error for report in reports):
+        reports = _launch(call, world_size, timeout, init)  # once more: gloo's sockets sometimes miss each other
+    failures = [report for report in reports if report.result is None]
+    if failures:
+        _raise_first(failures, world_size)
+    return [pickle.loads(report.result or b"") for report in sorted(reports, key=lambda report: report.rank)]
+
+
+def _launch(call: bytes, world_size: int, timeout: float, init: bool) -> list[_Report]:
+    """How each rank ended; none is left."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         ranks = _start(call, world_size, Path(folder), timeout, init)
         try:
-            reports = _collect(ranks, Path(folder), time.monotonic() + timeout)
+            return _collect(ranks, Path(folder), time.monotonic() + timeout)
         finally:
             for process, receiver in ranks:
                 process.kill()
                 process.join()
                 receiver.close()
-    failures = [report for report in reports if report.result is None]
-    if failures:
-        _raise_first(failures, world_size)
-    return [pickle.loads(report.result or b"") for report in sorted(reports, key=lambda report: report.rank)]
 
 
 def free_port() -> int:

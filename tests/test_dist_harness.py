@@ -143,3 +143,15 @@ def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
 def test_an_error_that_is_only_an_echo_is_still_an_error() -> None:
     with pytest.raises(RankFailure, match="Connection closed by peer"):
         run_ranks(echo, 1)
+
+
+def fails_to_connect_once(rank, world_size, folder):
+    """As gloo does now and then."""
+    if not (mark := folder / str(rank)).exists():
+        mark.touch()
+        raise RuntimeError("Gloo connectFullMesh failed with [...] Connection closed by peer")
+    return rank
+
+
+def test_a_group_that_could_not_be_made_is_tried_once_more(tmp_path):
+    assert run_ranks(fails_to_connect_once, 2, tmp_path) == [0, 1]
