@@ -91,7 +91,7 @@ _FORMS: dict[type[optim.Optimizer], Callable[..., None]] = {
 
 
 def _by_name(states: list[_State]) -> _States:
-    return {name: [state[name] for state in states] for name in states[0] if all(name in state for state in states)}
+    return {name: [state[name] for state in states] for name in set(states[0]).intersection(*states)}
 
 
 def _has_state(group: _Group, states: list[_State]) -> bool:
