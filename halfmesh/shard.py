@@ -65,6 +65,9 @@ class ParamShard:
         if grad is not None:
             self.main_grad.add_(grad)
             self.param.grad = None
+        if self.main_grad.dtype == self.param.dtype:
+            self.param.grad, self.main_grad = self.main_grad, None
+            return self.param.grad
         return self.main_grad
 
     def clear_grad(self) -> None:

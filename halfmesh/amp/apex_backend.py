@@ -23,6 +23,7 @@ from .apex_private import Apex
 from .backend import Backend
 from .cast import Precision
 from .convert import named_tensors, take_back
+from .gradients import Gradients
 from .holdings import Holdings
 from .loss_scales import LossScales
 from .optimizer import MixedPrecisionOptimizer
@@ -82,9 +83,9 @@ class ApexPrecision(Precision):
         update = None if _live is None else _live()
         return nullcontext() if enabled or update is None else update.apex.casts_off()
 
-    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def criterion(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         update = None if _live is None else _live()
-        return (criterion if update is None else update.apex.patched(criterion))(*args, **kwargs)
+        return (call if update is None else update.apex.patched(call))(*args, **kwargs)
 
 
 class ApexOptimizer(MixedPrecisionOptimizer):
@@ -145,8 +146,8 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             finally:
                 self._follow()
 
-    def free_gradients(self) -> None:
-        super().free_gradients()
+    def zero_grad(self) -> None:
+        super().zero_grad()
         for master in self.holdings.masters.values():
             master.grad = None
 
@@ -164,7 +165,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         What the rounding loses goes where apex adds earlier gradients up, unscaled: into the masters' gradients.
         """
         grads = self.gradients()
-        self.apex.refuse_unknown([shard for shard, _ in grads])
+        self.apex.refuse_unknown(grads.layout.shards)
         for shard, grad in grads:
             shard.main_grad, shard.param.grad = None, grad.to(shard.param.dtype)
             master = self.holdings.masters.get(shard.param)
@@ -184,13 +185,12 @@ class ApexOptimizer(MixedPrecisionOptimizer):
 
     def _apply(
         self,
-        grads: list[tuple[ParamShard, torch.Tensor]],
-        fits: bool,
+        grads: Gradients,
         total: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        shards = [shard for shard, _ in grads]
-        grads.clear()
+        shards = grads.layout.shards
+        grads.take()
         if found_inf is not None and bool(found_inf):
             return
         if total is not None and self.losses.scale is not None:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -66,12 +67,18 @@ class Precision:
         elif self.recipe.autocast:
             torch.clear_autocast_cache()
 
-    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
         if self.recipe.param_dtype is not None:
             args, kwargs = self.cast_inputs(args), self.cast_inputs(kwargs)
-        output = self._within(model, *args, **kwargs)
+        output = self.within(model, *args, **kwargs)
         return output if self.recipe.output_dtype is None else self.cast_output(output)
+
+    def around(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """What does the same as `forward(model, ...)`, with no more calls than that takes here."""
+        if self.recipe.param_dtype is not None or self.recipe.output_dtype is not None:
+            return partial(self.forward, model)
+        return partial(self.within, model) if self.recipe.autocast else model
 
     def cast_inputs(self, inputs: Any) -> Any:
         """What the model is called with, as the recipe says."""
@@ -84,11 +91,7 @@ class Precision:
         self._fp16_scalars = [scalar for scalar in self._fp16_scalars if scalar() is not None]
         return map_tensors(self._cast_tensor, output)
 
-    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`criterion(*args, **kwargs)` in the forward scope, so that losses are fp32 where autocast says so."""
-        return self._within(criterion, *args, **kwargs)
-
-    def _within(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def within(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`call(*args, **kwargs)` in the scope of `autocast`.
 
         Making one costs more than entering it, so it is kept for the next call. A call within a call, or one after an
@@ -106,6 +109,9 @@ class Precision:
             result = call(*args, **kwargs)
         self._scope = caches, scope
         return result
+
+    criterion = within
+    """The criterion runs where the forward ran, so that losses are fp32 where autocast says so."""
 
     def starts_in_fp16(self, loss: torch.Tensor) -> bool:
         """Whether the gradient of `loss` starts in fp16: a loss in fp16, or one that the model itself returned so."""

@@ -139,30 +139,29 @@ class DirectStep:
         """Step the parameters that have a gradient; returns False, and does nothing, where only `step` can do it.
 
         Args:
-            version: another one than in the call before if the optimizer holds other groups, parameters or state.
+            version: another one than in the call before if the optimizer holds other groups, parameters or state, or
+                has another `step`.
             folds: whether the optimizer takes the next two along: it is torch's, fused in every group, and without
                 hooks before its step.
             grad_scale: gradients are divided by it (0-dim fp32).
             found_inf: 1.0 skips the step (0-dim fp32).
         """
-        if not folds or self._form is None or not self._is_plain():
+        if not folds or self._form is None or torch_private.has_step_post_hooks(self._optimizer):
             return False
         if version != self._version:
             self._version = version
             self._held = [_Held(group, self._optimizer.state) for group in self._optimizer.param_groups]
-        chosen = [held.chosen() for held in self._held]
-        if None in chosen:
-            seed_momentum(self._optimizer)
-            return False  # the first step of some parameter
+            before, self._step = self._step, step_of(self._optimizer)
+            if before is not self._step:
+                return False  # a scheduler's wrapper notes that it was called: once is enough
+        chosen = []
+        for held in self._held:
+            each = held.chosen()
+            if each is None:
+                seed_momentum(self._optimizer)
+                return False  # the first step of some parameter
+            chosen.append(each)
         for held, each in zip(self._held, chosen, strict=True):
-            if each is not None and each[0]:
+            if each[0]:
                 self._form(held.group, *each, grad_scale=grad_scale, found_inf=found_inf)
         return True
-
-    def _is_plain(self) -> bool:
-        """Whether nothing but the step itself happens in `step`. A scheduler's wrapper notes that it was called: once
-        is enough."""
-        if torch_private.has_step_post_hooks(self._optimizer):
-            return False
-        before, self._step = self._step, step_of(self._optimizer)
-        return before is self._step

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, methodcaller, not_
+from itertools import chain, repeat
+from operator import is_, methodcaller, not_
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..errors import InputError, shorten
 from ..own_steps import is_of_torch, step_of
 from ..shard import ParamShard
 from . import fused
+from .gradients import Gradients, Layout, forms
 from .master_weights import current_value, masters_for, publish, repoint
 from .recipe import HALF, Recipe
 from .rules import UpdateRules
@@ -35,7 +36,7 @@ _ELEMENTWISE = (
     optim.Rprop,
 )
 
-_layout, _dtype, _values = attrgetter("layout"), attrgetter("dtype"), methodcaller("values")
+_values = methodcaller("values")
 
 
 class Holdings:
@@ -54,6 +55,7 @@ class Holdings:
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
         guard: halfmesh's own hook around the optimizer's step.
+        seeded: momentum that was made for updates to come, by the optimizer's parameter.
         refreshed: how often `refresh` ran; what others derived from this object before that is out of date.
 
     Raises:
@@ -75,7 +77,7 @@ class Holdings:
         self._rules = rules
         self.sparse = False
         self._switched: set[int] = set()
-        self._seeded: dict[torch.Tensor, torch.Tensor] = {}
+        self.seeded: dict[torch.Tensor, torch.Tensor] = {}
         self._published: list[nn.Parameter] = []  # with a master
         self._watched: list[nn.Parameter] = []  # of each of them, what the model uses
         self._model_params = {shard.param: shard.model_param for shard in shards}
@@ -97,6 +99,7 @@ class Holdings:
         self.receivers = [s.source or s for s in self.trained]
         self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
         self._forms = forms([self.targets[id(s)] for s in self.trained])
+        self._layout: Layout | None = None
         fused.refuse_broken(self.optimizer)
         fused.switch_back(self.optimizer, self._switched)  # it may not be exact any more
         self._switched = set()
@@ -105,9 +108,9 @@ class Holdings:
         fused.place_step_counters(self.optimizer)
         self.folds = fused.takes_scale(self.optimizer)
         if self.folds:
-            self._seeded |= fused.seed_momentum(self.optimizer)
+            self.seeded |= fused.seed_momentum(self.optimizer)
         else:
-            fused.take_back_momentum(self.optimizer, self._seeded)
+            fused.take_back_momentum(self.optimizer, self.seeded)
         self.refreshed += 1
         self._known = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs
         self._ids = [list(map(id, params)) for params in self._known]
@@ -129,7 +132,7 @@ class Holdings:
     def changed(self) -> bool:
         """Whether parameters were added or laid out anew since the last `refresh`, or what decides the implementation
         is another: settings, the `step`, or for fused ones the groups and the state."""
-        if self.regrouped or self._signature() != self._seen or step_of(self.optimizer) is not self._step:
+        if self._signature() != self._seen or step_of(self.optimizer) is not self._step:
             return True
         return self.folds and list(map(id, self._objects())) != self._held_ids
 
@@ -190,18 +193,28 @@ class Holdings:
         """
         return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
 
-    def fit(self, grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> bool:
-        """Whether every parameter has a gradient that the optimizer can take as it is."""
-        return not self.masters and forms([grad for s, grad in grads if s.main_grad is None]) == self._forms
+    def collect(self) -> Gradients:
+        """What an update would use now: the gradients that are there on this rank."""
+        shards = self.trained
+        grads: list[Any] = [shard.param.grad if shard.main_grad is None else shard.take_grad() for shard in shards]
+        if any(map(is_, grads, repeat(None))):
+            shards = [shard for shard, grad in zip(shards, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        own = forms(grads)
+        layout = self._layout
+        if layout is None or shards != layout.shards or own != layout.forms:
+            fits = not self.masters and own == self._forms and len(shards) == len(self.trained)
+            layout = self._layout = Layout(shards, grads, own, fits)
+        return Gradients(layout, grads)
 
-    def note_used(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
-        """An update begins with these: momentum that was made for it is used."""
-        for shard, _ in grads if self._seeded else ():
-            self._seeded.pop(self.targets[id(shard)], None)
+    def note_used(self, shards: Iterable[ParamShard]) -> None:
+        """An update begins with gradients of these: momentum that was made for it is used."""
+        for shard in shards:
+            self.seeded.pop(self.targets[id(shard)], None)
 
-    def unfuse_for_sparse(self, grads: Iterable[tuple[ParamShard, torch.Tensor]]) -> None:
+    def unfuse_for_sparse(self) -> None:
         """Go back to torch's own choice of implementation when gradients are sparse: fused ones cannot take them."""
-        if not self.sparse and set(map(_layout, [grad for _, grad in grads])) - {torch.strided}:
+        if not self.sparse:
             self.sparse = True
             self.refresh()
 
@@ -228,19 +241,17 @@ class Holdings:
         state = self.optimizer.state
         return chain(self.optimizer.param_groups, state, chain.from_iterable(map(_values, state.values())))
 
-    def _signature(self) -> list[tuple[list[bool], list[tuple[int, ...]]]]:
-        """Of each group what decides the implementation. With `map`, because this is done at each step."""
+    def _signature(self) -> list[tuple[list[int], list[tuple[int, ...]], list[bool]]]:
+        """Of each group its parameters, and what decides the implementation. With `map`, because this is done at each
+        step."""
         return [
-            (list(map(not_, map(group.get, fused.DECISIVE))), list(map(torch.Tensor.stride, group["params"])))
+            (
+                list(map(id, params := group["params"])),
+                list(map(torch.Tensor.stride, params)),
+                list(map(not_, map(group.get, fused.DECISIVE))),
+            )
             for group in self.optimizer.param_groups
         ]
-
-
-def forms(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...] | None]]:
-    """What gradients must have in common with what they belong to, for fused kernels. Sparse ones have no strides."""
-    if set(map(_layout, tensors)) == {torch.strided}:
-        return list(zip(map(_dtype, tensors), map(torch.Tensor.stride, tensors), strict=True))
-    return [(tensor.dtype, tensor.stride() if tensor.layout is torch.strided else None) for tensor in tensors]
 
 
 def refuse_foreign_params(

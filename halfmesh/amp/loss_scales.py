@@ -11,6 +11,7 @@ from .. import torch_private
 from ..errors import InputError
 from ..log import get_logger
 from ..shard import ParamShard
+from .gradients import Gradients
 from .loss_scaler import LossScaler
 from .master_weights import STREAM_BYTES, by_bytes
 from .recipe import HALF, Recipe
@@ -79,7 +80,7 @@ class LossScales:
         if not self.several:
             return
         new = {shard: grad for shard in shards if (grad := shard.param.grad) is not None}
-        found = count_nonfinite(list(new.items()), self._device)
+        found = count_nonfinite(Gradients.of(new.items()), self._device)
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + found
         factor = 1 / self.scalers[loss_id].scale
         for bucket in by_bytes(list(new), STREAM_BYTES):  # so that few fp32 copies of fp16 gradients exist at a time

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 
 from .. import torch_private
 from ..shard import ParamShard
-from .holdings import Holdings, forms
+from .gradients import Gradients
+from .holdings import Holdings
 from .master_weights import by_bytes, publish
 from .staging import Staging
 
@@ -89,11 +89,10 @@ class Parts:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._staging = Staging()
-        self._shards: list[ParamShard] = []
         self._known: object = None
         self._parts: list[Part] = []
 
-    def of(self, pairs: Sequence[tuple[ParamShard, torch.Tensor]], sends: bool, limit: int) -> list[Part]:
+    def of(self, grads: Gradients, sends: bool, limit: int) -> list[Part]:
         """The parts of an update with these gradients, in this order.
 
         Args:
@@ -101,18 +100,17 @@ class Parts:
             limit: bytes of fp32 gradients in a part.
         """
         holdings = self._holdings
-        shards = [shard for shard, _ in pairs]
         streams = holdings.streams
-        now = (forms([grad for _, grad in pairs]), sends, streams, holdings.refreshed)
-        if now == self._known and len(shards) == len(self._shards) and all(map(is_, shards, self._shards)):
+        now = (grads.layout, sends, streams)  # another layout after each refresh
+        if now == self._known:
             return self._parts
-        converts = any(grad.dtype != holdings.target(shard).dtype for shard, grad in pairs)
-        buckets = by_bytes(shards, limit if (converts or sends) and streams else math.inf)
-        rest = iter(pairs)
+        converts = any(grad.dtype != holdings.target(shard).dtype for shard, grad in grads)
+        buckets = by_bytes(grads.layout.shards, limit if (converts or sends) and streams else math.inf)
+        rest = iter(grads)
         self._parts = [Part(holdings, [next(rest) for _ in bucket]) for bucket in buckets or [[]]]  # hooks run anyway
         if streams:
             self._give_memory()
-        self._shards, self._known = shards, now
+        self._known = now
         return self._parts
 
     def _give_memory(self) -> None:

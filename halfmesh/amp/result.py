@@ -18,8 +18,9 @@ class StepResult:
         """Of `numbers`, 0-dim tensors that nobody writes any more, those that are known: `skipped`, `norm` (of the
         gradients as they were), `total` (what these were too large by), `scale`, `num_zeros`."""
         self._lr = lr
-        self._names = [name for name in numbers if numbers[name] is not None]
-        self._copy = HostCopy([numbers[name] for name in self._names])  # type: ignore[misc]
+        known = {name: number for name, number in numbers.items() if number is not None}
+        self._names = list(known)
+        self._copy = HostCopy(list(known.values()))
         self._read: dict[str, float] | None = None
 
     def _get(self, name: str) -> float | None:

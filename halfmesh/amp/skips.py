@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import NonFiniteError
-from ..shard import ParamShard
+from .gradients import Gradients
 from .host_copy import HostCopy, is_captured
 from .loss_scaler import LossScaler
 from .verdict import Verdict, first_nonfinite
@@ -36,7 +36,8 @@ class SkipWatch:
 
         What steps in spite of inf or nan leaves nan in the weights, so that it is found a little later as well.
         """
-        self._take_answer()
+        if self._asked is not None:
+            self._take_answer(self._asked)
         self._unmeasured += 1
         return self._known > 0 or self._unmeasured >= self.limit
 
@@ -48,7 +49,7 @@ class SkipWatch:
     def judge(
         self,
         verdict: Verdict,
-        grads: Sequence[tuple[ParamShard, torch.Tensor]],
+        grads: Gradients,
         skips: bool,
         raise_now: bool,
         scalers: Sequence[LossScaler],
@@ -62,7 +63,8 @@ class SkipWatch:
             return
         if raise_now and bool(found):
             raise NonFiniteError("gradients hold inf or nan" + _where(grads) + _scale_words(scalers) + _ADVICE)
-        self._take_answer()
+        if self._asked is not None:
+            self._take_answer(self._asked)
         if self._unmeasured or self._most >= self.limit:
             self._ask()
         if self._known >= self.limit:
@@ -79,9 +81,9 @@ class SkipWatch:
         else:
             self._most = self._known = round(self._counters.tolist()[0])
 
-    def _take_answer(self) -> None:
-        if self._asked is not None and not is_captured(self._counters.device):
-            self._known, self._asked = round(self._asked.read()[0]), None
+    def _take_answer(self, asked: HostCopy) -> None:
+        if not is_captured(self._counters.device):
+            self._known, self._asked = round(asked.read()[0]), None
             self._most = self._known + 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +104,7 @@ _ADVICE = (
 )
 
 
-def _where(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str:
+def _where(grads: Gradients) -> str:
     name = first_nonfinite(grads)
     if name:
         return f"; the first parameter with a non-finite gradient is {name!r}"

@@ -11,11 +11,10 @@ from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard, Publisher
 from .direct_step import DirectStep
+from .gradients import Gradients
 from .holdings import Holdings
 from .master_weights import STREAM_BYTES
 from .parts import Part, Parts
-
-Grads = list[tuple[ParamShard, torch.Tensor]]
 
 
 class Stepper:
@@ -31,11 +30,10 @@ class Stepper:
         self.publisher: Publisher | None = None
         """Takes new weights to other ranks."""
 
-    def take(self, grads: Grads, fits: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+    def take(self, grads: Gradients, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `total` and step, unless `found_inf` is set. Empties `grads`, to free them as it goes.
 
         Args:
-            fits: whether `grads` are the parameters' own, and fit them.
             total: 0-dim fp32, or None for 1.
             found_inf: 0-dim fp32, 1.0 to skip; None: take the step.
         """
@@ -44,15 +42,15 @@ class Stepper:
             if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
                 return
             found_inf = None
-        if fits and self.publisher is None:
-            self.step_part([shard for shard, _ in grads], folds, total, found_inf)
+        layout = grads.layout
+        if layout.fits and self.publisher is None:
+            self.step_part(layout.shards, folds, total, found_inf)
             return
         if self.publisher is not None:
             self.publisher.begin()
         parts = self._parts.of(grads, self.publisher is not None, STREAM_BYTES)
-        held = [grad for _, grad in grads]
-        grads.clear()
-        attached = fits and len(parts) == 1
+        held = grads.take()
+        attached = layout.fits and len(parts) == 1
         for part in parts if len(parts) > 1 else ():
             part.hide()
         for part in parts:

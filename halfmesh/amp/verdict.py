@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
 from .. import torch_private
-from ..errors import InputError
-from ..shard import ParamShard, Ranks
+from ..shard import Ranks
 from ..strides import in_memory_order
-
-# A plain CPU norm of 40 M fp32 elements is 6e-3 too low; in chunks of this many elements the error is 3e-7.
-CHUNK = 65536
-
-_layout, _dtype, _device = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
+from .gradients import CHUNK, Gradients, Kind
 
 
 @dataclass(slots=True)
@@ -36,14 +30,14 @@ class Verdict:
 
 
 def measure(
-    grads: Sequence[tuple[ParamShard, torch.Tensor]],
+    grads: Gradients,
     ranks: Ranks,
     device: torch.device,
     norm_type: float = 2.0,
     count_zeros: bool = False,
     by_loss: torch.Tensor | None = None,
 ) -> Verdict:
-    """Judge `grads`, pairs of a shard and its local gradient (any dtype), together with those of the other ranks.
+    """Judge `grads`, local gradients of any dtype, together with those of the other ranks.
 
     Each element counts with its shard's weight, so that copies on several ranks count once. Accumulated in fp32
     within a chunk and in fp64 above. The verdict follows from the norm, which is inf or nan if any element is. One
@@ -83,29 +77,27 @@ def _over_ranks(
     return norm, None if sums is None else rest
 
 
-def count_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def count_nonfinite(grads: Gradients, device: torch.device) -> torch.Tensor:
     """1.0 if `grads` hold inf or nan on this rank, else 0.0 (0-dim float64), without reading them."""
     return (_local_norm(grads, device, math.inf) < math.inf).logical_not_().double()
 
 
-def first_nonfinite(grads: Sequence[tuple[ParamShard, torch.Tensor]]) -> str | None:
+def first_nonfinite(grads: Gradients) -> str | None:
     """The name of the first parameter whose local gradient holds inf or nan (reads the host once per parameter)."""
     return next((shard.name for shard, grad in grads if not bool(grad.isfinite().all())), None)
 
 
-def _local_norm(
-    grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device, norm_type: float
-) -> torch.Tensor:
+def _local_norm(grads: Gradients, device: torch.device, norm_type: float) -> torch.Tensor:
     """This rank's norm (0-dim float64), each element counted with its shard's weight."""
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
+    if grads.layout.is_sparse:
+        grads.refuse_sparse()
     norms = []
-    for (weight, dtype, _), tensors in _by_kind(grads).items():
-        sizes = list(map(torch.Tensor.numel, tensors))
-        whole = min(sizes) > 0 and max(sizes) <= CHUNK and all(map(torch.Tensor.is_contiguous, tensors))
-        pieces = tensors if whole else [piece for tensor in tensors for piece in _chunks(tensor)]
+    for kind in grads.layout.kinds:
+        pieces, weight = _pieces(kind, grads.tensors), kind.weight
         if not pieces:
             continue
-        accumulate = torch.float32 if common and dtype is not torch.float64 else torch.float64
+        accumulate = torch.float32 if common and kind.dtype is not torch.float64 else torch.float64
         each = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
         norm = norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type)
@@ -117,28 +109,13 @@ def _local_norm(
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _by_kind(
-    grads: Sequence[tuple[ParamShard, torch.Tensor]],
-) -> dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]]:
-    """The gradients by their shard's weight, their dtype and device. Mostly one kind; this is done at each step.
-
-    Raises:
-        InputError: a gradient is sparse.
-    """
-    tensors = [grad for _, grad in grads]
-    if set(map(_layout, tensors)) - {torch.strided}:
-        name, layout = next((shard.name, grad.layout) for shard, grad in grads if grad.layout != torch.strided)
-        raise InputError(
-            f"the gradient of {name!r} is sparse ({layout}), which loss scaling, clipping and the gradient norm do not "
-            "support; build its layer with sparse=False"
-        )
-    kinds = list(zip([shard.weight for shard, _ in grads], map(_dtype, tensors), map(_device, tensors), strict=True))
-    if len(set(kinds)) == 1:
-        return {kinds[0]: tensors}
-    alike: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {kind: [] for kind in kinds}
-    for kind, tensor in zip(kinds, tensors, strict=True):
-        alike[kind].append(tensor)
-    return alike
+def _pieces(kind: Kind, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `tensors` that are of this kind, as a norm can take them."""
+    if kind.places is not None:
+        tensors = [tensors[place] for place in kind.places]
+    if kind.whole and list(map(torch.Tensor.numel, tensors)) == kind.sizes:  # strides do not tell sizes
+        return tensors
+    return [piece for tensor in tensors for piece in _chunks(tensor)]
 
 
 def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -149,7 +126,7 @@ def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
     return in_memory_order(grad).split(CHUNK)  # the CPU's is fast and exact on contiguous pieces only
 
 
-def _zeros(grads: Sequence[tuple[ParamShard, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def _zeros(grads: Gradients, device: torch.device) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     for shard, grad in grads:
         total = total + (shard.weight * (grad == 0).sum()).to(device)

@@ -50,7 +50,7 @@ class Passes(Backward, Protocol):
         """The model's output."""
         ...
 
-    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value."""
         ...
 
@@ -97,17 +97,14 @@ class DirectPasses(DirectBackward):
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(precision, update, accumulation)
-        self._model = model
+        self._compute = precision.around(model)
         self._saving = saving
+        self.forward: Callable[..., Any] = self._compute if saving is nullcontext else self._save_forward
+        self.criterion = precision.criterion
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._saving is nullcontext:
-            return self._precision.forward(self._model, *args, **kwargs)
+    def _save_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._saving():
-            return self._precision.forward(self._model, *args, **kwargs)
-
-    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._precision.criterion(criterion, *args, **kwargs)
+            return self._compute(*args, **kwargs)
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -105,7 +105,7 @@ class PipelinePasses:
             return Elsewhere()
         return self._precision.cast_output(output)
 
-    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A handle of the loss where an output is a handle, else the criterion's value."""
         pending = [handle for handle in find_handles((args, kwargs)) if not handle.is_ready]
         outputs = list(dict.fromkeys(handle for handle in pending if isinstance(handle, PipelineOutput)))

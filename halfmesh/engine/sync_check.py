@@ -105,7 +105,7 @@ class ComparedPasses:
         self._compare("the inputs of engine(...)", (args, kwargs))
         return self._forward(*args, **kwargs)
 
-    def criterion(self, criterion: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._compare("the arguments of engine.criterion(...)", (args, kwargs))
         return self._criterion(criterion, *args, **kwargs)
 

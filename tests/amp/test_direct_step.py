@@ -136,10 +136,10 @@ def test_several_groups_with_settings_that_move(forms):
             if step == 3:
                 update.optimizer.add_param_group({"params": params[2:], "lr": 0.2, "initial_lr": 0.2})
                 scheduler.base_lrs.append(0.2)
-                update.zero_grad()
             if step == 5:
                 update.optimizer.param_groups[1]["weight_decay"] = 0.5
-            give(params, gradients(step) if step >= 3 else [*gradients(step)[:2], None])
+            with update.collecting():
+                give(params, gradients(step) if step >= 3 else [*gradients(step)[:2], None])
             update.step()
             scheduler.step()
         return params, [v for p in params for v in update.optimizer.state[p].values()]

@@ -37,7 +37,8 @@ def test_several_groups_and_one_added_later(master):
         update.zero_grad()
         optimizer.zero_grad()
         scale = update.scaler.scale.item()
-        give(params, gradients(step), scale)
+        with update.collecting():
+            give(params, gradients(step), scale)
         give(reference, [(g * scale).to(half or torch.float32).float() / scale for g in gradients(step)])
         update.step()
         optimizer.step()

@@ -39,16 +39,16 @@ def test_views_share_the_memory_of_the_largest():
 
 
 def make_parts(sizes):
-    """Parts of an update with masters, their cutter, and what they are cut from."""
+    """What cuts the gradients of an update with masters, and that update, whose gradients are there."""
     params = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
     update = make_update(params, OPTIMIZERS["adamw"], BF16)
-    pairs = [(shard, torch.zeros_like(shard.param)) for shard in update.holdings.trained]
-    return Parts(update.holdings), pairs, update
+    give(params, params)
+    return Parts(update.holdings), update
 
 
 def test_parts_share_the_memory_of_the_largest_whatever_their_order():
-    cutter, pairs, _ = make_parts([3, 9, 4])
-    small, large, middle = cutter.of(pairs, False, 4)
+    cutter, update = make_parts([3, 9, 4])
+    small, large, middle = cutter.of(update.gradients(), False, 4)
     places = {part.memory[0].data_ptr() for part in (small, large, middle)}
     assert len(places) == 1
     assert large.memory[0].shape == (9,)
@@ -57,61 +57,64 @@ def test_parts_share_the_memory_of_the_largest_whatever_their_order():
 def test_a_part_of_several_dtypes_gets_memory_of_each():
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, dtype=torch.float64))]
     update = make_update(params, OPTIMIZERS["adamw"], Recipe(torch.float32, None, False, False))
-    wide = {shard: torch.ones(8, dtype=shard.param.dtype) for shard in update.holdings.trained}
-    pairs = [(shard, ones[: 2 * shard.param.numel() : 2]) for shard, ones in wide.items()]
-    (part,) = Parts(update.holdings).of(pairs, False, 2**20)
-    part.attach([grad for _, grad in pairs])
+    for param in params:
+        param.grad = torch.ones(8, dtype=param.dtype)[: 2 * param.numel() : 2]
+    grads = update.gradients()
+    (part,) = Parts(update.holdings).of(grads, False, 2**20)
+    part.attach(grads.tensors)
     assert [target.grad.dtype for target in part.targets] == [torch.float32, torch.float64]
     assert all(bool((target.grad == 1).all()) for target in part.targets)
 
 
 def test_how_gradients_are_cut_is_remembered():
-    cutter, pairs, _ = make_parts([3, 9, 4])
-    first = cutter.of(pairs, False, 4)
-    assert cutter.of([(shard, grad.clone()) for shard, grad in pairs], False, 4) is first
+    cutter, update = make_parts([3, 9, 4])
+    first = cutter.of(update.gradients(), False, 4)
+    for shard in update.holdings.trained:
+        shard.param.grad = shard.param.grad.clone()
+    assert cutter.of(update.gradients(), False, 4) is first
 
 
-def to_fp32(pairs, update):
-    pairs[1] = pairs[1][0], pairs[1][1].float()
+def to_fp32(shard, update):
+    shard.main_grad, shard.param.grad = shard.param.grad.float(), None
 
 
-def strided(pairs, update):
-    pairs[1] = pairs[1][0], torch.zeros(18, dtype=torch.bfloat16)[::2]
+def strided(shard, update):
+    shard.param.grad = torch.zeros(18, dtype=torch.bfloat16)[::2]
 
 
-def fewer(pairs, update):
-    del pairs[1]
+def fewer(shard, update):
+    shard.param.grad = None
 
 
-def in_another_order(pairs, update):
-    pairs.reverse()
+def in_another_order(shard, update):
+    update.holdings.trained = update.holdings.trained[::-1]
 
 
-def laid_out_anew(pairs, update):
-    master = update.holdings.target(pairs[1][0])
-    master.data = torch.zeros(18)[::2]
+def laid_out_anew(shard, update):
+    update.holdings.target(shard).data = torch.zeros(18)[::2]
     assert update.holdings.changed()
     update.holdings.refresh()
 
 
-def hooked(pairs, update):
+def hooked(shard, update):
     update.optimizer.register_step_post_hook(lambda *_: None)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("change", [to_fp32, strided, fewer, in_another_order, laid_out_anew, hooked])
 def test_what_is_remembered_is_forgotten_when_something_changes(change):
-    cutter, pairs, update = make_parts([3, 9, 4])
-    first = cutter.of(pairs, False, 4)
-    change(pairs, update)
-    parts = cutter.of(pairs, False, 4)
+    cutter, update = make_parts([3, 9, 4])
+    first = cutter.of(update.gradients(), False, 4)
+    change(update.holdings.trained[1], update)
+    grads = update.gradients()
+    parts = cutter.of(grads, False, 4)
     assert parts is not first
-    assert [shard for part in parts for shard in part.shards] == [shard for shard, _ in pairs]
-    assert len(parts) == (1 if change is hooked else len(pairs))  # hooks of the user's want one step
-    for shard, _ in pairs:
-        shard.param.grad = torch.zeros_like(shard.param)
-    taken = iter(pairs)
+    with_one = [s for s in update.holdings.trained if s.param.grad is not None or s.main_grad is not None]
+    assert [shard for part in parts for shard in part.shards] == with_one
+    assert len(parts) == (1 if change is hooked else len(with_one))  # hooks of the user's want one step
+    taken = iter(grads.take())
     for part in parts:
-        part.attach([next(taken)[1] for _ in part.shards])
+        part.attach([next(taken) for _ in part.shards])
         assert all(target.grad.dtype == target.dtype for target in part.targets)
         assert all(target.grad.shape == target.shape for target in part.targets)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from halfmesh import torch_private
+from halfmesh.amp.gradients import Gradients
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.amp.rules import UpdateRules
@@ -90,6 +91,7 @@ def test_norms_are_taken_where_gradients_are(no_memory, monkeypatch):
     taken, norm = [], torch_private.foreach_norm
     monkeypatch.setattr(torch_private, "foreach_norm", lambda grads, *rest: taken.append(grads) or norm(grads, *rest))
     shards = make_shards()
-    verdict = measure([(shard, torch.ones_like(shard.param)) for shard in shards], OneRank(), HOST, count_zeros=True)
+    grads = Gradients.of((shard, torch.ones_like(shard.param)) for shard in shards)
+    verdict = measure(grads, OneRank(), HOST, count_zeros=True)
     assert [{grad.device for grad in grads} for grads in taken] == [{HOST}, {GPU}]
     assert {verdict.norm.device, verdict.found_inf.device, verdict.num_zeros.device} == {HOST}

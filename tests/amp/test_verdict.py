@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfmesh.amp.gradients import Gradients
 from halfmesh.amp.verdict import first_nonfinite, measure
 from halfmesh.errors import InputError
 from halfmesh.shard import OneRank, ParamShard
@@ -15,14 +16,13 @@ from halfmesh.shard import OneRank, ParamShard
 CPU = torch.device("cpu")
 
 
-def pairs(*grads: torch.Tensor, weight: float = 1.0):
-    return [
-        (ParamShard(f"p{i}", nn.Parameter(torch.empty(g.shape, dtype=g.dtype)), weight), g) for i, g in enumerate(grads)
-    ]
+def of(*grads: torch.Tensor, weight: float = 1.0) -> Gradients:
+    params = [nn.Parameter(torch.empty(grad.shape, dtype=grad.dtype)) for grad in grads]
+    return Gradients.of((ParamShard(f"p{i}", p, weight), g) for i, (p, g) in enumerate(zip(params, grads, strict=True)))
 
 
 def norm_of(*grads: torch.Tensor, p: float = 2.0, weight: float = 1.0) -> float:
-    return measure(pairs(*grads, weight=weight), OneRank(), CPU, p).norm.item()
+    return measure(of(*grads, weight=weight), OneRank(), CPU, p).norm.item()
 
 
 def test_norm_of_40_million_elements():
@@ -71,7 +71,7 @@ def test_weight_counts_copies_once():
 
 
 def test_no_gradients_at_all():
-    verdict = measure([], OneRank(), CPU)
+    verdict = measure(of(), OneRank(), CPU)
     assert (verdict.norm.item(), verdict.found_inf.item()) == (0.0, 0.0)
 
 
@@ -81,14 +81,14 @@ def test_no_gradients_at_all():
 def test_found_inf(bad, p, dtype):
     good = torch.ones(5, dtype=dtype)
     grad = torch.ones(70_000, dtype=dtype)
-    assert measure(pairs(good, grad), OneRank(), CPU, p).found_inf.item() == 0.0
+    assert measure(of(good, grad), OneRank(), CPU, p).found_inf.item() == 0.0
     grad[69_999] = bad
-    assert measure(pairs(good, grad), OneRank(), CPU, p).found_inf.item() == 1.0
-    assert first_nonfinite(pairs(good, grad)) == "p1"
+    assert measure(of(good, grad), OneRank(), CPU, p).found_inf.item() == 1.0
+    assert first_nonfinite(of(good, grad)) == "p1"
 
 
 def test_zeros_are_counted():
-    verdict = measure(pairs(torch.tensor([0.0, 1.0, 0.0]), torch.zeros(2, 2)), OneRank(), CPU, count_zeros=True)
+    verdict = measure(of(torch.tensor([0.0, 1.0, 0.0]), torch.zeros(2, 2)), OneRank(), CPU, count_zeros=True)
     assert verdict.num_zeros is not None
     assert verdict.num_zeros.item() == 6
 
@@ -96,4 +96,4 @@ def test_zeros_are_counted():
 def test_sparse_gradients_are_refused():
     grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2), check_invariants=True)
     with pytest.raises(InputError, match=r"gradient of 'p0' is sparse .*sparse=False"):
-        measure(pairs(grad), OneRank(), CPU)
+        measure(of(grad), OneRank(), CPU)

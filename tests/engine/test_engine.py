@@ -113,6 +113,23 @@ class OwnLoss(MLP):
         return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("debug", [None, "sync"])
+def test_any_name_of_an_argument(mode, debug):
+    class Scaled(MLP):
+        def forward(self, model, call):
+            return super().forward(model) * call
+
+    def loss(output, criterion, call, model):
+        return nn.functional.mse_loss(output * call, criterion.to(output.dtype)) * model
+
+    engine = make_engine(MODES[mode] | {"debug": debug}, model=Scaled(), criterion=loss)
+    x, y = next(iter(engine.dataloader))
+    target = torch.zeros_like(engine(model=x, call=1.0), dtype=torch.float32)
+    engine.backward(engine.criterion(engine(model=x, call=1.0), criterion=target, call=1.0, model=1.0))
+    assert engine.step() is not None
+
+
 def test_a_models_own_fp16_loss_caps_the_scale(caplog):
     engine = make_engine({"fp16": {"mode": "naive"}}, model=OwnLoss())
     x, y = make_data(8)
