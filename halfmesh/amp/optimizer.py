@@ -77,7 +77,7 @@ class MixedPrecisionOptimizer:
         self._ranks = ranks or OneRank()
         self._clip_once: tuple[float, Verdict | None] | None = None
         self._begun = False  # an update has gradients
-        self._retired: list[torch.Tensor | None] = []
+        self._used: list[torch.Tensor] = []
         self._edits = EditWatch(None if self.losses.scale is None else SCALED)
         self.on_close: Callable[[], None] | None = None
         """Undoes what was done to make this, in `close`."""
@@ -190,22 +190,24 @@ class MixedPrecisionOptimizer:
             if verdict is not None:
                 self.losses.update(verdict)
             self._begun = False
+        self._used = grads.tensors if self.device.type == "cpu" else []
         return result
 
     def retire_gradients(self) -> None:
         """Those of an update are used, or of no use.
 
-        On the CPU their memory is kept until the next `zero_grad` or backward, as in a loop by hand: given back now,
-        malloc hands it to the system, and takes it again page by page (a tenth of the step of a small ViT).
+        On the CPU the memory of those that were used is kept until the next `zero_grad` or backward, as in a loop by
+        hand: given back now, malloc hands it to the system, and takes it again page by page (a tenth of the step of a
+        small ViT).
         """
-        grads = [shard.param.grad for shard in self.holdings.trained] if self.device.type == "cpu" else []
+        used = self._used
         self.zero_grad()
-        self._retired = grads
+        self._used = used
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters that the optimizer holds; of those that were put into it since the
         last update or backward, the next backward does."""
-        self._retired = []
+        self._used = []
         self._clip_once = None
         if self.losses.several:
             self.losses.forget()
@@ -266,7 +268,7 @@ class MixedPrecisionOptimizer:
         """Before a backward."""
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
-        self._retired = []
+        self._used = []
         self.take_in_new()
         if self.losses.several or self.losses.wide_sums:
             self.losses.set_aside(self.holdings.receivers)

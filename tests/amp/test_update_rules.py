@@ -258,3 +258,21 @@ def test_recipes_and_scales_that_cannot_work():
     for wrong in ({"initial": -1.0}, {"initial": 1e60}, {"growth_factor": 0.1}, {"hysteresis": 0}):
         with pytest.raises(ValueError, match="cannot work: it needs 0 < initial"):
             LossScale(**wrong)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_step_leaves_grad_mode_as_it_was(enabled):
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["adamw"], on_nonfinite="raise")
+    before = torch.is_grad_enabled()
+    try:
+        torch.set_grad_enabled(enabled)
+        give(params, gradients(0))
+        update.step()
+        assert torch.is_grad_enabled() == enabled
+        params[0].grad[0] = math.inf
+        with pytest.raises(NonFiniteError):
+            update.step()
+        assert torch.is_grad_enabled() == enabled
+    finally:
+        torch.set_grad_enabled(before)

@@ -124,7 +124,7 @@ def test_any_name_of_an_argument(mode, debug):
         return nn.functional.mse_loss(output * call, criterion.to(output.dtype)) * model
 
     engine = make_engine(MODES[mode] | {"debug": debug}, model=Scaled(), criterion=loss)
-    x, y = next(iter(engine.dataloader))
+    x, _ = next(iter(engine.dataloader))
     target = torch.zeros_like(engine(model=x, call=1.0), dtype=torch.float32)
     engine.backward(engine.criterion(engine(model=x, call=1.0), criterion=target, call=1.0, model=1.0))
     assert engine.step() is not None
