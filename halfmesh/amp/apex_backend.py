@@ -22,8 +22,8 @@ from ..shard import ParamShard, Ranks
 from .apex_private import Apex
 from .backend import Backend
 from .cast import Precision
+from .collected import Gradients
 from .convert import named_tensors, take_back
-from .gradients import Gradients
 from .holdings import Holdings
 from .loss_scales import LossScales
 from .optimizer import MixedPrecisionOptimizer

@@ -16,7 +16,7 @@ from ..errors import InputError, shorten
 from ..own_steps import is_of_torch, step_of
 from ..shard import ParamShard
 from . import fused
-from .gradients import Gradients, Layout, forms
+from .collected import Gradients, Layout, forms
 from .master_weights import current_value, masters_for, publish, repoint
 from .recipe import HALF, Recipe
 from .rules import UpdateRules

@@ -11,7 +11,7 @@ from .. import torch_private
 from ..errors import InputError
 from ..log import get_logger
 from ..shard import ParamShard
-from .gradients import Gradients
+from .collected import Gradients
 from .loss_scaler import LossScaler
 from .master_weights import STREAM_BYTES, by_bytes
 from .recipe import HALF, Recipe

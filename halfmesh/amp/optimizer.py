@@ -11,8 +11,8 @@ from torch import nn, optim
 
 from ..errors import InputError
 from ..shard import OneRank, ParamShard, Ranks
+from .collected import Gradients
 from .edit_watch import IN_PARTS, SCALED, UNDIVIDED, EditWatch
-from .gradients import Gradients
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales

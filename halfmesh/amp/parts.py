@@ -13,7 +13,7 @@ import torch
 
 from .. import torch_private
 from ..shard import ParamShard
-from .gradients import Gradients
+from .collected import Gradients
 from .holdings import Holdings
 from .master_weights import by_bytes, publish
 from .staging import Staging

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import NonFiniteError
-from .gradients import Gradients
+from .collected import Gradients
 from .host_copy import HostCopy, is_captured
 from .loss_scaler import LossScaler
 from .verdict import Verdict, first_nonfinite

@@ -10,8 +10,8 @@ import torch
 from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard, Publisher
+from .collected import Gradients
 from .direct_step import DirectStep
-from .gradients import Gradients
 from .holdings import Holdings
 from .master_weights import STREAM_BYTES
 from .parts import Part, Parts

@@ -11,7 +11,7 @@ import torch
 from .. import torch_private
 from ..shard import Ranks
 from ..strides import in_memory_order
-from .gradients import CHUNK, Gradients, Kind
+from .collected import CHUNK, Gradients, Kind
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from halfmesh import torch_private
-from halfmesh.amp.gradients import Gradients
+from halfmesh.amp.collected import Gradients
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.amp.rules import UpdateRules

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.amp.gradients import Gradients
+from halfmesh.amp.collected import Gradients
 from halfmesh.amp.verdict import first_nonfinite, measure
 from halfmesh.errors import InputError
 from halfmesh.shard import OneRank, ParamShard

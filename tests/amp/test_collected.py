@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from updates import OPTIMIZERS, give, gradients, make_params, make_update
 
-from halfmesh.amp.gradients import Gradients
+from halfmesh.amp.collected import Gradients
 from halfmesh.amp.recipe import FP32, Recipe
 from halfmesh.amp.verdict import measure
 from halfmesh.shard import OneRank, ParamShard
