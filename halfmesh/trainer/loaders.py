@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -10,7 +10,10 @@ from torch.utils.data import DataLoader, Dataset
 from ..distribution import batch_seed, refuse_uneven_evaluation, shard
 from ..engine.dataloader import EngineDataLoader
 from ..engine.engine import Engine
+from ..engine.transfer import copied
 from ..errors import InputError
+
+_END = object()
 
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:
@@ -67,13 +70,19 @@ def choose_eval_loader(engine: Engine, dataloader: Any) -> Any:
 
 
 def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last."""
-    iterator = iter(batches)
-    try:
-        batch = next(iterator)
-    except StopIteration:
+    """Each batch, and whether it is the last.
+
+    Where no length says so the next one is fetched before. What is given is a copy then: the next one may be written
+    over it.
+    """
+    if isinstance(batches, Sequence):
+        for count, batch in enumerate(batches, start=1):
+            yield batch, count == len(batches)
         return
-    for following in iterator:
-        yield batch, False
+    iterator = iter(batches)
+    batch = next(iterator, _END)
+    while batch is not _END:
+        batch = copied(batch)
+        following = next(iterator, _END)
+        yield batch, following is _END
         batch = following
-    yield batch, True

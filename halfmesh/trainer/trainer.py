@@ -173,8 +173,10 @@ class Trainer:
         heard, own = self._hearing("after_batch"), batches is self._own_loader
         stepped = self._hearing("after_step")
         count, is_complete = 0, True
-        for batch, is_last in ((batch, False) for batch in batches) if own else with_last(batches):
-            if own and self._is_over:  # asked for only now, to know whether it was the last batch
+        # The engine's loader knows when it ends, and without accumulation every batch ends a cycle.
+        knows_last = not own and engine.config.gradient_accumulation > 1
+        for batch, is_last in with_last(batches) if knows_last else ((batch, False) for batch in batches):
+            if self._is_over and not knows_last:  # asked for only now, to know whether it was the last batch
                 is_complete = False
                 break
             count += 1
@@ -196,7 +198,7 @@ class Trainer:
                 self._record()
             if self._eval_steps is not None and engine.global_step % self._eval_steps == 0:
                 self._evaluate_once()
-            if not own and self._is_over:
+            if knows_last and self._is_over:
                 is_complete = is_last
                 break
         if not count and not own:

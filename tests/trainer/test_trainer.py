@@ -340,6 +340,46 @@ def test_batches_of_ones_own_end_a_short_cycle():
     assert engine.global_step == 4
 
 
+class OneBuffer:
+    """Gives each batch in the same memory; notes how many were asked for."""
+
+    def __init__(self, batches):
+        self.batches, self.asked = batches, 0
+
+    def __iter__(self):
+        buffer = [tensor.clone() for tensor in self.batches[0]]
+        for batch in self.batches:
+            self.asked += 1
+            for held, tensor in zip(buffer, batch, strict=True):
+                held.copy_(tensor)
+            yield buffer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_batches_of_ones_own_in_one_buffer(accumulation):
+    batches = [(torch.randn(4, FEATURES), torch.randint(3, (4,))) for _ in range(5)]
+    ours, theirs = (engine_of_one(gradient_accumulation=accumulation) for _ in range(2))
+    halfmesh.Trainer(ours).fit(OneBuffer(batches), epochs=1)
+    halfmesh.Trainer(theirs).fit(batches, epochs=1)
+    assert ours.global_step == theirs.global_step == (5 if accumulation == 1 else 3)
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("accumulation", "ahead"), [(1, 0), (2, 1)])
+def test_batches_of_ones_own_are_not_fetched_ahead_for_nothing(accumulation, ahead):
+    engine = engine_of_one(gradient_accumulation=accumulation)
+    batches = OneBuffer([(torch.randn(4, FEATURES), torch.randint(3, (4,))) for _ in range(5)])
+    asked = []
+
+    class Asked(halfmesh.Hook):
+        def before_batch(self, trainer, batch):
+            asked.append(batches.asked)
+
+    halfmesh.Trainer(engine).fit(batches, epochs=1, hooks=[Asked()])
+    assert asked == [min(count + ahead, 5) for count in range(1, 6)]
+
+
 def test_evaluation_leaves_the_mode_as_it_was():
     engine = engine_of_one()
     trainer = halfmesh.Trainer(engine)
