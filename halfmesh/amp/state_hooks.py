@@ -55,8 +55,8 @@ class FullPrecision:
     @torch.no_grad()
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, dtype in self._dtypes.items():
-            key, param = prefix + name, params.get(name)
+        for name in {**self._dtypes, **params}:  # torch.nn.utils.prune gives them other names
+            key, param, dtype = prefix + name, params.get(name), self._dtypes.get(name)
             if not isinstance(state.get(key), torch.Tensor):
                 continue  # not persistent, or taken out by a hook of the user's
             if param is not None and param in self._masters:

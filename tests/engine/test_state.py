@@ -265,3 +265,19 @@ def test_loads_of_changed_models():
     model.last.load_state_dict(copy.deepcopy(model.last.state_dict()), assign=True)
     with pytest.raises(InputError, match="assign=True"):
         model.first.load_state_dict(copy.deepcopy(model.first.state_dict()), assign=True)
+
+
+def test_a_model_pruned_after_initialize_is_saved_in_full():
+    engine = make_engine(BF16_NAIVE, optimizer=adamw)
+    prune.l1_unstructured(engine.model.first, "weight", amount=0.5)
+    train(engine, max_batches=3)
+    saved = engine.model.state_dict()["first.weight_orig"]
+    master = engine._update.holdings.masters[engine.model.first.weight_orig]
+    assert saved.dtype == torch.float32
+    assert torch.equal(saved, master)
+    assert not torch.equal(saved, saved.bfloat16().float()), "more than the model computes with"
+    prune.remove(engine.model.first, "weight")
+    weight = engine.model.state_dict()["first.weight"]
+    assert weight.dtype == torch.float32
+    assert (weight == 0).sum() >= weight.numel() // 2
+    train(engine, max_batches=1)
