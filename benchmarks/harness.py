@@ -121,6 +121,8 @@ class Result:
     group: str = "steps"
     """Which section of the report it belongs to."""
     notes: list[str] = field(default_factory=list)
+    measured: str = ""
+    """By which commit, and when."""
 
     @property
     def key(self) -> str:

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES = ("torch", "timm", "accelerate", "lightning-fabric", "deepspeed")
@@ -25,6 +26,11 @@ def describe(quick: bool = False) -> dict[str, str]:
         "date": f"{datetime.date.today()}, load average at the start {load}",
     }
     return lines | ({"rounds": "A QUICK RUN: three short rounds each, to see that it works"} if quick else {})
+
+
+def stamp(lines: Mapping[str, str]) -> str:
+    """Of what `describe` gave: which commit was measured, and when."""
+    return f"{lines['halfmesh']}, {lines['date']}"
 
 
 def _processor() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .goals import judge, table
 from .harness import FUSED, Quartiles, Result, Row, load
+from .machine import stamp
 
 SECTIONS = {
     "steps": (
@@ -91,7 +92,7 @@ def render(
         members = sorted((result for result in results if result.group == group), key=_order)
         if members:
             parts.append("\n\n".join(filter(None, [f"## {title}", text])))
-            parts += [one(result) for result in members]
+            parts += [one(result, stamp(machine) if machine else "") for result in members]
     parts.append(_READING)
     parts.append(_NOT_MEASURED + "".join(f"\n- {key}: it failed in this run" for key in failed))
     return "\n\n".join(parts) + "\n"
@@ -101,8 +102,8 @@ def _order(result: Result) -> tuple[str, int, float]:
     return result.work, ["fp32", "bf16", "fp16", "none"].index(result.precision), result.clip
 
 
-def one(result: Result) -> str:
-    """The table of one result."""
+def one(result: Result, now: str = "") -> str:
+    """The table of one result; `now`: what the head of the report says of the last run, which need not be its own."""
     if result.group == "import":
         table = _import_table(result)
     elif result.group == "checkpoints":
@@ -112,9 +113,8 @@ def one(result: Result) -> str:
     else:
         table = _step_table(result)
     notes = [*result.notes, *(f"{row.name}: {row.note.removesuffix('.')}." for row in result.rows if row.note)]
-    return "\n\n".join(
-        [f"### {heading(result)}", *filter(None, [_orientation(result)]), table, *(f"{n}" for n in notes)]
-    )
+    earlier = f"Measured by an earlier run: {result.measured}." if result.measured not in ("", now) else ""
+    return "\n\n".join([f"### {heading(result)}", *filter(None, [_orientation(result), earlier]), table, *notes])
 
 
 def heading(result: Result) -> str:

@@ -107,7 +107,12 @@ def measure_all(
 
 def one(case: Case, rounds: int, quick: bool, raw: str) -> None:
     """What each of those processes does."""
-    measure(case, rounds, quick).save(Path(raw))
+    from .machine import stamp
+
+    result = measure(case, rounds, quick)
+    described = Path(raw) / "machine.txt"
+    result.measured = stamp(json.loads(described.read_text())) if described.exists() else ""
+    result.save(Path(raw))
 
 
 def _with_root() -> str:

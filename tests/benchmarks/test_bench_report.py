@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import goals, plot, report, run
 from benchmarks.harness import AGAIN, FUSED, HALFMESH, LOOP, Result, Row
+from benchmarks.machine import stamp
 
 COUNTS = {"Python calls": 1000, "aten ops": 50, "host reads": 1, "step counter reads": 8}
 OURS = {"Python calls": 300, "aten ops": 40, "host reads": 0, "step counter reads": 0}
@@ -122,3 +123,11 @@ def test_even_or_few_rounds_are_refused(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             run.main()
         assert f"--rounds {rounds}: give an odd number of at least 9" in capsys.readouterr().err
+
+
+def test_what_an_earlier_run_has_measured_is_said_to_be_so():
+    old, new = ({"halfmesh": f"commit {number}", "date": f"2026-02-0{number}"} for number in (1, 2))
+    results = [small(measured=stamp(old)), small(work="vit", title="a small ViT", measured=stamp(new))]
+    _, first, second = report.render(results, new).split("### ")
+    assert "Measured by an earlier run: commit 1, 2026-02-01." in first
+    assert "earlier run" not in second
