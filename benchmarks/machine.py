@@ -30,7 +30,7 @@ def describe(quick: bool = False) -> dict[str, str]:
 
 def stamp(lines: Mapping[str, str]) -> str:
     """Of what `describe` gave: which commit was measured, and when."""
-    return f"{lines['halfmesh']}, {lines['date']}"
+    return ", ".join(lines[name] for name in ("halfmesh", "date") if name in lines)
 
 
 def _processor() -> str:

@@ -92,7 +92,7 @@ def render(
         members = sorted((result for result in results if result.group == group), key=_order)
         if members:
             parts.append("\n\n".join(filter(None, [f"## {title}", text])))
-            parts += [one(result, stamp(machine) if machine else "") for result in members]
+            parts += [one(result, stamp(machine)) for result in members]
     parts.append(_READING)
     parts.append(_NOT_MEASURED + "".join(f"\n- {key}: it failed in this run" for key in failed))
     return "\n\n".join(parts) + "\n"
