@@ -12,7 +12,7 @@ from torch import nn
 from .strides import in_memory_order
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class ParamShard:
     """What one rank holds of one parameter.
 

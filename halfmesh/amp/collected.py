@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NoReturn
 
 import torch
 
@@ -53,15 +54,15 @@ class Layout:
         forms: of each gradient.
         fits: whether they are attached to what the optimizer holds, to all of it, in its forms.
         is_sparse: whether one of them is.
-        kinds: the gradients by their shard's weight, their dtype and device; mostly one kind.
+        kinds: see `Gradients.kinds`; None: nobody has asked yet.
     """
 
-    def __init__(self, shards: list[ParamShard], tensors: Sequence[torch.Tensor], forms: Forms, fits: bool) -> None:
+    def __init__(self, shards: list[ParamShard], forms: Forms, fits: bool) -> None:
         self.shards = shards
         self.fits = fits
         self.forms = forms
         self.is_sparse = bool(set(forms[0]) - {torch.strided})
-        self.kinds = list(_kinds(shards, tensors))
+        self.kinds: list[Kind] | None = None
 
 
 def _kinds(shards: Sequence[ParamShard], tensors: Sequence[torch.Tensor]) -> Iterator[Kind]:
@@ -95,21 +96,27 @@ class Gradients:
         """From pairs of a shard and its local gradient."""
         held = list(pairs)
         tensors = [tensor for _, tensor in held]
-        return cls(Layout([shard for shard, _ in held], tensors, forms(tensors), False), tensors)
+        return cls(Layout([shard for shard, _ in held], forms(tensors), False), tensors)
 
     def __iter__(self) -> Iterator[tuple[ParamShard, torch.Tensor]]:
         return zip(self.layout.shards, self.tensors, strict=True)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The gradients by their shard's weight, their dtype and device; mostly one kind."""
+        if self.layout.kinds is None:
+            self.layout.kinds = list(_kinds(self.layout.shards, self.tensors))
+        return self.layout.kinds
 
     def take(self) -> list[torch.Tensor]:
         """All of them; nothing is left here, so that each can be freed when it is used."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def refuse_sparse(self) -> None:
-        """Raise InputError if a gradient is sparse."""
-        if self.layout.is_sparse:
-            name, layout = next((shard.name, grad.layout) for shard, grad in self if grad.layout != torch.strided)
-            raise InputError(
-                f"the gradient of {name!r} is sparse ({layout}), which loss scaling, clipping and the gradient norm do "
-                "not support; build its layer with sparse=False"
-            )
+    def refuse_sparse(self) -> NoReturn:
+        """Raise InputError, with the first gradient that is sparse."""
+        name, layout = next((shard.name, grad.layout) for shard, grad in self if grad.layout != torch.strided)
+        raise InputError(
+            f"the gradient of {name!r} is sparse ({layout}), which loss scaling, clipping and the gradient norm do not "
+            "support; build its layer with sparse=False"
+        )

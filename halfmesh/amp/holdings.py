@@ -204,7 +204,7 @@ class Holdings:
         layout = self._layout
         if layout is None or shards != layout.shards or own != layout.forms:
             fits = not self.masters and own == self._forms and len(shards) == len(self.trained)
-            layout = self._layout = Layout(shards, grads, own, fits)
+            layout = self._layout = Layout(shards, own, fits)
         return Gradients(layout, grads)
 
     def note_used(self, shards: Iterable[ParamShard]) -> None:

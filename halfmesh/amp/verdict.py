@@ -93,7 +93,7 @@ def _local_norm(grads: Gradients, device: torch.device, norm_type: float) -> tor
     if grads.layout.is_sparse:
         grads.refuse_sparse()
     norms = []
-    for kind in grads.layout.kinds:
+    for kind in grads.kinds:
         pieces, weight = _pieces(kind, grads.tensors), kind.weight
         if not pieces:
             continue

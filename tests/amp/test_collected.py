@@ -49,6 +49,14 @@ def test_the_layout_is_the_same_object_until_something_changes():
     assert update.gradients().layout is layout
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_kinds_are_found_out_where_a_norm_is_asked_for(max_norm):
+    _, update = make(max_norm=max_norm)
+    layout = update.gradients().layout
+    update.step()
+    assert (layout.kinds is None) == (max_norm == 0)
+
+
 @pytest.mark.parametrize("change", [lose_one, lay_one_out_anew, widen_one, make_one_sparse, refresh])
 def test_what_changes_the_layout(change):
     params, update = make()
@@ -59,7 +67,7 @@ def test_what_changes_the_layout(change):
     assert grads.layout.fits == (change is refresh), "the others are not what the optimizer can take as it is"
     assert grads.layout.is_sparse == (change is make_one_sparse)
     assert [shard.name for shard, _ in grads] == (["p0", "p2"] if change is lose_one else ["p0", "p1", "p2"])
-    assert [len(kind.sizes) for kind in grads.layout.kinds] == {widen_one: [1, 2], lose_one: [2]}.get(change, [3])
+    assert [len(kind.sizes) for kind in grads.kinds] == {widen_one: [1, 2], lose_one: [2]}.get(change, [3])
 
 
 def test_another_parameter_without_a_gradient():

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import goals, plot, report, run
-from benchmarks.harness import AGAIN, FUSED, HALFMESH, LOOP, Result, Row
+from benchmarks.harness import AGAIN, FUSED, HALFMESH, LOOP, Result, Row, load
 from benchmarks.machine import stamp
 
 COUNTS = {"Python calls": 1000, "aten ops": 50, "host reads": 1, "step counter reads": 8}
@@ -131,3 +131,11 @@ def test_what_an_earlier_run_has_measured_is_said_to_be_so():
     _, first, second = report.render(results, new).split("### ")
     assert "Measured by an earlier run: commit 1, 2026-02-01." in first
     assert "earlier run" not in second
+
+
+def test_each_result_says_which_commit_it_is_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "measure", lambda *_: small())
+    (tmp_path / "machine.txt").write_text('{"halfmesh": "commit 3", "date": "2026-03-03", "torch": "2"}')
+    run.one(run.Case("mlp", "fp16", 1.0), 3, True, str(tmp_path))
+    (saved,) = load(tmp_path)
+    assert saved.measured == "commit 3, 2026-03-03"
