@@ -11,7 +11,8 @@ from .torch_private import SOURCES
 
 def step_of(optimizer: optim.Optimizer) -> Any:
     """What `optimizer.step` is: of the object, or of its class."""
-    return optimizer.__dict__.get("step", type(optimizer).step)
+    own = optimizer.__dict__
+    return own["step"] if "step" in own else type(optimizer).step
 
 
 def is_of_torch(step: Any) -> bool:

@@ -41,6 +41,10 @@ DATA_NEEDED = (
 """What is raised in a fake mode where something asks for values."""
 
 
+set_grad_enabled = torch._C._set_grad_enabled
+"""As `torch.set_grad_enabled`, which makes an object of each call."""
+
+
 class ScaleRule(Protocol):
     """How a loss scale moves."""
 
@@ -96,7 +100,10 @@ def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
     """Changes whenever `tensor` is written in place or given other memory (`tensor.data = ...`)."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # it was made in inference mode, and has no version
+        return 0, tensor.data_ptr()
 
 
 def without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -118,9 +125,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
     """As `has_step_hooks`, of those that run before a step, and may look at the gradients and change them."""
-    before = optimizer._optimizer_step_pre_hooks
-    known = besides is not None and besides.id in before
-    return bool(_all_optimizers._global_optimizer_pre_hooks) or len(before) > known
+    known = set() if besides is None else {besides.id}
+    return bool(_all_optimizers._global_optimizer_pre_hooks or set(optimizer._optimizer_step_pre_hooks) - known)
 
 
 def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -146,8 +146,8 @@ class ApexOptimizer(MixedPrecisionOptimizer):
             finally:
                 self._follow()
 
-    def zero_grad(self) -> None:
-        super().zero_grad()
+    def zero_grad(self, after_update: bool = False) -> None:
+        super().zero_grad(after_update)
         for master in self.holdings.masters.values():
             master.grad = None
 

@@ -33,11 +33,21 @@ class Precision:
         self.device = device
         self.casts = CastTable() if recipe.cast_lists == "apex" else None
         """O1's lists, with additions; None where torch.autocast or nothing casts."""
+        self.forget_casts: Callable[[], None] = _nothing
+        """Drops cast weights that a scope of the user's around several calls would keep.
+
+        Needed after each backward, whose graph they belong to, and with each new cycle: fused optimizers change weights
+        without counting it as a change, and so does `param.data`.
+        """
+        if self.casts is not None:
+            self.forget_casts = self.casts.forget_weights
+        elif recipe.autocast:
+            self.forget_casts = torch.clear_autocast_cache
         self._fp16_scalars: list[weakref.ref[torch.Tensor]] = []
-        self._scope: tuple[bool, AbstractContextManager[Any]] | None = None
+        self._autocasts: bool | None = None  # whether torch does so here; None: not asked yet
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_fp16_scalars": [], "_scope": None}  # a copy has returned nothing yet
+        return vars(self) | {"_fp16_scalars": []}  # a copy has returned nothing yet
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
         """The scope that forward and criterion run in: casts where the recipe has them, else nothing.
@@ -55,17 +65,6 @@ class Precision:
     def backward(self) -> AbstractContextManager[Any]:
         """The scope that backward runs in, so that activation checkpointing casts as the forward did."""
         return nullcontext() if self.casts is None else O1Casts(self.casts, self.device.type)
-
-    def forget_casts(self) -> None:
-        """Drop cast weights that a scope of the user's around several calls would keep.
-
-        Needed after each backward, whose graph they belong to, and with each new cycle: fused optimizers change weights
-        without counting it as a change, and so does `param.data`.
-        """
-        if self.casts is not None:
-            self.casts.forget_weights()
-        elif self.recipe.autocast:
-            torch.clear_autocast_cache()
 
     def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
@@ -94,21 +93,29 @@ class Precision:
     def within(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`call(*args, **kwargs)` in the scope of `autocast`.
 
-        Making one costs more than entering it, so it is kept for the next call. A call within a call, or one after an
-        error, makes its own.
+        Making and entering that one costs more than the layers of a small model. What it sets is set here, without what
+        it looks up each time: whether torch can autocast here is asked once, and whether it caches is left as it is.
         """
         if not self.recipe.autocast:
             return call(*args, **kwargs)
         if self.casts is not None:
             with self.autocast():
                 return call(*args, **kwargs)
-        caches = torch.is_autocast_cache_enabled()  # which a scope asks for when it is made
-        kept, self._scope = self._scope, None
-        scope = kept[1] if kept is not None and kept[0] == caches else self.autocast()
-        with scope:
-            result = call(*args, **kwargs)
-        self._scope = caches, scope
-        return result
+        kind = self.device.type
+        if self._autocasts is None:
+            with self.autocast():
+                self._autocasts = torch.is_autocast_enabled(kind)
+        outside, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        torch.autocast_increment_nesting()
+        try:
+            torch.set_autocast_enabled(kind, self._autocasts)
+            torch.set_autocast_dtype(kind, self.recipe.compute_dtype)
+            return call(*args, **kwargs)
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            torch.set_autocast_enabled(kind, outside)
+            torch.set_autocast_dtype(kind, dtype)
 
     criterion = within
     """The criterion runs where the forward ran, so that losses are fp32 where autocast says so."""
@@ -126,6 +133,10 @@ class Precision:
         if tensor.dtype == torch.float16 and tensor.numel() == 1:
             self._fp16_scalars.append(weakref.ref(cast))
         return cast
+
+
+def _nothing() -> None:
+    pass
 
 
 def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:

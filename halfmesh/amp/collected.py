@@ -54,7 +54,7 @@ class Layout:
         forms: of each gradient.
         fits: whether they are attached to what the optimizer holds, to all of it, in its forms.
         is_sparse: whether one of them is.
-        kinds: see `Gradients.kinds`; None: nobody has asked yet.
+        kinds: see `Gradients.find_kinds`; None: nobody has asked yet.
     """
 
     def __init__(self, shards: list[ParamShard], forms: Forms, fits: bool) -> None:
@@ -101,11 +101,9 @@ class Gradients:
     def __iter__(self) -> Iterator[tuple[ParamShard, torch.Tensor]]:
         return zip(self.layout.shards, self.tensors, strict=True)
 
-    @property
-    def kinds(self) -> list[Kind]:
+    def find_kinds(self) -> list[Kind]:
         """The gradients by their shard's weight, their dtype and device; mostly one kind."""
-        if self.layout.kinds is None:
-            self.layout.kinds = list(_kinds(self.layout.shards, self.tensors))
+        self.layout.kinds = list(_kinds(self.layout.shards, self.tensors))
         return self.layout.kinds
 
     def take(self) -> list[torch.Tensor]:

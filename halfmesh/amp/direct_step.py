@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import optim
@@ -20,6 +20,9 @@ from torch.optim.sgd import sgd
 from .. import torch_private
 from ..own_steps import step_of
 from .fused import seed_momentum
+
+if TYPE_CHECKING:
+    from .holdings import Holdings
 
 _Group = Mapping[str, Any]
 _Tensors = list[torch.Tensor]
@@ -101,19 +104,29 @@ def _has_state(group: _Group, states: list[_State]) -> bool:
 
 
 class _Held:
-    """A group, and what the optimizer has for its parameters."""
+    """A group, and what the optimizer has for its parameters.
 
-    def __init__(self, group: _Group, state: Mapping[torch.Tensor, _State]) -> None:
+    Attributes:
+        params: all of them.
+        all_states: theirs; None: some have none yet.
+        places: which ones of all that is trained they are; None: all, in that order.
+    """
+
+    def __init__(self, group: _Group, state: Mapping[torch.Tensor, _State], places: Mapping[int, int]) -> None:
         self.group = group
         self.params: _Tensors = list(group["params"])
         self._states = [state.get(param, {}) for param in self.params]
-        self._all = _by_name(self._states) if self.params and _has_state(group, self._states) else None
+        self.all_states: _States | None = {}
+        if self.params:
+            self.all_states = _by_name(self._states) if _has_state(group, self._states) else None
+        own = [places[id(param)] for param in self.params]
+        self.places = None if own == list(range(len(places))) else own
 
     def chosen(self) -> tuple[_Tensors, _Tensors, _States] | None:
         """The parameters that have a gradient, with that and with their state; None if some have no state yet."""
-        grads = [param.grad for param in self.params]
-        if self._all is not None and not any(map(is_, grads, repeat(None))):
-            return self.params, grads, self._all  # type: ignore[return-value]
+        grads: list[Any] = [param.grad for param in self.params]
+        if self.all_states is not None and not any(map(is_, grads, repeat(None))):
+            return self.params, grads, self.all_states
         found = [each for each in zip(self.params, grads, self._states, strict=True) if each[1] is not None]
         if not found:
             return [], [], {}
@@ -128,32 +141,42 @@ class DirectStep:
     state of each parameter is there, which the first `step` makes.
     """
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._form = _FORMS.get(type(optimizer))
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._optimizer = holdings.optimizer
+        self._form = _FORMS.get(type(self._optimizer))
         self._held: list[_Held] = []
+        self._is_seeded = False  # all parameters have a state
         self._version = -1
         self._step: Any = None
 
-    def take(self, version: int, folds: bool, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
+    def take(
+        self,
+        folds: bool,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        all_grads: _Tensors | None = None,
+    ) -> bool:
         """Step the parameters that have a gradient; returns False, and does nothing, where only `step` can do it.
 
         Args:
-            version: another one than in the call before if the optimizer holds other groups, parameters or state, or
-                has another `step`.
             folds: whether the optimizer takes the next two along: it is torch's, fused in every group, and without
                 hooks before its step.
             grad_scale: gradients are divided by it (0-dim fp32).
             found_inf: 1.0 skips the step (0-dim fp32).
+            all_grads: the gradients of all that is trained, where all of it has some; None: look.
         """
-        if not folds or self._form is None or torch_private.has_step_post_hooks(self._optimizer):
+        form = self._form
+        if not folds or form is None or torch_private.has_step_post_hooks(self._optimizer):
             return False
-        if version != self._version:
-            self._version = version
-            self._held = [_Held(group, self._optimizer.state) for group in self._optimizer.param_groups]
-            before, self._step = self._step, step_of(self._optimizer)
-            if before is not self._step:
-                return False  # a scheduler's wrapper notes that it was called: once is enough
+        if self._holdings.refreshed != self._version and not self._look():
+            return False
+        if all_grads is not None and self._is_seeded:
+            for held in self._held:
+                grads = all_grads if held.places is None else [all_grads[place] for place in held.places]
+                if grads:
+                    form(held.group, held.params, grads, held.all_states, grad_scale=grad_scale, found_inf=found_inf)
+            return True
         chosen = []
         for held in self._held:
             each = held.chosen()
@@ -163,5 +186,15 @@ class DirectStep:
             chosen.append(each)
         for held, each in zip(self._held, chosen, strict=True):
             if each[0]:
-                self._form(held.group, *each, grad_scale=grad_scale, found_inf=found_inf)
+                form(held.group, *each, grad_scale=grad_scale, found_inf=found_inf)
         return True
+
+    def _look(self) -> bool:
+        """The optimizer holds other groups, parameters or state, or has another `step`: then False, for once."""
+        holdings = self._holdings
+        self._version = holdings.refreshed
+        places = {id(holdings.target(shard)): place for place, shard in enumerate(holdings.trained)}
+        self._held = [_Held(group, self._optimizer.state, places) for group in self._optimizer.param_groups]
+        self._is_seeded = all(held.all_states is not None for held in self._held)
+        before, self._step = self._step, step_of(self._optimizer)
+        return before is self._step  # a scheduler's wrapper notes that it was called: once is enough

@@ -33,6 +33,7 @@ class LossScaler:
     def __init__(self, options: LossScale, device: torch.device) -> None:
         self.options = options
         self.max_scale = options.max_scale
+        self._min_scale = max(options.min_scale, _SMALLEST)
         self.scale = torch.tensor(options.initial, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._hysteresis_left = torch.full((), options.hysteresis, dtype=torch.int32, device=device)
@@ -46,17 +47,9 @@ class LossScaler:
         """
         if not self.options.dynamic:
             return
-        if used is None:
-            self._move(found_inf)
-            return
-        state = self.scale, self._growth_tracker, self._hysteresis_left
-        before = [value.clone() for value in state]
-        self._move(found_inf)
-        for value, old in zip(state, before, strict=True):
-            value.copy_(torch.where(used, value, old))
-
-    def _move(self, found_inf: torch.Tensor) -> None:
         options, tracker, left = self.options, self._growth_tracker, self._hysteresis_left
+        state = self.scale, tracker, left
+        before = None if used is None else [value.clone() for value in state]
         lowers = found_inf
         if options.hysteresis > 1:
             found = found_inf > 0
@@ -64,9 +57,12 @@ class LossScaler:
             lowers = found_inf * (left == 0)
             tracker.masked_fill_(found, -1)  # where nothing is lowered the rule below counts one up, to 0
         torch_private.update_scale_(self.scale, tracker, lowers, options)
-        self.scale.clamp_(max(options.min_scale, _SMALLEST), self.max_scale)
+        self.scale.clamp_(self._min_scale, self.max_scale)
         if options.hysteresis > 1:
             left.masked_fill_((tracker == 0).logical_and_(~found), options.hysteresis)  # it has grown
+        if used is not None and before is not None:
+            for value, old in zip(state, before, strict=True):
+                value.copy_(torch.where(used, value, old))
 
     def cap(self, limit: float, reason: str) -> bool:
         """Keep a dynamic scale at or below `limit` from now on; returns whether that changed anything.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,6 +35,7 @@ class LossScales:
     scale as it was.
 
     Attributes:
+        ids: of the losses.
         scalers: empty where nothing is scaled.
         first: that of loss 0.
         scale: the one that complete gradients still carry (0-dim, moved in place), or None if they carry none.
@@ -49,6 +50,7 @@ class LossScales:
         self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
         self.wide_sums = wide_sums or recipe.wide_gradients
         self._num_losses = recipe.num_losses
+        self.ids = range(recipe.num_losses)
         self._device = device
         self._nonfinite: dict[int, torch.Tensor] = {}
         self._tells = options is not None and options.dynamic and options.verbose
@@ -66,7 +68,7 @@ class LossScales:
         if scaler is None:
             return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
         seed = (scaler.scale / divisor).to(loss)  # never the scale itself, which moves in place
-        return seed if loss.dim() == 0 else seed.expand_as(loss)
+        return seed if loss.ndim == 0 else seed.expand_as(loss)
 
     def set_aside(self, shards: Sequence[ParamShard]) -> None:
         """Before a backward: keep what is there already apart from what comes, where they add up in fp32."""
@@ -160,10 +162,8 @@ class LossScales:
             scaler.load_state_dict(state)
         self._restart_log()
 
-    def refuse_unknown(self, loss_id: int) -> None:
-        """Raise InputError unless `loss_id` is that of one of the losses."""
-        if type(loss_id) is int and 0 <= loss_id < self._num_losses:
-            return
+    def refuse(self, loss_id: object) -> NoReturn:
+        """Raise InputError: `loss_id` is not that of one of the losses."""
         if self._num_losses == 1:
             raise InputError(
                 f"loss_id={loss_id!r} was given, but there is one loss; only mode='apex' has several "

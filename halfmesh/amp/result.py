@@ -14,20 +14,24 @@ class StepResult:
     hold it up.
     """
 
-    def __init__(self, lr: float | torch.Tensor, **numbers: torch.Tensor | None) -> None:
-        """Of `numbers`, 0-dim tensors that nobody writes any more, those that are known: `skipped`, `norm` (of the
-        gradients as they were), `total` (what these were too large by), `scale`, `num_zeros`."""
+    def __init__(self, lr: float | torch.Tensor, device: torch.device, **numbers: torch.Tensor | None) -> None:
+        """Of `numbers`, 0-dim tensors on `device` that nobody writes any more, those that are known: `skipped`, `norm`
+        (of the gradients as they were), `total` (what these were too large by), `scale`, `num_zeros`."""
         self._lr = lr
-        known = {name: number for name, number in numbers.items() if number is not None}
-        self._names = list(known)
-        self._copy = HostCopy(list(known.values()))
+        self._numbers = numbers
+        self._copy = None if device.type == "cpu" else HostCopy(list(self._known().values()))
         self._read: dict[str, float] | None = None
 
+    def _known(self) -> dict[str, torch.Tensor]:
+        return {name: number for name, number in self._numbers.items() if number is not None}
+
     def _get(self, name: str) -> float | None:
-        if name not in self._names:
+        if self._numbers[name] is None:
             return None
         if self._read is None:
-            self._read = dict(zip(self._names, self._copy.read(), strict=True))
+            known = self._known()
+            copy = self._copy or HostCopy(list(known.values()))
+            self._read = dict(zip(known, copy.read(), strict=True))
         return self._read[name]
 
     @property

@@ -25,7 +25,7 @@ class Stepper:
         self._optimizer = holdings.optimizer
         self._stepping = False
         self._guard = holdings.guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
-        self._direct = DirectStep(self._optimizer)
+        self._direct = DirectStep(holdings)
         self._parts = Parts(holdings)
         self.publisher: Publisher | None = None
         """Takes new weights to other ranks."""
@@ -44,7 +44,7 @@ class Stepper:
             found_inf = None
         layout = grads.layout
         if layout.fits and self.publisher is None:
-            self.step_part(layout.shards, folds, total, found_inf)
+            self.step_part(layout.shards, folds, total, found_inf, grads.tensors)
             return
         if self.publisher is not None:
             self.publisher.begin()
@@ -68,10 +68,16 @@ class Stepper:
         self._end()
 
     def step_part(
-        self, shards: Sequence[ParamShard], folds: bool, total: torch.Tensor | None, found_inf: torch.Tensor | None
+        self,
+        shards: Sequence[ParamShard],
+        folds: bool,
+        total: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        all_grads: list[torch.Tensor] | None = None,
     ) -> None:
-        """Step what has gradients, which are those of `shards`, attached to what the optimizer holds."""
-        if self._direct.take(self.holdings.refreshed, folds, total, found_inf):
+        """Step what has gradients, which are those of `shards`, attached to what the optimizer holds. Where that is all
+        that it holds, `all_grads` are they, so that nobody has to look."""
+        if self._direct.take(folds, total, found_inf, all_grads):
             return
         attributes: dict[str, torch.Tensor] = {}
         if folds:

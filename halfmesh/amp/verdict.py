@@ -55,7 +55,7 @@ def measure(
     sums = torch.cat(rest) if rest else None
     if ranks.size > 1:
         norm, sums = _over_ranks(norm, sums, ranks, norm_type)
-    found_inf = (norm < math.inf).logical_not_().float()
+    found_inf = (~(norm < math.inf)).float()
     losses = None if by_loss is None or sums is None else sums[-by_loss.numel() :].view_as(by_loss)
     return Verdict(norm, found_inf, sums[0] if count_zeros and sums is not None else None, losses)
 
@@ -79,7 +79,7 @@ def _over_ranks(
 
 def count_nonfinite(grads: Gradients, device: torch.device) -> torch.Tensor:
     """1.0 if `grads` hold inf or nan on this rank, else 0.0 (0-dim float64), without reading them."""
-    return (_local_norm(grads, device, math.inf) < math.inf).logical_not_().double()
+    return (~(_local_norm(grads, device, math.inf) < math.inf)).double()
 
 
 def first_nonfinite(grads: Gradients) -> str | None:
@@ -92,8 +92,8 @@ def _local_norm(grads: Gradients, device: torch.device, norm_type: float) -> tor
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
     if grads.layout.is_sparse:
         grads.refuse_sparse()
-    norms = []
-    for kind in grads.kinds:
+    total: torch.Tensor | None = None
+    for kind in grads.layout.kinds or grads.find_kinds():
         pieces, weight = _pieces(kind, grads.tensors), kind.weight
         if not pieces:
             continue
@@ -101,12 +101,9 @@ def _local_norm(grads: Gradients, device: torch.device, norm_type: float) -> tor
         each = torch.stack(torch_private.foreach_norm(pieces, norm_type, accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
         norm = norm if weight == 1 or math.isinf(norm_type) else norm * weight ** (1 / norm_type)
-        norms.append(norm if norm.device == device else norm.to(device))
-    if len(norms) == 1:
-        return norms[0]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        norm = norm if norm.device == device else norm.to(device)
+        total = norm if total is None else torch.linalg.vector_norm(torch.stack([total, norm]), norm_type)
+    return torch.zeros((), dtype=torch.float64, device=device) if total is None else total
 
 
 def _pieces(kind: Kind, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

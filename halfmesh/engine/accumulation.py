@@ -33,7 +33,7 @@ class Accumulation:
     def take_loss(self, loss: Any) -> torch.Tensor:
         """The scalar to run backward from; of a weighted (sum, weight) pair the weight is remembered."""
         plain = self.reduction != "weighted" and isinstance(loss, torch.Tensor)
-        if plain and loss.requires_grad and loss.dtype.is_floating_point and loss.numel() == 1:
+        if plain and loss.requires_grad and loss.dtype.is_floating_point and loss.ndim == 0:
             return loss
         total, weight = self.read_loss(loss)
         if weight is not None:

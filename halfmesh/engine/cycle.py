@@ -20,7 +20,10 @@ class GradientCycle:
     """Collects the gradients of an update: backward by backward, then reduced over the data ranks.
 
     Attributes:
+        begun: whether microbatches of this cycle are already counted.
         fresh: whether a backward ran since the last `count`.
+        closes: whether the microbatch of the last backward is the last of the cycle.
+        at_end: whether it was the last one that there is.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class GradientCycle:
         accumulation: Accumulation,
         reducer: Reduction | None,
     ) -> None:
-        self.fresh = False
+        self.begun = self.fresh = self.closes = self.at_end = False
         self.reducer = reducer
         self._update = update
         self._precision = precision
@@ -39,11 +42,6 @@ class GradientCycle:
         self._accumulation = accumulation
         self._complete = False  # the gradients that are there are reduced
         self.clear()  # gradients older than the engine
-
-    @property
-    def begun(self) -> bool:
-        """Whether microbatches of this cycle are already counted."""
-        return self._accumulation.index > 0
 
     @property
     def holds_gradients(self) -> bool:
@@ -55,21 +53,22 @@ class GradientCycle:
         """The current microbatch, for messages: "2 of 4"."""
         return f"{self._accumulation.index + self.fresh} of {self._accumulation.length}"
 
-    def is_last(self, at_end: bool) -> bool:
-        """Whether the current microbatch closes the cycle; `at_end`: no batch follows."""
-        return at_end or self._accumulation.index + 1 >= self._accumulation.length
-
     def add(self, loss: Any, at_end: bool, retain_graph: bool = False, loss_id: int = 0) -> None:
         """Run one backward. On the last microbatch its gradients are reduced while it runs, unless there are several
         losses: they are unscaled after backward, and another loss may follow.
+
+        Args:
+            at_end: no microbatch follows this one.
 
         Raises:
             InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
         update = self._update
-        update.losses.refuse_unknown(loss_id)
+        if type(loss_id) is not int or loss_id not in update.losses.ids:
+            update.losses.refuse(loss_id)
         loss = self._passes.check(loss)
-        sends = self.is_last(at_end) and not update.losses.several
+        self.at_end, self.closes = at_end, at_end or self._accumulation.index + 1 >= self._accumulation.length
+        sends = self.closes and not update.losses.several
         if self.reducer is not None:
             self._keep_covered(self.reducer)
             self.reducer.open(sends and self._passes.is_single)
@@ -105,7 +104,7 @@ class GradientCycle:
     def count(self) -> None:
         """The current microbatch is over."""
         self._accumulation.index += self.fresh
-        self.fresh = False
+        self.begun, self.fresh = self._accumulation.index > 0, False
 
     def complete(self) -> None:
         """Reduce what has not been reduced yet."""
@@ -127,7 +126,7 @@ class GradientCycle:
 
     def end(self) -> None:
         """The update is over: its gradients are used, or of no use."""
-        self._update.retire_gradients()
+        self._update.zero_grad(after_update=True)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -135,7 +134,7 @@ class GradientCycle:
         self._accumulation.reset()
         if self.reducer is not None:
             self.reducer.forget()
-        self.fresh = False
+        self.begun = self.fresh = self.closes = self.at_end = False
 
     def _keep_covered(self, reducer: Reduction) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""

@@ -157,13 +157,14 @@ class Engine(Health):
             seen.loss = loss
         elif seen.takes_output and not retain_graph:  # what the criterion was given is known without it
             seen.output = seen.value = None
+        loader = self._dataloader
         try:
-            self._cycle.add(loss, self._at_end, retain_graph, loss_id)
+            self._cycle.add(loss, loader is not None and loader.at_end, retain_graph, loss_id)
         except RuntimeError as error:
             self._division.explain(error)
             raise
-        if self._dataloader is not None:
-            self._dataloader.note_training()
+        if loader is not None:
+            loader.note_training()
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -192,7 +193,7 @@ class Engine(Health):
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
                 "(loss.backward() does not count)"
             )
-        closes = last or cycle.is_last(self._at_end)
+        closes, at_end = last or cycle.closes, last or cycle.at_end
         cycle.count()
         if not closes:
             return None
@@ -203,7 +204,7 @@ class Engine(Health):
                 result = self._update.step(cycle.divisor())
             finally:
                 cycle.end()
-                if self._dataloader is not None:
+                if at_end and self._dataloader is not None:  # else a batch may be fetched that is the last, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:
             self._explain(error)
@@ -237,7 +238,7 @@ class Engine(Health):
             raise InputError(
                 "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
             )
-        if not self._cycle.is_last(self._at_end):
+        if not self._cycle.closes:
             raise InputError(
                 f"engine.clip_grad_norm_ was called on microbatch {self._cycle.position}, where gradients are "
                 "incomplete; call it on the last one only, or set clip_grad_norm in the config"
@@ -318,9 +319,3 @@ class Engine(Health):
             "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
             "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
         )
-
-    # -- parts -------------------------------------------------------------------------------------------------
-
-    @property
-    def _at_end(self) -> bool:
-        return self._dataloader is not None and self._dataloader.at_end

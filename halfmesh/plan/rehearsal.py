@@ -188,7 +188,7 @@ class _Rehearsal:
             if shard.param.requires_grad:
                 give_grad(shard, torch.zeros_like(shard.param, dtype=reduced))
         update.step()
-        update.retire_gradients()
+        update.zero_grad(after_update=True)
         engine.zero_grad()
 
     def _forward_and_backward(self) -> None:

@@ -1,13 +1,14 @@
 """Casting a model: what is cast, what stays, and that ties survive."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn, optim
 
 import halfmesh
-from halfmesh.amp.cast import cast_model, tensors_to_cast
+from halfmesh.amp.cast import Precision, cast_model, tensors_to_cast
 from halfmesh.amp.recipe import Recipe
 
 HALF, FULL = torch.float16, torch.float32
@@ -72,3 +73,56 @@ def test_a_model_with_them_trains_and_comes_back(config):
     assert torch.equal(after["rotation"], before["rotation"])
     assert not torch.equal(after["first.weight"], before["first.weight"])
     assert model.first.mask is model.second.mask
+
+
+def autocast_state():
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    flags = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+    return *flags, torch.get_autocast_dtype("cpu"), nesting
+
+
+AROUND = {
+    "nothing": nullcontext,
+    "the same": lambda: torch.autocast("cpu", torch.bfloat16),
+    "another dtype": lambda: torch.autocast("cpu", torch.float16),
+    "off": lambda: torch.autocast("cpu", enabled=False),
+    "no cache": lambda: torch.autocast("cpu", cache_enabled=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("around", AROUND)
+def test_calls_run_in_what_autocast_sets(around, dtype):
+    """All of it, and nothing of it stays."""
+    precision = Precision(Recipe(dtype, autocast=True), torch.device("cpu"))
+
+    def fail():
+        raise LookupError
+
+    with AROUND[around]():
+        before = autocast_state()
+        with precision.autocast():
+            within = autocast_state()
+        for _ in range(2):
+            assert precision.within(autocast_state) == within
+            assert autocast_state() == before
+            with pytest.raises(LookupError):
+                precision.within(fail)
+            assert autocast_state() == before
+
+
+def test_cast_weights_are_kept_for_as_long_as_autocast_keeps_them():
+    precision = Precision(Recipe(torch.bfloat16, autocast=True), torch.device("cpu"))
+    linear, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+
+    def change(value):
+        linear.weight.data.fill_(value)  # not counted as a change
+        return precision.within(linear, x).tolist()
+
+    assert change(1.0) == [[2.0, 2.0]]
+    assert change(2.0) == [[4.0, 4.0]], "no scope around: nothing is kept"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert change(3.0) == [[6.0, 6.0]]
+        assert change(4.0) == [[6.0, 6.0]], "the scope around keeps them"
+    assert change(5.0) == [[10.0, 10.0]]

@@ -149,6 +149,22 @@ def test_several_groups_with_settings_that_move(forms):
     same(ours, train(through_step))
 
 
+def test_groups_in_another_order_than_the_models(forms):
+    def train(between):
+        params = make_params()
+        groups = [{"params": params[2:], "lr": 0.1}, {"params": []}, {"params": [params[1], params[0]]}]
+        update = make_update(params, lambda _: optim.AdamW(groups, lr=0.01))
+        for step in range(4):
+            between(update, step)
+            give(params, gradients(step))
+            update.step()
+        return params, [v for p in params for v in update.optimizer.state[p].values()]
+
+    ours = train(lambda *_: None)
+    assert len(forms) == 2 * 3, "all but the first update, a group without parameters takes none"
+    same(ours, train(through_step))
+
+
 def test_momentum_that_is_reset_by_hand(forms):
     def disturb(update, step):
         if step == 3:

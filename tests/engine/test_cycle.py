@@ -42,6 +42,24 @@ def test_accumulation_equals_the_big_batch(mode, max_norm):
     assert difference(full_weights(engine), expected) < TOLERANCES[mode]
 
 
+@pytest.mark.parametrize("batches", [4, 5])
+def test_a_batch_that_is_fetched_before_the_step(batches):
+    """That it is the last one holds for its own microbatch, not for the one that is under way."""
+    x, y = make_data(4 * batches)
+    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(4 * batches, 4))
+    waiting, closed = iter(engine.dataloader), []
+    batch = next(waiting)
+    for number in range(1, batches + 1):
+        engine.backward(engine.criterion(engine(batch[0]), batch[1]))
+        batch = next(waiting) if number < batches else None
+        closed.append(engine.step() is not None)
+    assert closed == [False, True, False, True, True][:batches]
+    expected = reference(list(zip(x.split(8), y.split(8), strict=True)))
+    assert difference(full_weights(engine), expected) < 1e-5
+    engine.backward(engine.criterion(engine(x), y))
+    assert engine.step() is None, "the end of the loader is over"
+
+
 def test_own_loader_closes_a_cycle_early():
     engine = make_engine({"gradient_accumulation": 3})
     x, y = make_data(16)

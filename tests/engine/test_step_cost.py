@@ -85,7 +85,7 @@ def count_ops(step):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "share"),
-    [("fp32", 0.0, 0.58), ("bf16", 0.0, 0.64), ("fp16", 0.0, 0.64), ("fp16", 1.0, 0.44)],
+    [("fp32", 0.0, 0.48), ("bf16", 0.0, 0.52), ("fp16", 0.0, 0.52), ("fp16", 1.0, 0.35)],
 )
 def test_calls_of_python(precision, clip, share):
     """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed."""
@@ -161,7 +161,7 @@ def test_memory_of_gradients_is_kept_until_the_next_step():
 
 
 def test_autocast_is_made_once(monkeypatch):
-    """Making a scope costs more than entering it."""
+    """Making a scope costs more than the calls of a small layer."""
     made, inner = [], torch.autocast.__init__
 
     def count(self, *args, **kwargs):
@@ -176,7 +176,7 @@ def test_autocast_is_made_once(monkeypatch):
 
 
 def test_a_model_that_calls_the_engine_has_its_own_scope():
-    """A scope cannot be entered twice: the inner one would leave autocast on."""
+    """Leaving the inner one must leave the outer one as it was."""
 
     class Outer(nn.Module):
         def __init__(self):
@@ -202,7 +202,6 @@ def test_a_model_that_calls_the_engine_has_its_own_scope():
 
 
 def test_the_cache_of_autocast_is_as_it_is_around():
-    """A kept scope must not bring back what was set when it was made."""
     seen = []
 
     class Looks(nn.Linear):
