@@ -171,6 +171,7 @@ class MixedPrecisionOptimizer:
         self._clip_once = None
         asked_for = max_norm > 0 or self._asks
         if verdict is None and (asked_for or (not holdings.sparse and self.watch.wants_a_look())):
+            grads = grads if grads.layout.fits else self.stepper.convert(grads)
             verdict = self._measure(grads)
         if verdict is not None:
             self.watch.judge(verdict, grads, self.skips, rules.on_nonfinite == "raise", self.losses.scalers)

@@ -13,7 +13,7 @@ import torch
 
 from .. import torch_private
 from ..shard import ParamShard
-from .collected import Gradients
+from .collected import Gradients, Layout, forms
 from .holdings import Holdings
 from .master_weights import by_bytes, publish
 from .staging import Staging
@@ -32,6 +32,7 @@ class Part:
         self.targets = [holdings.target(shard) for shard in self.shards]
         self._replaced = [s for s, target in zip(self.shards, self.targets, strict=True) if target is not s.param]
         self._masters = [(shard.param, holdings.target(shard)) for shard in self._replaced]
+        self._sparse = [place for place, (_, grad) in enumerate(pairs) if grad.layout != torch.strided]
         # Fused kernels need both alike. (Sparse gradients have no strides, and no such kernels.)
         self._converted = [
             place
@@ -42,8 +43,6 @@ class Part:
         """The targets whose gradients are made in their own dtype and strides."""
         self.memory: list[torch.Tensor] | None = None
         """For the gradients of `receiving`; None: new memory each time."""
-        taken = set(self._converted)
-        self._as_they_are = [place for place in range(len(self.shards)) if place not in taken]
 
     def hide(self) -> None:
         """Take their gradients from parameters that the optimizer holds itself: each part steps all that have one."""
@@ -51,17 +50,24 @@ class Part:
             if target is shard.param:
                 shard.param.grad = None
 
-    def attach(self, grads: list[torch.Tensor]) -> None:
-        """Give each target its gradient, in its own dtype and strides, and drop the one it is made from."""
-        for shard in self._replaced:
-            shard.param.grad = shard.main_grad = None
-        for place in self._as_they_are:
-            self.targets[place].grad = grads[place].to(self.targets[place].dtype)
+    def convert(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients in the dtypes and strides of their targets."""
+        converted = list(grads)
         if self.receiving:
             made = list(map(torch.empty_like, self.receiving)) if self.memory is None else self.memory
             torch_private.foreach_copy_(made, [grads[place] for place in self._converted])
-            for target, grad in zip(self.receiving, made, strict=True):
-                target.grad = grad
+            for place, grad in zip(self._converted, made, strict=True):
+                converted[place] = grad
+        for place in self._sparse:
+            converted[place] = converted[place].to(self.targets[place].dtype)
+        return converted
+
+    def attach(self, converted: list[torch.Tensor]) -> None:
+        """Give each target its gradient, and drop the one it is made from."""
+        for shard in self._replaced:
+            shard.param.grad = shard.main_grad = None
+        for target, grad in zip(self.targets, converted, strict=True):
+            target.grad = grad
 
     def detach(self) -> None:
         """The gradients are used."""
@@ -90,6 +96,7 @@ class Parts:
         self._holdings = holdings
         self._staging = Staging()
         self._known: object = None
+        self._converted: Layout | None = None  # of gradients that are converted
         self._parts: list[Part] = []
 
     def of(self, grads: Gradients, sends: bool, limit: int) -> list[Part]:
@@ -99,6 +106,8 @@ class Parts:
             sends: what is stepped can be on its way to others while the rest is stepped.
             limit: bytes of fp32 gradients in a part.
         """
+        if self.has_converted(grads):
+            return self._parts
         holdings = self._holdings
         streams = holdings.streams
         now = (grads.layout, sends, streams)  # another layout after each refresh
@@ -110,8 +119,22 @@ class Parts:
         self._parts = [Part(holdings, [next(rest) for _ in bucket]) for bucket in buckets or [[]]]  # hooks run anyway
         if streams:
             self._give_memory()
-        self._known = now
+        self._known, self._converted = now, None
         return self._parts
+
+    def convert(self, grads: Gradients, limit: int) -> Gradients:
+        """These gradients as they will be stepped, where that is done in one part and takes copies; else themselves."""
+        parts = self.of(grads, False, limit)
+        if len(parts) > 1 or not parts[0].receiving:
+            return grads
+        tensors = parts[0].convert(grads.take())
+        if self._converted is None:
+            self._converted = Layout(parts[0].shards, forms(tensors), False)
+        return Gradients(self._converted, tensors)
+
+    def has_converted(self, grads: Gradients) -> bool:
+        """Whether these are gradients that `convert` has made."""
+        return grads.layout is self._converted
 
     def _give_memory(self) -> None:
         """One part is stepped after the other, in the same memory."""

@@ -67,7 +67,7 @@ def test_what_changes_the_layout(change):
     assert grads.layout.fits == (change is refresh), "the others are not what the optimizer can take as it is"
     assert grads.layout.is_sparse == (change is make_one_sparse)
     assert [shard.name for shard, _ in grads] == (["p0", "p2"] if change is lose_one else ["p0", "p1", "p2"])
-    assert [len(kind.sizes) for kind in grads.kinds] == {widen_one: [1, 2], lose_one: [2]}.get(change, [3])
+    assert [len(kind.sizes) for kind in grads.find_kinds()] == {widen_one: [1, 2], lose_one: [2]}.get(change, [3])
 
 
 def test_another_parameter_without_a_gradient():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn, optim
 from updates import OPTIMIZERS, give, gradients, make_params, make_update
 
+from halfmesh import torch_private
 from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
 from halfmesh.amp.parts import Parts
 from halfmesh.amp.recipe import FP32, Recipe
 from halfmesh.amp.staging import Staging
+from halfmesh.errors import NonFiniteError
 from halfmesh.shard import ParamShard
 
 BF16 = Recipe(torch.bfloat16, torch.bfloat16, False, True)
@@ -114,7 +117,7 @@ def test_what_is_remembered_is_forgotten_when_something_changes(change):
     assert len(parts) == (1 if change is hooked else len(with_one))  # hooks of the user's want one step
     taken = iter(grads.take())
     for part in parts:
-        part.attach([next(taken) for _ in part.shards])
+        part.attach(part.convert([next(taken) for _ in part.shards]))
         assert all(target.grad.dtype == target.dtype for target in part.targets)
         assert all(target.grad.shape == target.shape for target in part.targets)
 
@@ -225,3 +228,80 @@ def test_the_memory_stays_from_update_to_update(monkeypatch):
             assert all(master.grad is None for master in update.holdings.masters.values())
         assert len(set(places[1:])) == 1
         assert update.stepper._parts._staging._flat.numel() * 4 <= max(limit, 35 * 4)
+
+
+class Works:
+    """The calls of torch that convert gradients and take their norms, by what they are given."""
+
+    def __init__(self, monkeypatch):
+        self.converted, self.normed = [], []
+        copy, norm = torch_private.foreach_copy_, torch_private.foreach_norm
+
+        def foreach_copy_(targets, sources):
+            if targets[0].dtype == torch.float32:  # not the masters, into the model
+                self.converted.append(len(sources))
+            copy(targets, sources)
+
+        def foreach_norm(tensors, *args):
+            self.normed.append(tensors[0].dtype)
+            return norm(tensors, *args)
+
+        monkeypatch.setattr(torch_private, "foreach_copy_", foreach_copy_)
+        monkeypatch.setattr(torch_private, "foreach_norm", foreach_norm)
+
+
+def test_gradients_that_are_stepped_at_once_are_judged_in_fp32(monkeypatch):
+    """They are converted once all the same, and what is stepped in several parts is judged as it is."""
+    works, results = Works(monkeypatch), []
+    for limit in (25 * 2**20, 60):
+        monkeypatch.setattr(stepper, "STREAM_BYTES", limit)
+        params = make_params()
+        update = make_update(params, OPTIMIZERS["adamw"], BF16, max_norm=0.1)
+        for step in range(3):
+            give(params, gradients(step))
+            if step == 1:
+                update.clip_grad_norm_(0.2)  # judged before the step
+            result = update.step()
+        results.append(([target.detach() for target in update.holdings.masters.values()], result.grad_norm))
+    assert works.converted == [3] * 3 + [1] * 9
+    assert works.normed == [torch.float32, torch.bfloat16, torch.float32] + [torch.bfloat16] * 3
+    for ours, theirs in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
+
+
+def test_judged_at_once_with_other_gradients_each_time():
+    params, apart = make_params(), make_params()
+    update = make_update(params, OPTIMIZERS["adamw"], BF16, max_norm=0.1)
+    same = make_update(apart, OPTIMIZERS["adamw"], BF16, max_norm=0.1)
+    for step in range(6):
+        for held in (params, apart):
+            give(held, [None if step and place == step % 4 else grad for place, grad in enumerate(gradients(step))])
+        converted = {shard.name: grad for shard, grad in update.stepper.convert(update.gradients())}
+        assert converted.keys() == {f"p{place}" for place in range(3) if not step or place != step % 4}
+        assert all(grad.dtype == torch.float32 for grad in converted.values())
+        same.clip_grad_norm_(0.1)  # judged before the step, as they are
+        assert update.step().grad_norm == pytest.approx(same.step().grad_norm, rel=1e-6)
+    for ours, theirs in zip(update.holdings.masters.values(), same.holdings.masters.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+def test_an_update_that_does_not_come_about_leaves_nothing_for_the_next(on_nonfinite):
+    """What was converted for it is not stepped later."""
+    results = []
+    for bad in (True, False):
+        params = make_params()
+        update = make_update(params, OPTIMIZERS["adamw"], BF16, on_nonfinite=on_nonfinite)
+        for step in range(4):
+            if step == 2 and not bad:
+                continue
+            give(params, gradients(step))
+            if step == 2:
+                params[1].grad[0] = torch.inf
+            with pytest.raises(NonFiniteError) if step == 2 and on_nonfinite == "raise" else nullcontext():
+                update.step()
+            update.zero_grad()
+        results.append([target.detach() for target in update.holdings.masters.values()])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
