@@ -58,7 +58,7 @@ def make_loop(setup: Setup, name: str = LOOP, compile_it: bool = False, **flags:
     model = setup.model()
     optimizer = adamw(model, **flags)
     called: Any = torch.compile(model) if compile_it else model
-    forward = _forward(setup, called)
+    forward = forward_of(setup, called)
     clip = setup.clip
 
     def step() -> torch.Tensor:
@@ -86,7 +86,7 @@ def make_loop(setup: Setup, name: str = LOOP, compile_it: bool = False, **flags:
     return Contender(name, scaled_step if setup.precision == "fp16" else step, model, optimizer)
 
 
-def _forward(setup: Setup, model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def forward_of(setup: Setup, model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Forward and loss. fp32 has no autocast at all: a disabled one costs something, too."""
     x, y, criterion, dtype, device = setup.x, setup.y, setup.work.criterion, setup.dtype, setup.device.type
 
@@ -115,7 +115,7 @@ def make_bare(setup: Setup) -> Contender:
     stays on the device. Nothing is looked up, checked, counted or reported, and no hook would run.
     """
     model = setup.model()
-    forward = _forward(setup, model)
+    forward = forward_of(setup, model)
     params = list(model.parameters())
     update = functional_adamw(params)
     scale = torch.full((), 2.0**16, device=setup.device) if setup.precision == "fp16" else None

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfmesh
 
-from .contenders import LR, Setup, adamw
-from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender
+from .contenders import LR, Setup, adamw, forward_of, functional_adamw
+from .harness import AGAIN, BARE, FUSED, HALFMESH, LOOP, Contender
 from .peers import ACCELERATE, imported
 
 LayoutFactory = Callable[..., Contender]
@@ -52,6 +52,30 @@ def make_ddp(setup: Setup, accumulation: int, name: str = LOOP, **flags: Any) ->
         return loss
 
     return Contender(name, one if accumulation == 1 else several, model, optimizer)
+
+
+def make_bare(setup: Setup, accumulation: int) -> Contender:
+    """The least that replicas can do: the gradients of all batches in one buffer, one all-reduce of that, and the fused
+    kernel, which divides. Nothing is looked up, checked, counted, reported or overlapped."""
+    model = setup.model()
+    forward, params = forward_of(setup, model), list(model.parameters())
+    update = functional_adamw(params)
+    flat = torch.zeros(sum(param.numel() for param in params))
+    for param, piece in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        param.grad = piece.view_as(param)
+    grads = [param.grad for param in params]
+    divisor = torch.tensor(float(dist.get_world_size() * accumulation))
+
+    def step() -> torch.Tensor:
+        flat.zero_()
+        for _ in range(accumulation):
+            loss = forward()
+            loss.backward()
+        dist.all_reduce(flat)
+        update(grads, divisor)
+        return loss
+
+    return Contender(BARE, step, model, note="nothing is checked, counted, reported or overlapped")
 
 
 def make_accelerate(setup: Setup, accumulation: int) -> Contender:
@@ -234,6 +258,7 @@ DATA: list[tuple[str, LayoutFactory]] = [
     (AGAIN, _named(make_ddp, AGAIN)),
     (FUSED, _named(make_ddp, FUSED, fused=True)),
     (HALFMESH, make_halfmesh),
+    (BARE, make_bare),
     (ACCELERATE, make_accelerate),
 ]
 TENSOR: list[tuple[str, LayoutFactory]] = [
