@@ -2,6 +2,7 @@
 
 python -m benchmarks                              # all of it: 20 minutes or so on 2 cores
 python -m benchmarks --works mlp tail --quick     # a look
+python -m benchmarks --works dp --precisions fp32
 python -m benchmarks --report                     # table and plot again, from what was measured before
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from .harness import ROUNDS, Result
 
 HERE = Path(__file__).parent
+PRECISIONS = ["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument(
+        "--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="for a processor without bf16, say"
+    )
+    parser.add_argument(
         "--rounds", type=int, default=15, help=f"odd, and at least {ROUNDS} (default: 15; slow ones: 9)"
     )
     parser.add_argument(
@@ -143,7 +148,9 @@ def main() -> None:
     if not chosen.report:
         from .machine import describe
 
-        cases = [case for name in chosen.works for case in WORKS[name]]
+        cases = [
+            case for name in chosen.works for case in WORKS[name] if case.precision in (*chosen.precisions, "none")
+        ]
         (raw / "machine.txt").write_text(json.dumps(describe(chosen.quick), indent=1) + "\n")
         for slow in (False, True):
             rounds = 3 if chosen.quick else ROUNDS if slow else chosen.rounds
