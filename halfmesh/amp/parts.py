@@ -41,6 +41,10 @@ class Part:
         ]
         self.receiving = [self.targets[place] for place in self._converted]
         """The targets whose gradients are made in their own dtype and strides."""
+        self.is_exact = all(
+            torch.promote_types(g.dtype, t.dtype) == t.dtype for (_, g), t in zip(pairs, self.targets, strict=True)
+        )
+        """Whether nothing is lost in that."""
         self.memory: list[torch.Tensor] | None = None
         """For the gradients of `receiving`; None: new memory each time."""
 
@@ -123,9 +127,10 @@ class Parts:
         return self._parts
 
     def convert(self, grads: Gradients, limit: int) -> Gradients:
-        """These gradients as they will be stepped, where that is done in one part and takes copies; else themselves."""
+        """These gradients as they will be stepped, where that is done in one part, takes copies and loses nothing; else
+        they themselves."""
         parts = self.of(grads, False, limit)
-        if len(parts) > 1 or not parts[0].receiving:
+        if len(parts) > 1 or not parts[0].receiving or not parts[0].is_exact:
             return grads
         tensors = parts[0].convert(grads.take())
         if self._converted is None:

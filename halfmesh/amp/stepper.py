@@ -31,10 +31,9 @@ class Stepper:
         """Takes new weights to other ranks."""
 
     def convert(self, grads: Gradients) -> Gradients:
-        """These gradients as they will be stepped, where that is done at once and takes copies; else they themselves.
+        """These gradients as they will be stepped, where that is done at once, in fp32 copies; else they themselves.
 
-        Copies in fp32 have to be made, and on a CPU the norm of those takes less than half the time of one in half
-        precision.
+        The copies have to be made, and on a CPU their norm takes less than half the time of one in half precision.
         """
         return grads if self.publisher is not None else self._parts.convert(grads, STREAM_BYTES)
 

@@ -270,6 +270,14 @@ def test_gradients_that_are_stepped_at_once_are_judged_in_fp32(monkeypatch):
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
 
 
+def test_gradients_that_lose_something_when_they_are_stepped_are_judged_as_they_are():
+    """Added up in fp32 for parameters without masters."""
+    params = [nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]
+    update = make_update(params, OPTIMIZERS["adamw"], Recipe(torch.bfloat16, torch.bfloat16), max_norm=1.0)
+    update.holdings.trained[0].main_grad = torch.full((4,), 1.0 + 2**-10)
+    assert update.step().grad_norm == 2.0 + 2**-9
+
+
 def test_judged_at_once_with_other_gradients_each_time():
     params, apart = make_params(), make_params()
     update = make_update(params, OPTIMIZERS["adamw"], BF16, max_norm=0.1)
