@@ -88,8 +88,10 @@ def count_ops(step):
     [("fp32", 0.0, 0.49), ("bf16", 0.0, 0.53), ("fp16", 0.0, 0.53), ("fp16", 1.0, 0.36)],
 )
 def test_calls_of_python(precision, clip, share):
-    """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed. (In a process where other
-    tests ran before, torch makes four more calls in either.)"""
+    """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed.
+
+    (In a process that has run other tests torch makes four calls more in either.)
+    """
     ours, theirs = count_calls(through_engine(precision, clip)), count_calls(by_hand(precision, clip))
     assert ours <= share * theirs, f"{ours:.0f} of {theirs:.0f}"
     assert ours < count_calls(by_hand(precision, clip, fused=True))
