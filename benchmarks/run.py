@@ -142,15 +142,18 @@ def main() -> None:
         chosen.out = HERE.parent / "runs" / "benchmarks" / "results" if chosen.quick else HERE / "results"
     if chosen.rounds < ROUNDS or chosen.rounds % 2 == 0:
         parser.error(f"--rounds {chosen.rounds}: give an odd number of at least {ROUNDS}")
+    asked = (*chosen.precisions, "none")
+    cases = [case for name in chosen.works for case in WORKS[name] if case.precision in asked]
+    if not cases:
+        parser.error(
+            f"{' '.join(chosen.works)} is not measured in {' '.join(chosen.precisions)}; leave --precisions out"
+        )
     raw = chosen.out / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     if not chosen.report:
         from .machine import describe
 
-        cases = [
-            case for name in chosen.works for case in WORKS[name] if case.precision in (*chosen.precisions, "none")
-        ]
         (raw / "machine.txt").write_text(json.dumps(describe(chosen.quick), indent=1) + "\n")
         for slow in (False, True):
             rounds = 3 if chosen.quick else ROUNDS if slow else chosen.rounds

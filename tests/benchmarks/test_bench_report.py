@@ -125,6 +125,17 @@ def test_even_or_few_rounds_are_refused(monkeypatch, capsys):
         assert f"--rounds {rounds}: give an odd number of at least 9" in capsys.readouterr().err
 
 
+def test_only_what_was_asked_for_is_measured(monkeypatch, capsys, tmp_path):
+    measured = []
+    monkeypatch.setattr(run, "measure_all", lambda cases, *_: measured.extend(case.key for case in cases) or ["it"])
+    for chosen in (["transformer", "startup", "--precisions", "fp32", "fp16"], ["tail", "--precisions", "fp32"]):
+        monkeypatch.setattr("sys.argv", ["benchmarks", "--out", str(tmp_path), "--works", *chosen])
+        with pytest.raises(SystemExit):
+            run.main()
+    assert measured == ["transformer_fp32", "transformer_fp16_clip", "import_none", "construction_none"]
+    assert "tail is not measured in fp32; leave --precisions out" in capsys.readouterr().err
+
+
 def test_what_an_earlier_run_has_measured_is_said_to_be_so():
     old, new = ({"halfmesh": f"commit {number}", "date": f"2026-02-0{number}"} for number in (1, 2))
     results = [small(measured=stamp(old)), small(work="vit", title="a small ViT", measured=stamp(new))]
