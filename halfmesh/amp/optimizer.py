@@ -163,6 +163,7 @@ class MixedPrecisionOptimizer:
         if holdings.masters:
             holdings.take_edits()
         grads = holdings.collect()
+        used = grads.tensors  # this list is emptied where they are freed as it goes
         if grads.layout.is_sparse:
             holdings.unfuse_for_sparse()
         if holdings.seeded:
@@ -194,7 +195,7 @@ class MixedPrecisionOptimizer:
             if verdict is not None:
                 self.losses.update(verdict)
             self._begun = False
-        self._used = grads.tensors if self.device.type == "cpu" else []
+        self._used = used if self.device.type == "cpu" else []
         return result
 
     def zero_grad(self, after_update: bool = False) -> None:

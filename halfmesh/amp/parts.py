@@ -94,10 +94,15 @@ class Parts:
 
     Several parts are made where fp32 copies are made of gradients, so that few exist at a time, or where new weights
     are taken to other ranks.
+
+    Attributes:
+        at_once: whether the last ones were cut into a single part although there could have been several: then there
+            are so few copies that the gradients need not go before the update does.
     """
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
+        self.at_once = False
         self._staging = Staging()
         self._known: object = None
         self._converted: Layout | None = None  # of gradients that are converted
@@ -123,6 +128,7 @@ class Parts:
         self._parts = [Part(holdings, [next(rest) for _ in bucket]) for bucket in buckets or [[]]]  # hooks run anyway
         if streams:
             self._give_memory()
+        self.at_once = streams and len(self._parts) == 1
         self._known, self._converted = now, None
         return self._parts
 
@@ -132,7 +138,10 @@ class Parts:
         parts = self.of(grads, False, limit)
         if len(parts) > 1 or not parts[0].receiving or not parts[0].is_exact:
             return grads
-        tensors = parts[0].convert(grads.take())
+        held = grads.take()
+        tensors = parts[0].convert(held)
+        if not self.at_once:
+            held.clear()
         if self._converted is None:
             self._converted = Layout(parts[0].shards, forms(tensors), False)
         return Gradients(self._converted, tensors)

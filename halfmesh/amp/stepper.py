@@ -63,7 +63,8 @@ class Stepper:
         for part in parts:
             if not attached:
                 own = held[: len(part.shards)]
-                del held[: len(part.shards)]
+                if not self._parts.at_once:
+                    del held[: len(part.shards)]
                 part.attach(own if converted else part.convert(own))
                 del own
             try:

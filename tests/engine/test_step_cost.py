@@ -14,6 +14,7 @@ from updates import CountReads
 import halfmesh
 from benchmarks.counts import count_calls as count_calls_of
 from benchmarks.harness import Contender
+from halfmesh.amp import stepper
 
 X, Y = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -143,11 +144,15 @@ def test_no_reads_by_the_host(mode, precision, accumulation):
     assert counter.reads == 0
 
 
-def test_memory_of_gradients_is_kept_until_the_next_step():
+NAIVE = {"bf16": {"mode": "naive"}}
+
+
+@pytest.mark.parametrize("config", [{}, NAIVE, {**NAIVE, "clip_grad_norm": 1.0}], ids=["fp32", "naive", "naive-clip"])
+def test_memory_of_gradients_is_kept_until_the_next_step(config):
     """As in a loop by hand: given back between two steps, it would go to the system and come back page by page."""
     model = make_model()
     engine = halfmesh.initialize(
-        model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), config={}, device="cpu"
+        model, torch.optim.AdamW(model.parameters()), nn.CrossEntropyLoss(), config=config, device="cpu"
     )
     engine.backward(engine.criterion(engine(X), Y))
     grads = [weakref.ref(param.grad) for param in model.parameters()]
@@ -160,6 +165,28 @@ def test_memory_of_gradients_is_kept_until_the_next_step():
     grads = [weakref.ref(param.grad) for param in model.parameters()]
     engine.step()
     engine.backward(engine.criterion(engine(X), Y))  # without zero_grad
+    assert all(grad() is None for grad in grads)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["in parts", "with a hook"])
+def test_memory_of_gradients_is_not_kept_beside_many_copies(monkeypatch, kind, clip):
+    """Beside fp32 copies that are made part by part, or of all of a large model, it would be memory of its own."""
+    if kind == "in parts":
+        monkeypatch.setattr(stepper, "STREAM_BYTES", 60)
+    model = make_model()
+    engine = halfmesh.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        nn.CrossEntropyLoss(),
+        config={**NAIVE, "clip_grad_norm": clip} if clip else NAIVE,
+        device="cpu",
+    )
+    if kind == "with a hook":
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+    engine.backward(engine.criterion(engine(X), Y))
+    grads = [weakref.ref(param.grad) for param in model.parameters()]
+    engine.step()
     assert all(grad() is None for grad in grads)
 
 
