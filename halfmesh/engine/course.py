@@ -30,6 +30,7 @@ class Course:
         epoch: its number, from 0.
         handed: batches handed out.
         trained: of these, those up to the last one that was trained on.
+        backwards: how many backwards ran.
         runs: whether it is being iterated.
         finished: whether it came to its end.
         start: where the random numbers were when its order was drawn.
@@ -42,6 +43,7 @@ class Course:
     epoch: int = -1
     handed: int = 0
     trained: int = 0
+    backwards: int = 0
     runs: bool = False
     finished: bool = False
     start: dict[str, Any] = field(default_factory=dict)

@@ -10,11 +10,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
+from ..log import get_logger
 from .course import Course, draw, draw_rest
 from .loader_watch import LoaderWatch
 from .lookahead import ahead, in_turn, looks_ahead
 from .samplers import OwnRandomness, Share, generators, set_epoch, set_generators, share
 from .transfer import Transfer, reuses_memory, workers
+
+_log = get_logger(__name__)
 
 _EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
 
@@ -63,6 +66,7 @@ class EngineDataLoader:
         self._may_be_empty = may_be_empty
         self.next_epoch = 0
         self._course = Course()
+        self._has_told = False
         self._rest: tuple[dict[str, Any], bool] | None = None
         self.before_fetch: Callable[[], None] | None = None
 
@@ -82,8 +86,24 @@ class EngineDataLoader:
         self.next_epoch = epoch
 
     def note_training(self) -> None:
-        """The batch that was handed out last was trained on."""
-        self._course.trained = self._course.handed
+        """A backward ran: the batch that was handed out last was trained on."""
+        course = self._course
+        course.trained = course.handed
+        if course.finished and 0 < course.backwards < course.handed:
+            self._tell_of_fetching()
+        course.backwards += 1
+
+    def _tell_of_fetching(self) -> None:
+        """There were fewer backwards than batches, and after the last batch there is one."""
+        if self._needs_end and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "a backward ran after engine.dataloader had come to its end, and there had been fewer backwards than "
+                "batches: it seems that the loop fetches a batch before it trains on the one before. Then accumulated "
+                "gradients are stepped one batch too early at the end of an epoch, and the last batch goes into the "
+                "next cycle. Fetch a batch when the one before is trained on (a DataLoader's workers are ahead by "
+                "themselves), or iterate a loader of your own, and end its cycles with engine.step(last=True)"
+            )
 
     @property
     def place(self) -> tuple[int, int]:

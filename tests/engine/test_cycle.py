@@ -60,6 +60,49 @@ def test_a_batch_that_is_fetched_before_the_step(batches):
     assert engine.step() is None, "the end of the loader is over"
 
 
+def _fetched_ahead(batches):
+    """A prefetcher as people write one: a batch is handed on when the next one is there."""
+    waiting = None
+    for batch in batches:
+        if waiting is not None:
+            yield waiting
+        waiting = batch
+    yield waiting
+
+
+def _without_the_second(batches):
+    yield from (batch for number, batch in enumerate(batches) if number != 1)
+
+
+@pytest.mark.parametrize(
+    ("loop", "accumulation", "tells"),
+    [(_fetched_ahead, 2, True), (_fetched_ahead, 1, False), (iter, 2, False), (_without_the_second, 2, False)],
+    ids=["fetched-ahead", "not-accumulated", "ordinary", "one-passed-over"],
+)
+def test_a_loop_that_fetches_before_the_backward_is_told(loop, accumulation, tells, caplog):
+    engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(20, 4))
+    for _ in range(2):
+        for x, y in loop(engine.dataloader):
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+    assert caplog.text.count("fetches a batch before it trains on the one before") == tells, "once, not each epoch"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_batches_of_ones_own_after_the_loaders_are_no_such_loop(trains, caplog):
+    """The engine's were all trained on, or none was."""
+    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(20, 4))
+    for x, y in engine.dataloader:
+        if trains:
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+        else:
+            with torch.no_grad():
+                engine(x)
+    engine.backward(engine.criterion(engine(x), y))
+    assert "fetches a batch" not in caplog.text
+
+
 def test_own_loader_closes_a_cycle_early():
     engine = make_engine({"gradient_accumulation": 3})
     x, y = make_data(16)
