@@ -128,7 +128,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
         with self.apex.casts_off():
-            self._edits.warn(self.holdings.trained)  # before apex edits them
+            self._edits.warn(self.holdings.trained, True)  # before apex edits them
             if self.holdings.changed():
                 self.holdings.refresh()
             self._put_back()

@@ -109,7 +109,7 @@ class _Held:
     Attributes:
         params: all of them.
         all_states: theirs; None: some have none yet.
-        places: which ones of all that is trained they are; None: all, in that order.
+        places: which ones of all that is stepped they are; None: all, in that order.
     """
 
     def __init__(self, group: _Group, state: Mapping[torch.Tensor, _State], places: Mapping[int, int]) -> None:
@@ -164,7 +164,7 @@ class DirectStep:
                 hooks before its step.
             grad_scale: gradients are divided by it (0-dim fp32).
             found_inf: 1.0 skips the step (0-dim fp32).
-            all_grads: the gradients of all that is trained, where all of it has some; None: look.
+            all_grads: the gradients of all that is stepped, where all of it has some; None: look.
         """
         form = self._form
         if not folds or form is None or torch_private.has_step_post_hooks(self._optimizer):
@@ -193,7 +193,7 @@ class DirectStep:
         """The optimizer holds other groups, parameters or state, or has another `step`: then False, for once."""
         holdings = self._holdings
         self._version = holdings.refreshed
-        places = {id(holdings.target(shard)): place for place, shard in enumerate(holdings.trained)}
+        places = {id(holdings.target(shard)): place for place, shard in enumerate(holdings.stepped)}
         self._held = [_Held(group, self._optimizer.state, places) for group in self._optimizer.param_groups]
         self._is_seeded = all(held.all_states is not None for held in self._held)
         before, self._step = self._step, step_of(self._optimizer)

@@ -18,6 +18,7 @@ UNDIVIDED = (
     "where they still have to be divided: a cycle of fewer batches than gradient_accumulation, or weighted losses, get "
     "their own divisor in the step"
 )
+SUMMED = "where param.grad holds those of the last backward alone: the ones before it are added up in fp32 beside it"
 IN_PARTS = "of which each rank has only its part of the model's, so that a norm over them is not the model's"
 
 
@@ -46,10 +47,13 @@ class EditWatch:
                 return
         self.grad = None
 
-    def warn(self, shards: Sequence[ParamShard]) -> None:
-        """Before the step: warn if the gradient was changed and is still the one that will be used."""
+    def warn(self, shards: Sequence[ParamShard], undivided: bool) -> None:
+        """Before the step: warn if the gradient was changed and is still the one that will be used, and is not what it
+        looks like. `undivided`: gradients are divided in the step."""
         grad, self.grad = self.grad, None
-        if grad is None or torch_private.edit_stamp(grad) == self._stamp:
+        if grad is None or torch_private.edit_stamp(grad) == self._stamp or (self.why is UNDIVIDED and not undivided):
+            return
+        if self.why is SUMMED and all(shard.main_grad is None for shard in shards):
             return
         if any(shard.param.grad is grad for shard in shards):
             self._warned = True

@@ -49,7 +49,8 @@ class Holdings:
 
     Attributes:
         masters: the fp32 master of each of the model's parameters that has one.
-        trained: the shards whose parameters the optimizer holds.
+        trained: the shards whose parameters the optimizer holds, or has held: those with masters.
+        stepped: of these, those that it holds.
         receivers: those in which backward leaves their gradients: themselves, or what they are parts of.
         targets: what it holds for each of them, by the shard's id.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
@@ -90,15 +91,16 @@ class Holdings:
     def refresh(self) -> None:
         """Take in what changed in the optimizer's groups: parameters added later, implementation flags."""
         refuse_foreign_params(self.optimizer, self.shards, self.masters.values())
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if self._recipe.master_weights:
             new = masters_for(self.optimizer, [s for s in self.shards if s.param.dtype in HALF], self.masters)
             repoint(self.optimizer, new)
             self.take_over(new)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
         self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
-        self._forms = forms([self.targets[id(s)] for s in self.trained])
+        self.stepped = [s for s in self.trained if id(self.targets[id(s)]) in held]
+        self._forms = forms([self.targets[id(s)] for s in self.stepped])
         self._layout: Layout | None = None
         fused.refuse_broken(self.optimizer)
         fused.switch_back(self.optimizer, self._switched)  # it may not be exact any more
@@ -195,7 +197,7 @@ class Holdings:
 
     def collect(self) -> Gradients:
         """What an update would use now: the gradients that are there on this rank."""
-        shards = self.trained
+        shards = self.stepped
         grads: list[Any] = [shard.param.grad if shard.main_grad is None else shard.take_grad() for shard in shards]
         if any(map(is_, grads, repeat(None))):
             shards = [shard for shard, grad in zip(shards, grads, strict=True) if grad is not None]
@@ -203,7 +205,7 @@ class Holdings:
         own = forms(grads)
         layout = self._layout
         if layout is None or shards != layout.shards or own != layout.forms:
-            fits = not self.masters and own == self._forms and len(shards) == len(self.trained)
+            fits = not self.masters and own == self._forms and len(shards) == len(self.stepped)
             layout = self._layout = Layout(shards, own, fits)
         return Gradients(layout, grads)
 
@@ -268,5 +270,6 @@ def refuse_foreign_params(
     if foreign:
         raise InputError(
             f"the optimizer holds {len(foreign)} parameter(s) that are not the model's: {shorten(foreign)}; build it "
-            "from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
+            "from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer` (a layer "
+            "that was added to the model afterwards: close the engine, and initialize again)"
         )

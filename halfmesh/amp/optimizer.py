@@ -14,7 +14,7 @@ from .. import torch_private
 from ..errors import InputError
 from ..shard import OneRank, ParamShard, Ranks
 from .collected import Gradients
-from .edit_watch import IN_PARTS, SCALED, UNDIVIDED, EditWatch
+from .edit_watch import IN_PARTS, SCALED, SUMMED, UNDIVIDED, EditWatch
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales
@@ -80,7 +80,7 @@ class MixedPrecisionOptimizer:
         self._clip_once: tuple[float, Verdict | None] | None = None
         self._begun = False  # an update has gradients
         self._used: list[torch.Tensor] = []
-        self._edits = EditWatch(None if self.losses.scale is None else SCALED)
+        self._edits = EditWatch(SCALED if self.losses.scale is not None else SUMMED if self.losses.wide_sums else None)
         self.on_close: Callable[[], None] | None = None
         """Undoes what was done to make this, in `close`."""
 
@@ -155,8 +155,8 @@ class MixedPrecisionOptimizer:
 
     def _step(self, divisor: float | torch.Tensor) -> StepResult:
         holdings, rules = self.holdings, self.rules
-        if self._edits.grad is not None and not (self._edits.why is UNDIVIDED and _is_one(divisor)):
-            self._edits.warn(holdings.trained)
+        if self._edits.grad is not None:
+            self._edits.warn(holdings.trained, not _is_one(divisor))
         if holdings.changed():
             self.take_in_new()
             holdings.refresh()

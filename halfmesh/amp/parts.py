@@ -96,8 +96,8 @@ class Parts:
     are taken to other ranks.
 
     Attributes:
-        at_once: whether the last ones were cut into a single part although there could have been several: then there
-            are so few copies that the gradients need not go before the update does.
+        at_once: whether the last ones are a single part of no more than the limit: so few copies that the gradients
+            they are made of need not go before the update does.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -128,7 +128,7 @@ class Parts:
         self._parts = [Part(holdings, [next(rest) for _ in bucket]) for bucket in buckets or [[]]]  # hooks run anyway
         if streams:
             self._give_memory()
-        self.at_once = streams and len(self._parts) == 1
+        self.at_once = len(self._parts) == 1 and 4 * sum(grad.numel() for _, grad in grads) <= limit
         self._known, self._converted = now, None
         return self._parts
 

@@ -193,7 +193,7 @@ class Engine(Health):
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
                 "(loss.backward() does not count)"
             )
-        closes, at_end = last or cycle.closes, last or cycle.at_end
+        closes, at_end = last or cycle.closes, cycle.at_end
         cycle.count()
         if not closes:
             return None

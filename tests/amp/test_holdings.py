@@ -122,6 +122,39 @@ def test_foreign_parameters_are_named():
         make_update(make_params(), lambda p: optim.SGD([*p, stranger], lr=0.1))
 
 
+BF16 = Recipe(compute_dtype=torch.bfloat16, param_dtype=torch.bfloat16, master_weights=True)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), BF16], ids=["fp32", "masters"])
+@pytest.mark.parametrize("name", ["adamw", "rmsprop"])
+def test_what_the_optimizer_holds_no_more_is_not_judged(recipe, name):
+    """As without masters: its gradient may be anything, is cleared, and its weight stays, in full precision."""
+    params = make_params()
+    update = make_update(params, OPTIMIZERS[name], recipe, max_norm=0.5, on_nonfinite="skip")
+    give(params, gradients(0))
+    update.step()
+    update.zero_grad()
+    (group,) = update.optimizer.param_groups
+    del group["params"][0]
+    before, others = params[0].detach().clone(), [p.detach().clone() for p in params[1:]]
+    master = update.holdings.masters.get(params[0])
+    value = None if master is None else master.detach().clone()
+    grads = gradients(1)
+    give(params, [torch.full_like(grads[0], math.inf), *grads[1:]])
+    result = update.step()
+    expected = torch.linalg.vector_norm(torch.stack([g.to(params[0].dtype).double().norm() for g in grads[1:]]))
+    assert not result.skipped
+    assert result.grad_norm == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.equal(params[0], before)
+    assert all(not torch.equal(a, b) for a, b in zip(params[1:], others, strict=True))
+    if value is not None:
+        assert torch.equal(master, value)
+        assert any(torch.equal(kept, value) for kept in update.holdings.masters_by_name().values())
+    group["params"].append(params[0] if master is None else master)  # and again
+    give(params, grads)
+    assert update.step().grad_norm > expected
+
+
 def test_parameters_without_gradient_are_left_alone():
     params = make_params()
     before = params[1].detach().clone()

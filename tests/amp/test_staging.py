@@ -90,7 +90,7 @@ def fewer(shard, update):
 
 
 def in_another_order(shard, update):
-    update.holdings.trained = update.holdings.trained[::-1]
+    update.holdings.stepped = update.holdings.stepped[::-1]
 
 
 def laid_out_anew(shard, update):
@@ -112,7 +112,7 @@ def test_what_is_remembered_is_forgotten_when_something_changes(change):
     grads = update.gradients()
     parts = cutter.of(grads, False, 4)
     assert parts is not first
-    with_one = [s for s in update.holdings.trained if s.param.grad is not None or s.main_grad is not None]
+    with_one = [s for s in update.holdings.stepped if s.param.grad is not None or s.main_grad is not None]
     assert [shard for part in parts for shard in part.shards] == with_one
     assert len(parts) == (1 if change is hooked else len(with_one))  # hooks of the user's want one step
     taken = iter(grads.take())

@@ -230,6 +230,20 @@ def test_a_look_now_and_then_costs_one_read():
     assert [i for i, look in enumerate(measured) if look] == [3, 7, 11]
 
 
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_gradients_edited_where_earlier_ones_are_kept_apart(backwards, caplog):
+    """param.grad is all that there is of one backward, and of several the last one's."""
+    params = make_params()
+    recipe = Recipe(compute_dtype=torch.bfloat16, param_dtype=torch.bfloat16, master_weights=True, wide_gradients=True)
+    update = make_update(params, OPTIMIZERS["sgd"], recipe)
+    for _ in range(2):
+        for _ in range(backwards):
+            update.backward(sum(p.float().sum() for p in params))
+        nn.utils.clip_grad_norm_(params, 1.0)
+        update.step()
+    assert caplog.text.count("those of the last backward alone") == (backwards > 1)
+
+
 def test_gradients_edited_while_they_are_scaled(caplog):
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(loss_scale=DYNAMIC))

@@ -60,6 +60,17 @@ def test_a_batch_that_is_fetched_before_the_step(batches):
     assert engine.step() is None, "the end of the loader is over"
 
 
+def test_a_last_batch_that_waits_while_a_cycle_is_ended_by_hand():
+    engine = make_engine({"gradient_accumulation": 3}, loader=make_loader(20, 4))
+    waiting, closed = iter(engine.dataloader), []
+    batch = next(waiting)
+    for number in range(5):
+        engine.backward(engine.criterion(engine(batch[0]), batch[1]))
+        batch = next(waiting) if number < 4 else None
+        closed.append(engine.step(last=number == 3) is not None)
+    assert closed == [False, False, True, True, True]
+
+
 def _fetched_ahead(batches):
     """A prefetcher as people write one: a batch is handed on when the next one is there."""
     waiting = None
