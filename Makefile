@@ -36,7 +36,7 @@ test-composition: $(INSTALLED)
 	COMPOSITION=full $(BIN)/python -m pytest tests/composition
 
 test-kills: $(INSTALLED)
-	KILLS=50 $(BIN)/python -m pytest tests/soak
+	KILLS=50 $(BIN)/python -m pytest tests/faults/test_kills.py
 
 # DeepSpeed by itself: it builds a part at installation, which fails on some machines; its rows say so then.
 bench: $(INSTALLED)

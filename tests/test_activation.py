@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import MLP, make_engine
 from torch import nn
 
 from halfmesh.activation import resolve
@@ -15,6 +14,7 @@ from halfmesh.config.load import load_config
 from halfmesh.config.schema import CompileConfig
 from halfmesh.errors import ConfigError, IncompatibleConfigError
 from halfmesh.parallel.pipeline.partition import resolve as resolve_partition
+from tests.support.models import MLP, make_engine
 
 
 class Block(nn.Module):

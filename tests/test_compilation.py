@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import compiling
 import pytest
 import torch
-from models import MLP, make_engine
 from torch import nn
 from torch._inductor import config as inductor_config
 
@@ -16,6 +14,8 @@ from halfmesh.config.load import load_config
 from halfmesh.config.schema import CompileConfig
 from halfmesh.errors import IncompatibleConfigError
 from halfmesh.parallel.pipeline.partition import resolve as resolve_partition
+from tests.support import compiling
+from tests.support.models import MLP, make_engine
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,12 @@ import pickle
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import (
+from torch import nn, optim
+
+import halfmesh
+from halfmesh import AMP_TYPE, convert_to_amp
+from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
+from tests.support.models import (
     CLASSES,
     COMPUTE_DTYPES,
     FEATURES,
@@ -21,11 +25,7 @@ from models import (
     reference,
     sgd,
 )
-from torch import nn, optim
-
-import halfmesh
-from halfmesh import AMP_TYPE, convert_to_amp
-from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
+from tests.support.ranks import run_ranks
 
 FULL, HALF = torch.float32, torch.float16
 

@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-from models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh import inputs
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
+from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
 
 
 def refuse(message: str | None, model=None, optimizer=sgd, criterion=None, loader=None, config=None, **options) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 from torch import optim
 
 from halfmesh.errors import InputError
 from halfmesh.memory import parse_bytes, readable, state_bytes
+from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 
 OPTIMIZERS = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),

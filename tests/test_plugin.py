@@ -7,17 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import (
-    TOLERANCES,
-    MatmulDtypes,
-    difference,
-    full_weights,
-    make_engine,
-    make_loader,
-    reference,
-    train,
-)
 
 import halfmesh
 from halfmesh.amp.plugin import AMP_PLUGINS, AMPPlugin, Composes
@@ -28,6 +17,17 @@ from halfmesh.errors import ConfigError
 from halfmesh.options import Options, PositiveFloat
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.registries import DATA_STRATEGIES
+from tests.support.models import (
+    TOLERANCES,
+    MatmulDtypes,
+    difference,
+    full_weights,
+    make_engine,
+    make_loader,
+    reference,
+    train,
+)
+from tests.support.ranks import run_ranks
 
 
 class HalfwayOptions(Options):

@@ -8,11 +8,9 @@ import re
 import warnings
 from pathlib import Path
 
-import compiling
 import pytest
 import torch
 import torch.distributed as dist
-from models import MatmulDtypes
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
@@ -23,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import halfmesh
 from halfmesh import torch_private
 from halfmesh.amp.recipe import LossScale
+from tests.support import compiling
+from tests.support.models import MatmulDtypes
 
 
 def test_foreach_norm_accumulates_in_the_dtype_asked_for():

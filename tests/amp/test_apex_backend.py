@@ -15,16 +15,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from apex_reference import LEVELS as APEX_LEVELS
-from apex_reference import Scaler, cast_floats, cast_model
-from apex_runs import LEVELS, SHAPES, BatchNormMLP, make_batches, make_optimizer, train
-from dist_harness import run_ranks
 from torch import nn, optim
 from torch.nn import functional as F
 
 import halfmesh
 from halfmesh.amp import apex_backend
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError, NonFiniteError
+from tests.support.apex_reference import LEVELS as APEX_LEVELS
+from tests.support.apex_reference import Scaler, cast_floats, cast_model
+from tests.support.apex_runs import LEVELS, SHAPES, BatchNormMLP, make_batches, make_optimizer, train
+from tests.support.ranks import run_ranks
 
 CUDA = torch.device("cuda")
 BATCHES = make_batches(SHAPES["mlp"], 14)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from apex_reference import INITIAL_SCALE, Apex
-from apex_runs import (
+from torch import nn
+
+import halfmesh
+from tests.support.apex_reference import INITIAL_SCALE, Apex
+from tests.support.apex_runs import (
     LEVELS,
     NETS,
     SHAPES,
@@ -18,9 +21,6 @@ from apex_runs import (
     set_scalers,
     train,
 )
-from torch import nn
-
-import halfmesh
 
 STEPS = 10
 HUGE = 1e38  # times the loss scale it is inf, in any precision

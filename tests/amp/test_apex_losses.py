@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from apex_reference import Apex
-from apex_runs import (
+from torch import nn, optim
+from torch.nn import functional as F
+
+import halfmesh
+from tests.support.apex_reference import Apex
+from tests.support.apex_runs import (
     CLASSES,
     FEATURES,
     LEVELS,
@@ -23,10 +27,6 @@ from apex_runs import (
     set_scalers,
     skipped,
 )
-from torch import nn, optim
-from torch.nn import functional as F
-
-import halfmesh
 
 CONFIG = {"fused": False}  # the gradients that the optimizer finds are unscaled
 SCALES = (2.0**10, 2.0**13)  # unlike each other: taking the wrong one cannot go unseen

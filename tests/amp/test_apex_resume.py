@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from apex_reference import INITIAL_SCALE
-from apex_runs import (
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfmesh
+from tests.support.apex_reference import INITIAL_SCALE
+from tests.support.apex_runs import (
     CLASSES,
     FEATURES,
     LEVELS,
@@ -22,11 +27,6 @@ from apex_runs import (
     make_pair,
     scaler_states,
 )
-from torch import nn, optim
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-import halfmesh
 
 HUGE = 1e38
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from updates import OPTIMIZERS, CountReads, give, gradients, make_params, make_update
 
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
+from tests.support.updates import OPTIMIZERS, CountReads, give, gradients, make_params, make_update
 
 SCALE = LossScale(initial=64.0, growth_interval=3, hysteresis=1)
 TOLERANT = LossScale(initial=64.0, growth_interval=3, hysteresis=2)

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from updates import OPTIMIZERS, give, gradients, make_params, make_update
 
 from halfmesh.amp.collected import Gradients
 from halfmesh.amp.recipe import FP32, Recipe
 from halfmesh.amp.verdict import measure
 from halfmesh.shard import OneRank, ParamShard
+from tests.support.updates import OPTIMIZERS, give, gradients, make_params, make_update
 
 
 def make(make_optimizer="adamw", **rules):

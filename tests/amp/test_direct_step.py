@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import optimizer as torch_optimizer
-from updates import DYNAMIC, OPTIMIZERS, give, gradients, make_params, make_update
 
 from halfmesh.amp import direct_step
 from halfmesh.amp.recipe import FP32, Recipe
+from tests.support.updates import DYNAMIC, OPTIMIZERS, give, gradients, make_params, make_update
 
 FUSED = {
     "sgd": {},

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from torch import nn, optim
-from updates import DYNAMIC, OPTIMIZERS, CountReads, assert_close, by_hand, give, gradients, make_params, make_update
 
 from halfmesh.amp import fused
 from halfmesh.amp.convert import convert
@@ -16,6 +15,17 @@ from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.amp.rules import UpdateRules
 from halfmesh.errors import InputError
 from halfmesh.shard import ParamShard
+from tests.support.updates import (
+    DYNAMIC,
+    OPTIMIZERS,
+    CountReads,
+    assert_close,
+    by_hand,
+    give,
+    gradients,
+    make_params,
+    make_update,
+)
 
 
 @pytest.mark.parametrize(

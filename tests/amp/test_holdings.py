@@ -9,12 +9,12 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn, optim
-from updates import DYNAMIC, OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.recipe import LossScale, Recipe
 from halfmesh.errors import InputError
 from halfmesh.shard import ParamShard
+from tests.support.updates import DYNAMIC, OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
 
 @pytest.mark.parametrize("master", [False, True])

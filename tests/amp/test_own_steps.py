@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
 import halfmesh
 from halfmesh.amp import stepper
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
+from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
 SCALED = Recipe(loss_scale=LossScale(initial=1024.0, growth_interval=100))
 NAIVE = Recipe(torch.bfloat16, torch.bfloat16, False, True)

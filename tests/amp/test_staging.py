@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn, optim
-from updates import OPTIMIZERS, give, gradients, make_params, make_update
 
 from halfmesh import torch_private
 from halfmesh.amp import stepper
@@ -18,6 +17,7 @@ from halfmesh.amp.recipe import FP32, Recipe
 from halfmesh.amp.staging import Staging
 from halfmesh.errors import NonFiniteError
 from halfmesh.shard import ParamShard
+from tests.support.updates import OPTIMIZERS, give, gradients, make_params, make_update
 
 BF16 = Recipe(torch.bfloat16, torch.bfloat16, False, True)
 

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from torch import nn, optim
-from updates import DYNAMIC, OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
 from halfmesh.amp import stepper
 from halfmesh.amp.recipe import LossScale, Recipe
+from tests.support.updates import DYNAMIC, OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
 
 
 @pytest.mark.parametrize("master", [False, True], ids=["torch", "naive"])

@@ -8,10 +8,20 @@ import math
 import pytest
 import torch
 from torch import nn
-from updates import DYNAMIC, OPTIMIZERS, CountReads, assert_close, by_hand, give, gradients, make_params, make_update
 
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import InputError, NonFiniteError
+from tests.support.updates import (
+    DYNAMIC,
+    OPTIMIZERS,
+    CountReads,
+    assert_close,
+    by_hand,
+    give,
+    gradients,
+    make_params,
+    make_update,
+)
 
 
 def test_on_nonfinite_raise_names_the_parameter():

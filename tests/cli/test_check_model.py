@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfmesh.cli import app
+from tests.support.llama import SMALL
 
 
 @pytest.fixture
@@ -19,7 +20,11 @@ def run(tmp_path):
 
 def test_a_plan(run):
     result = run(
-        "bf16 = dict(mode='naive')\nparallel = dict(tensor=2)\n", "--world-size", "8", "--model", "llama:small"
+        "bf16 = dict(mode='naive')\nparallel = dict(tensor=2)\n",
+        "--world-size",
+        "8",
+        "--model",
+        SMALL,
     )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -33,7 +38,7 @@ def test_a_plan(run):
 
 
 def test_too_little_memory(run):
-    args = ("--world-size", "2", "--model", "llama:small", "--gpu-memory", "7MiB")
+    args = ("--world-size", "2", "--model", SMALL, "--gpu-memory", "7MiB")
     result = run("", *args)
     assert result.exit_code == 1
     assert "can run on 2 rank(s), but does not fit" in result.stdout
@@ -44,7 +49,7 @@ def test_too_little_memory(run):
 
 
 def test_json(run):
-    result = run("", "--world-size", "1", "--model", "llama:small", "--gpu-memory", "1KB", "--json")
+    result = run("", "--world-size", "1", "--model", SMALL, "--gpu-memory", "1KB", "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 1
     assert answer["ok"] is False
@@ -56,7 +61,7 @@ def test_json(run):
 
 
 def test_problems_of_config_and_model_together(run):
-    result = run("parallel = dict(tensor=3)\n", "--world-size", "8", "--model", "llama:small")
+    result = run("parallel = dict(tensor=3)\n", "--world-size", "8", "--model", SMALL)
     assert result.exit_code == 1
     assert "refused:\n  - parallel: tensor=3" in result.stdout
     assert "problems with the model:\n" in result.stdout
@@ -71,7 +76,7 @@ def test_options_that_need_a_model(run):
 
 def test_a_picture(run, tmp_path):
     pytest.importorskip("matplotlib")
-    args = ("--world-size", "2", "--model", "llama:small", "--picture")
+    args = ("--world-size", "2", "--model", SMALL, "--picture")
     result = run("", *args, str(tmp_path / "mesh.svg"), "--gpus-per-node", "1")
     assert result.exit_code == 0, result.output
     assert "node 1" in (tmp_path / "mesh.svg").read_text()
@@ -88,6 +93,6 @@ def test_a_picture(run, tmp_path):
 
 
 def test_a_unit_that_is_none(run):
-    result = run("", "--world-size", "1", "--model", "llama:small", "--gpu-memory", "80GBB")
+    result = run("", "--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB")
     assert result.exit_code == 2
     assert "'GBB' is no unit of memory" in result.output

@@ -8,13 +8,14 @@ from typer.testing import CliRunner
 
 from halfmesh.cli import app
 from halfmesh.config.load import load_config
+from tests.support.llama import SMALL
 
 ARGS = ("--world-size", "1", "--mode", "fp32", "--gpu-memory")
 
 
 @pytest.fixture
 def run():
-    def invoke(*args, model="llama:small"):
+    def invoke(*args, model=SMALL):
         return CliRunner().invoke(app, ["plan", "--model", model, *args])
 
     return invoke
@@ -42,7 +43,16 @@ def test_a_plan_is_written_and_drawn(run, tmp_path):
     refused = run(*ARGS, "3900KiB", "--out", str(out))
     assert refused.exit_code == 2
     assert "the file exists; --force replaces it" in refused.output
-    args = ["--world-size", "1", "--model", "llama:small", "--batch", "1,32:int64", "--gpu-memory", "3900KiB"]
+    args = [
+        "--world-size",
+        "1",
+        "--model",
+        SMALL,
+        "--batch",
+        "1,32:int64",
+        "--gpu-memory",
+        "3900KiB",
+    ]
     assert CliRunner().invoke(app, ["check", str(out), *args]).exit_code == 0
 
 
@@ -111,6 +121,6 @@ def test_files_that_cannot_be_written(run, tmp_path, monkeypatch, option, name):
 
 
 def test_a_model_that_fails(run):
-    result = run(*ARGS, "1GB", model="llama:smal")
+    result = run(*ARGS, "1GB", model="tests.support.llama:smal")
     assert result.exit_code == 2
     assert "did you mean 'small'?" in " ".join(result.output.replace("\u2502", "").split())

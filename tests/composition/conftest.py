@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dist_harness import PRELOAD
+from tests.support.ranks import PRELOAD
 
 PRELOAD.extend(["timm.models.vision_transformer", "transformers.models.llama.modeling_llama"])

@@ -1,4 +1,4 @@
-"""Writes docs/composition.md from the composition table and the cells: python -m composition.page, within tests/."""
+"""Writes docs/composition.md from the composition table and the cells: python -m tests.composition.page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from models import COMPUTE_DTYPES, TOLERANCES
-
 from halfmesh.compat import render_table
+from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
 from .cells import AXES, MODES, MOST_RANKS, PIPES, covering, product, thorough
 from .mutants import MUTANTS
@@ -41,7 +40,7 @@ def render() -> str:
 
 _INTRODUCTION = """# What composes with what
 
-<!-- Written by `python -m composition.page` within tests/; a test compares the two. -->
+<!-- Written by `python -m tests.composition.page`; a test compares the two. -->
 
 Rows are precision modes, columns are ways to use several ranks. A cell that says *yes* is trained to the same weights
 as one process in fp32, by `tests/composition/`. Every other cell raises its message before anything runs. There is no

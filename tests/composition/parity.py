@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from dist_harness import RankFailure
-from models import COMPUTE_DTYPES, TOLERANCES, difference
+
+from tests.support.models import COMPUTE_DTYPES, TOLERANCES, difference
+from tests.support.ranks import RankFailure
 
 from .cells import GROWTH_INTERVAL, INITIAL_SCALE, MODES, Cell
 from .reference import Reference, reference

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import compiling
 import pytest
 import torch
-from dist_harness import RankFailure
 
 from halfmesh.parallel import offload
 from halfmesh.parallel.recompute import Checkpointed
+from tests.support import compiling
+from tests.support.ranks import RankFailure, run_jobs
 
 from .cells import Cell, Pipe
-from .launches import run_jobs
 from .training import digest, make_engine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -138,7 +137,7 @@ def results() -> dict[ActivationCell, list[Any] | RankFailure]:
     for size in sorted({cell.world_size for cell in every}):
         chosen = [cell for cell in every if cell.world_size == size]
         jobs = [partial(run, cell=cell) for cell in chosen]
-        found |= dict(zip(chosen, run_jobs(jobs, size, job_s=60), strict=True))
+        found |= dict(zip(chosen, run_jobs(jobs, size), strict=True))
     return found
 
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import compiling
 import pytest
 import torch
-from dist_harness import RankFailure, run_ranks
 
 from halfmesh import torch_private
+from tests.support import compiling
+from tests.support.ranks import RankFailure, run_jobs, run_ranks
 
 from .cells import Cell, Pipe
-from .launches import run_jobs
 from .parity import find_problems
 from .training import Outcome, digest, make_engine, train
 from .workloads import UPDATES
@@ -87,7 +86,7 @@ def results() -> dict[CompiledCell, list[Any] | RankFailure]:
     for size in sorted({cell.world_size for cell in CELLS}):
         cells = [cell for cell in CELLS if cell.world_size == size]
         jobs = [partial(train_compiled, cell=cell) for cell in cells]
-        found |= dict(zip(cells, run_jobs(jobs, size, job_s=60), strict=True))
+        found |= dict(zip(cells, run_jobs(jobs, size), strict=True))
     return found
 
 
@@ -133,7 +132,7 @@ def test_dropout_drops_the_same(layout):
     """Random numbers are drawn in the same order, from the sequences in common and from each rank's own."""
     world_size = Cell(**layout).world_size
     cells = [Cell("none", "gpt", **layout), CompiledCell("none", "gpt", **layout)]
-    plain, compiled = run_jobs([partial(with_dropout, cell=cell) for cell in cells], world_size, job_s=60)
+    plain, compiled = run_jobs([partial(with_dropout, cell=cell) for cell in cells], world_size)
     for result in (plain, compiled):
         assert not isinstance(result, RankFailure), result
         assert len({text for text, _ in result}) == 1, "the ranks end with the same weights"

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from dist_harness import RankFailure
 
-from .launches import run_jobs
+from tests.support.ranks import RankFailure, run_jobs
+
 from .mutants import MUTANTS, Mutant, run_mutant
 from .overflows import find_overflow_problems, overflow
 from .parity import find_problems

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import halfmesh
+from tests.support.ranks import run_jobs
 
 from .cells import Cell, Pipe
-from .launches import run_jobs
 from .training import make_optimizer
 from .workloads import SAMPLES, criterion, find_workload
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import run_jobs
+
 from .cells import Cell, Pipe
-from .launches import run_jobs
 from .parity import find_problems
 from .training import train
 

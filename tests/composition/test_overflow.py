@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
+from tests.support.ranks import run_jobs
+
 from .cells import Cell, Pipe
-from .launches import run_jobs
 from .overflows import KINDS, find_overflow_problems, overflow
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -27,7 +28,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def results():
-    return dict(zip(CELLS, run_jobs([partial(overflow, cell=cell) for cell in CELLS], 4, job_s=30), strict=True))
+    return dict(zip(CELLS, run_jobs([partial(overflow, cell=cell) for cell in CELLS], 4), strict=True))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

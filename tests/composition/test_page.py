@@ -6,4 +6,4 @@ from .page import PAGE, render
 
 
 def test_the_page_is_what_is_generated():
-    assert PAGE.read_text() == render(), "write it anew: cd tests && ../.venv/bin/python -m composition.page"
+    assert PAGE.read_text() == render(), "write it anew: .venv/bin/python -m tests.composition.page"

@@ -10,10 +10,10 @@ import os
 from functools import partial
 
 import pytest
-from dist_harness import RankFailure
+
+from tests.support.ranks import RankFailure, run_jobs
 
 from .cells import Cell, Pipe, covering, thorough
-from .launches import run_jobs
 from .parity import find_problems
 from .training import Outcome, train
 

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.ranks import run_jobs
+
 from .cells import Cell, Pipe
-from .launches import run_jobs
 from .parity import find_problems
 from .reference import reference
 from .training import train

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import MatmulDtypes
 from torch import optim
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import halfmesh
+from tests.support.models import MatmulDtypes
 
 from .cells import Cell
 from .workloads import SAMPLES, criterion, find_workload

@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from versions import TORCH
 
 from halfmesh import InputError
 from halfmesh.deferred.recording import Recording, recording_of
 from halfmesh.deferred.tape import Tape
+from tests.support.versions import TORCH
 
 
 def record(build, seed=3):

@@ -8,13 +8,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import MLP, make_data, make_engine, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.support.models import MLP, make_data, make_engine, sgd
+from tests.support.ranks import run_ranks
 
 HALF, FULL = torch.float16, torch.float32
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import copy
 
-import compiling
 import pytest
 import torch
-from models import (
+from torch import nn
+from torch._dynamo.utils import counters
+
+from halfmesh import torch_private
+from halfmesh.compilation import find_device_problem
+from halfmesh.config.schema import CompileConfig
+from halfmesh.errors import IncompatibleConfigError
+from tests.support import compiling
+from tests.support.models import (
     CLASSES,
     COMPUTE_DTYPES,
     FEATURES,
@@ -20,13 +27,6 @@ from models import (
     make_loader,
     train,
 )
-from torch import nn
-from torch._dynamo.utils import counters
-
-from halfmesh import torch_private
-from halfmesh.compilation import find_device_problem
-from halfmesh.config.schema import CompileConfig
-from halfmesh.errors import IncompatibleConfigError
 
 COMPILED_MODES = [name for name in MODES if name != "apex_o1"]
 COMPILE = {"compile": {"backend": compiling.NAME}}

@@ -7,7 +7,10 @@ import math
 
 import pytest
 import torch
-from models import (
+from torch import nn, optim
+
+from halfmesh.errors import InputError, NonFiniteError
+from tests.support.models import (
     FP16_NAIVE,
     FP16_TORCH,
     MLP,
@@ -22,9 +25,6 @@ from models import (
     reference,
     train,
 )
-from torch import nn, optim
-
-from halfmesh.errors import InputError, NonFiniteError
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])

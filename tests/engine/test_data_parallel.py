@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfmesh.errors import InputError, NonFiniteError
+from tests.support.models import (
     FP16_NAIVE,
     FP16_TORCH,
     MLP,
@@ -23,10 +26,7 @@ from models import (
     reference,
     train,
 )
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from halfmesh.errors import InputError, NonFiniteError
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

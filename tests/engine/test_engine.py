@@ -7,7 +7,11 @@ import math
 
 import pytest
 import torch
-from models import (
+from torch import nn, optim
+
+import halfmesh
+from halfmesh.errors import InputError, NonFiniteError
+from tests.support.models import (
     COMPUTE_DTYPES,
     FP16_NAIVE,
     FP16_TORCH,
@@ -24,10 +28,6 @@ from models import (
     sgd,
     train,
 )
-from torch import nn, optim
-
-import halfmesh
-from halfmesh.errors import InputError, NonFiniteError
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_gpu import fake_gpu, give_gradients
-from models import MLP, MODES, adamw, sgd
 from torch import nn
 
 import halfmesh
 from halfmesh.amp.host_copy import HostCopy
 from halfmesh.engine.transfer import Transfer
+from tests.support.fake_gpu import fake_gpu, give_gradients
+from tests.support.models import MLP, MODES, adamw, sgd
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a build of torch for CUDA")
 

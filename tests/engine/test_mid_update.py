@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import MODES, make_data, make_engine
 from torch import nn, optim
 
 from halfmesh.errors import InputError
+from tests.support.models import MODES, make_data, make_engine
+from tests.support.ranks import run_ranks
 
 TWO_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O1", "num_losses": 2, "max_loss_scale": 256.0}}
 O2_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2, "max_loss_scale": 256.0}}

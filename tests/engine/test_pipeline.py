@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from models import CLASSES, FEATURES, difference, make_data, make_engine, make_loader, sgd
 from torch import nn
 
 import halfmesh
 from halfmesh.parallel.reducer import Reducer
+from tests.support.models import CLASSES, FEATURES, difference, make_data, make_engine, make_loader, sgd
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from models import CLASSES, FEATURES, make_data, make_engine, make_loader, said, sgd
 from torch import nn
 
 import halfmesh
 from halfmesh.errors import ConfigError, IncompatibleConfigError
+from tests.support.models import CLASSES, FEATURES, make_data, make_engine, make_loader, said, sgd
+from tests.support.ranks import run_ranks
 
 
 def pipe(size: int = 2, microbatches: int | None = 2, **options: Any) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dist_harness import RankFailure, run_ranks
-from models import CLASSES, FEATURES, make_data, make_engine, make_loader, said, sgd
 from torch import nn
 
 import halfmesh
 from halfmesh.amp import edit_watch
 from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.support.models import CLASSES, FEATURES, make_data, make_engine, make_loader, said, sgd
+from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import free_port, run_ranks
-from models import (
+from torch import nn
+
+import halfmesh
+from halfmesh.errors import InputError
+from tests.support.models import (
     FP16_NAIVE,
     MLP,
     adamw,
@@ -23,10 +26,7 @@ from models import (
     sgd,
     train,
 )
-from torch import nn
-
-import halfmesh
-from halfmesh.errors import InputError
+from tests.support.ranks import free_port, run_ranks
 
 pytestmark = pytest.mark.distributed
 

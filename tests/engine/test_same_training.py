@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn, optim
-from updates import OPTIMIZERS
 
 import halfmesh
 from halfmesh.amp.fused import takes_scale
+from tests.support.updates import OPTIMIZERS
 
 STEPS = 6
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 
-import compiling
 import pytest
 import torch
-from models import CLASSES, FEATURES, MODES, full_weights, make_engine, make_loader, train
-from saved_memory import bytes_left
 from torch import nn
 
 from halfmesh.parallel import offload
+from tests.support import compiling
+from tests.support.models import CLASSES, FEATURES, MODES, full_weights, make_engine, make_loader, train
+from tests.support.saved_memory import bytes_left
 
 FORMS = {
     "full": "full",

@@ -8,7 +8,11 @@ import math
 
 import pytest
 import torch
-from models import (
+from torch import nn, optim
+
+import halfmesh
+from halfmesh.errors import InputError
+from tests.support.models import (
     FP16_NAIVE,
     FP16_TORCH,
     MLP,
@@ -24,10 +28,6 @@ from models import (
     sgd,
     train,
 )
-from torch import nn, optim
-
-import halfmesh
-from halfmesh.errors import InputError
 
 
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])

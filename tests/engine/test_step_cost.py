@@ -9,12 +9,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from updates import CountReads
 
 import halfmesh
 from benchmarks.counts import count_calls as count_calls_of
 from benchmarks.harness import Contender
 from halfmesh.amp import stepper
+from tests.support.updates import CountReads
 
 X, Y = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

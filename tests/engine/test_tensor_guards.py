@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import adamw, make_data
-from test_tensor_parallel import PLAN, Divisible, make, tensor_config
 from torch import nn
 
 import halfmesh
 from halfmesh.errors import InputError
+from tests.engine.test_tensor_parallel import PLAN, Divisible, make, tensor_config
+from tests.support.models import adamw, make_data
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

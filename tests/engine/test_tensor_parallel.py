@@ -10,12 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from models import CLASSES, FEATURES, MODES, TOLERANCES, difference, make_data, make_engine, make_loader, reference, sgd
 from torch import nn
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.support.models import (
+    CLASSES,
+    FEATURES,
+    MODES,
+    TOLERANCES,
+    difference,
+    make_data,
+    make_engine,
+    make_loader,
+    reference,
+    sgd,
+)
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,8 @@ import os
 import re
 
 import pytest
-from example_runs import ROOT
+
+from tests.support.example_runs import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dist_harness import run_ranks
-from example_runs import ROOT
+
+from tests.support.example_runs import ROOT
+from tests.support.ranks import run_ranks
 
 PACKAGE = ROOT / "examples" / "plugin"
 

@@ -9,12 +9,12 @@ import pytest
 import run_report
 import torch
 import vit_report
-from dist_harness import run_ranks
 from PIL import Image
 
 import halfmesh
 from halfmesh import ParallelContext
 from halfmesh.engine.handles import PipelineLoss, PipelineOutput
+from tests.support.ranks import run_ranks
 
 VIT_POINT = vit_report.Point(
     update=1, epoch=0.5, loss=0.25, loss_scale=1024.0, skipped=1, accuracy=50.0, images_per_s=10.0

@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from dist_harness import free_port, run_ranks
-from example_runs import ROOT, run
 from torch.distributed import TCPStore
+
+from tests.support.example_runs import ROOT, run
+from tests.support.ranks import free_port, run_ranks
 
 EXAMPLES = ROOT / "examples"
 SMALL = [

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_gpt
-from dist_harness import run_ranks
-from example_runs import CONFIGS, run
 from gpt import GPT
 
 import halfmesh
+from tests.support.example_runs import CONFIGS, run
+from tests.support.ranks import run_ranks
 
 # Small enough for a test, and still on the real text. An update sees 32 windows, whatever the number of data ranks.
 SMALL = ["--width", 32, "--depth", 2, "--heads", 2, "--context", 32, "--epochs", 3, "--steps", 8, "--sample", 30]

@@ -11,12 +11,12 @@ import pytest
 import torch
 import train_vit
 import vit_data
-from dist_harness import run_ranks
-from example_runs import CONFIGS, run
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
 import halfmesh
+from tests.support.example_runs import CONFIGS, run
+from tests.support.ranks import run_ranks
 
 SIZE = 32  # pixels: a ViT-Tiny with patches of 16 sees four of them
 

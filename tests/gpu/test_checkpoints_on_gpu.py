@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoint_runs import train
-from models import MLP, MODES, adamw, make_loader
 from torch import nn
 
 import halfmesh
+from tests.support.checkpoint_runs import train
+from tests.support.models import MLP, MODES, adamw, make_loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import free_port, run_ranks
-from sharding import MODES, Odd, differences, train, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import halfmesh
+from tests.support.ranks import free_port, run_ranks
+from tests.support.sharding import MODES, Odd, differences, train, whole
 
 pytestmark = [
     pytest.mark.gpu,

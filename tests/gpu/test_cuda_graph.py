@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from models import MLP, MODES, adamw, full_weights, make_loader, sgd
 from torch import nn
 
 import halfmesh
+from tests.support.models import MLP, MODES, adamw, full_weights, make_loader, sgd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

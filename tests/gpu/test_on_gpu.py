@@ -7,12 +7,23 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from models import MLP, MODES, TOLERANCES, adamw, difference, full_weights, make_loader, reference, sgd, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
 from halfmesh import torch_private
+from tests.support.models import (
+    MLP,
+    MODES,
+    TOLERANCES,
+    adamw,
+    difference,
+    full_weights,
+    make_loader,
+    reference,
+    sgd,
+    train,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

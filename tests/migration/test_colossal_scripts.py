@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from test_readme import find_rows
 
 import halfmesh
 from halfmesh.errors import InputError
 from halfmesh.migration import colossalai
+from tests.docs.test_readme import find_rows
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "migration" / "colossal-ai.md").read_text()

@@ -8,14 +8,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from composition.parity import MOVEMENT, STILL
-from composition.training import digest
-from models import COMPUTE_DTYPES, MODES, TOLERANCES
 from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.composition.parity import MOVEMENT, STILL
+from tests.composition.training import digest
+from tests.support.models import COMPUTE_DTYPES, MODES, TOLERANCES
 
 from .zoo import SAMPLES, SUBJECTS, UPDATES, Batch, Subject
 

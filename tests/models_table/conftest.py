@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_harness import PRELOAD
+from tests.support.ranks import PRELOAD
 
 PRELOAD.extend(["timm", "torchvision"])
 PRELOAD.extend(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert", "t5"))

@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md from the cells: python -m models_table.page, within tests/."""
+"""Writes the table of docs/models.md from the cells: python -m tests.models_table.page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .cells import LAYOUTS, Cell
 from .zoo import SUBJECTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-BEGIN = "<!-- Written by `python -m models_table.page` within tests/; a test compares the two. -->\n\n"
+BEGIN = "<!-- Written by `python -m tests.models_table.page`; a test compares the two. -->\n\n"
 END = "\n<!-- end of what is written -->\n"
 
 

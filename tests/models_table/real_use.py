@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from composition.training import digest
-from models import MODES
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
 import halfmesh
+from tests.composition.training import digest
+from tests.support.models import MODES
 
 from .cells import LAYOUTS, Samples, call, make_optimizer
 from .zoo import LENGTH, SAMPLES, SUBJECTS, UPDATES, WORDS, Batch, text

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from composition.launches import run_jobs
-from dist_harness import RankFailure
+
+from tests.support.ranks import RankFailure, run_jobs
 
 from .cells import LAYOUTS, Cell, all_cells, find_problems, train
 

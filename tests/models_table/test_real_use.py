@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from composition.launches import run_jobs
-from dist_harness import RankFailure
-from models import MODES
 
 import halfmesh
+from tests.support.models import MODES
+from tests.support.ranks import RankFailure, run_jobs
 
 from . import real_use as use
 from .zoo import SUBJECTS

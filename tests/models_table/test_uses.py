@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from composition.launches import run_jobs
-from dist_harness import RankFailure, run_ranks
-from models import TOLERANCES, said
-from versions import TORCH
+
+from tests.support.models import TOLERANCES, said
+from tests.support.ranks import RankFailure, run_jobs, run_ranks
+from tests.support.versions import TORCH
 
 from .cells import LAYOUTS
 from .uses import Use, difference, expected_form, reference, train

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import COMPUTE_DTYPES, MODES
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
 import halfmesh
+from tests.support.models import COMPUTE_DTYPES, MODES
 
 from .cells import LAYOUTS, Samples
 from .zoo import Batch

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from tensor_parity import apart, divide, parity, random, refusal
 from torch import nn
 
 from halfmesh.parallel.style import parse_style
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import apart, divide, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
 

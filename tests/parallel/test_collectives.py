@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from tensor_parity import refusal
 
 from halfmesh.parallel import collectives
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import refusal
 
 NAMES = ("copy_in", "sum_out", "split", "gather", "gather_in", "sum_and_split")
 WHOLE_INPUT = ("copy_in", "split")

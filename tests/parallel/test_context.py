@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
 from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.context import AXES, AxisRanks, ParallelContext
 from halfmesh.parallel.random import separate_dp_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

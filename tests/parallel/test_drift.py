@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from dist_harness import run_ranks
 
 from halfmesh.parallel.drift import Common, Drift, describe, find_drift
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

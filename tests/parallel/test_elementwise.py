@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
-from updates import OPTIMIZERS
 
 from halfmesh.parallel.elementwise import find_problem
+from tests.support.updates import OPTIMIZERS
 
 
 def make_params() -> list[nn.Parameter]:

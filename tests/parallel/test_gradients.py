@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from models import CLASSES, FEATURES, MODES, TOLERANCES, difference, make_data, make_engine, reference
-from tensor_parity import divide, make_shards, random, refusal
 from torch import nn
 
 from halfmesh.parallel.gradients import CompleteGradients, TensorGradients
+from tests.support.models import CLASSES, FEATURES, MODES, TOLERANCES, difference, make_data, make_engine, reference
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, make_shards, random, refusal
 
 pytestmark = pytest.mark.distributed
 

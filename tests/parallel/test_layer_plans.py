@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from tensor_parity import divide, parity, random, refusal
 from torch import nn
 
 from halfmesh.parallel.tensor_checks import resolve
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import PRELOAD, run_ranks
-from tensor_parity import divide, make_axis, parity, random, refusal
 from torch import nn
 
 from halfmesh.parallel.tensor_layers import ColwiseConv1D, RowwiseConv1D
+from tests.support.ranks import PRELOAD, run_ranks
+from tests.support.tensor_parity import divide, make_axis, parity, random, refusal
 
 PRELOAD.extend(["transformers.models.bert.modeling_bert"])
 pytestmark = pytest.mark.distributed

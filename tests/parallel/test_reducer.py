@@ -10,7 +10,6 @@ import logging.handlers
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +18,7 @@ from halfmesh import torch_private
 from halfmesh.errors import InputError
 from halfmesh.parallel.reducer import ReduceOptions, Reducer
 from halfmesh.shard import ParamShard
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 TINY = 1  # bytes: one bucket per parameter

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.same_calls import SameCalls
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

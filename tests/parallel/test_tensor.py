@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from models import CLASSES, FEATURES, MODES, make_data, make_engine, make_loader, sgd
-from tensor_parity import divide, make_shards, refusal
 from torch import nn
 
 import halfmesh
+from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine, make_loader, sgd
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, make_shards, refusal
 
 pytestmark = pytest.mark.distributed
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_ranks
-from tensor_parity import divide, join_grads, make_axis, parity, random, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, join_grads, make_axis, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import MODES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
 from halfmesh import TENSOR_PLANS, LayerPlan
+from tests.support.models import MODES
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

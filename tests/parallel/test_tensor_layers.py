@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from tensor_parity import divide, join_grads, parity, random, refusal
 from torch import nn
 
 from halfmesh.parallel import collectives
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, join_grads, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
 

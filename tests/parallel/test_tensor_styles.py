@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from tensor_parity import divide, parity, random
 from torch import nn
 
 from halfmesh.parallel.style import parse_style
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, parity, random
 
 
 def problems(text: str, module: nn.Module, size: int = 2) -> list[str]:

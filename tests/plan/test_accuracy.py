@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from dist_harness import run_ranks
-from real_runs import measure_all
 
 from halfmesh.config.load import load_config
 from halfmesh.plan.rehearsal import Place, rehearse
+from tests.support.llama import SMALL
+from tests.support.ranks import run_ranks
+from tests.support.real_runs import measure_all
 
 PIPELINE = {"size": 2, "microbatches": 4}
 LAYOUTS = {
@@ -55,7 +56,7 @@ def real():
 def test_bytes_are_those_of_a_run(name, real):
     size, config = LAYOUTS[name]
     for rank, (kept, peak, numel) in enumerate(real[name]):
-        plan = rehearse(load_config(config), "llama:small", (), Place(rank, size))
+        plan = rehearse(load_config(config), SMALL, (), Place(rank, size))
         assert plan.numel == numel
         assert plan.kept == pytest.approx(kept, rel=0.02)
         assert plan.peak == pytest.approx(peak, rel=0.10)

@@ -8,6 +8,7 @@ from halfmesh.config.load import load_config
 from halfmesh.plan.dry_run import choose_counts, dry_run, extrapolate, find_model_problems, needed
 from halfmesh.plan.rehearsal import Place, rehearse
 from halfmesh.plan.tracker import Traffic
+from tests.support.llama import SMALL
 
 
 def pipeline(microbatches, schedule="1f1b", size=2, **parallel):
@@ -24,7 +25,7 @@ def test_what_is_extrapolated_is_what_is_run(schedule, stage):
     few, more = choose_counts(config)
     assert few + more < wanted
     whole, one, other = (
-        rehearse(config, "llama:small", ("20,32:int64",), Place(stage, 2), count) for count in (None, few, more)
+        rehearse(config, SMALL, ("20,32:int64",), Place(stage, 2), count) for count in (None, few, more)
     )
     said = extrapolate(one, other, few, more, wanted)
     assert said.peak == pytest.approx(whole.peak, rel=1e-3)
@@ -47,7 +48,7 @@ def test_messages():
     """1f1b, 4 microbatches over 2 stages; activations are [2, 32, 64] in fp32, and each block sums two of them over tp
     in its forward and two in its backward."""
     config = pipeline(4, tensor=2)
-    figures = rehearse(config, "llama:small", (), Place(0, 8))
+    figures = rehearse(config, SMALL, (), Place(0, 8))
     block, embedding, compared = 4, 1, 1
     activation = 2 * 32 * 64 * 4
     sent = Traffic(4 + 1, 4 * activation + 16)  # and the loss, from the last stage
@@ -62,7 +63,7 @@ def test_messages():
 def test_accumulated_batches_are_counted():
     def sent(cycle):
         config = load_config({"parallel": {"tensor": 2}, "gradient_accumulation": cycle})
-        return rehearse(config, "llama:small", (), Place(0, 4)).traffic
+        return rehearse(config, SMALL, (), Place(0, 4)).traffic
 
     two, five = sent(2), sent(5)
     assert five["dp"] == two["dp"]
@@ -73,7 +74,7 @@ def test_accumulated_batches_are_counted():
 def test_accumulated_batches_under_fsdp():
     def sent(cycle):
         config = load_config({"parallel": {"data": "fsdp"}, "gradient_accumulation": cycle})
-        (figures,) = dry_run(config, 4, "llama:small").ranks.values()
+        (figures,) = dry_run(config, 4, SMALL).ranks.values()
         return figures.traffic["dp"].bytes
 
     once, five = sent(1), sent(5)
@@ -82,7 +83,7 @@ def test_accumulated_batches_under_fsdp():
 
 
 def test_all_kinds_of_ranks():
-    run = dry_run(pipeline(8, size=4, tensor=2), 4096, "llama:small")
+    run = dry_run(pipeline(8, size=4, tensor=2), 4096, SMALL)
     assert run.problems == []
     assert list(run.ranks) == [0, 2048, 3072]
     assert [run.stage_of(rank) for rank in run.ranks] == [0, 2, 3]
@@ -104,31 +105,31 @@ def test_without_inputs(tmp_path, monkeypatch):
 
 
 def test_all_problems_at_once():
-    run = dry_run(pipeline(3, size=3, tensor=3), 9, "llama:small")
+    run = dry_run(pipeline(3, size=3, tensor=3), 9, SMALL)
     assert any("does not divide the 8 rows" in problem and "give 6 or 9 rows" in problem for problem in run.problems)
     assert any("8 heads are not divisible by tensor=3" in problem for problem in run.problems)
 
 
 def test_problems_of_a_model_with_a_config_that_is_wrong_otherwise():
-    problems = find_model_problems(load_config({"parallel": {"tensor": 3}}), 4, "llama:small")
+    problems = find_model_problems(load_config({"parallel": {"tensor": 3}}), 4, SMALL)
     assert any("8 heads are not divisible by tensor=3" in problem for problem in problems)
-    assert find_model_problems(load_config({}), 1, "llama:smal")[0].endswith("name a function that builds the model")
+    assert find_model_problems(load_config({}), 1, "tests.support.llama:smal")[0].endswith(
+        "name a function that builds the model"
+    )
 
 
 def test_a_call_that_fails():
-    run = dry_run(load_config({}), 1, "llama:small", ("8,64:int64",))
+    run = dry_run(load_config({}), 1, SMALL, ("8,64:int64",))
     assert "calling the model with" in run.problems[0]
     assert "[8, 64] torch.int64" in run.problems[0]
 
 
 def test_what_is_left_out():
     config = load_config({"compile": True})
-    run = dry_run(config, 1, "llama:small")
+    run = dry_run(config, 1, SMALL)
     assert run.problems == []
     assert "compile is left out" in run.notes[0]
-    offloaded = dry_run(
-        load_config({"parallel": {"data": {"strategy": "fsdp", "cpu_offload": True}}}), 2, "llama:small"
-    )
+    offloaded = dry_run(load_config({"parallel": {"data": {"strategy": "fsdp", "cpu_offload": True}}}), 2, SMALL)
     assert offloaded.problems == []
     assert "keeps in host memory is counted here as if it were on the device" in offloaded.notes[0]
 

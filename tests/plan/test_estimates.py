@@ -11,6 +11,7 @@ from halfmesh.plan.model_facts import find_facts
 from halfmesh.plan.profiles import find_profiles
 from halfmesh.plan.search import estimated, measured
 from halfmesh.plan.workers import Workers
+from tests.support.llama import SMALL
 
 KINDS = [("naive-bf16", "off"), ("torch-bf16", "full"), ("fp32", "selective")]
 FOUR = Mesh(1, 4, 1, 2)
@@ -28,8 +29,8 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def known():
-    facts = find_facts("llama:small", (), [1, 2, 4], [1, 2, 4])
-    profiles, problems = find_profiles(KINDS, Workers(1, False), "llama:small", (), facts)
+    facts = find_facts(SMALL, (), [1, 2, 4], [1, 2, 4])
+    profiles, problems = find_profiles(KINDS, Workers(1, False), SMALL, (), facts)
     assert problems == {}
     return facts, profiles
 
@@ -46,7 +47,7 @@ def test_estimates_are_near_dry_runs(known, kind, layout):
     said = estimated(candidate, profiles[kind], facts, 1)
     mesh = candidate.mesh
     size = mesh.pipeline * mesh.data * mesh.tensor
-    run = dry_run_with(Workers(1, False), candidate.config, size, "llama:small", rows=candidate.rows)
+    run = dry_run_with(Workers(1, False), candidate.config, size, SMALL, rows=candidate.rows)
     assert run.problems == []
     assert run.rows == candidate.rows
     real = measured(said, run)

@@ -6,7 +6,6 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from dist_harness import run_ranks
 
 from halfmesh.compat import get_layout
 from halfmesh.config.load import load_config
@@ -15,16 +14,18 @@ from halfmesh.plan.dry_run import DryRun
 from halfmesh.plan.holdings import block_of, compress, find_holdings
 from halfmesh.plan.picture import draw, make_grid, refuse_path
 from halfmesh.plan.rehearsal import Figures
+from tests.support.llama import SMALL
+from tests.support.ranks import run_ranks
 
 KEYS = {"parallel": {"tensor": 2, "pipeline": {"size": 2, "microbatches": 4}, "data": "zero1"}}
 CHUNKS = {"parallel": {"pipeline": {"size": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 2}}}
 
 
 def held(rank, world_size, keys):
-    import llama
     from torch import optim
 
     import halfmesh
+    from tests.support import llama
 
     model, _, criterion = llama.small()
     engine = halfmesh.initialize(model, optim.AdamW, criterion, config=keys, device="cpu")
@@ -33,7 +34,7 @@ def held(rank, world_size, keys):
 
 
 def test_blocks_are_those_of_a_run():
-    said = find_holdings(load_config(CHUNKS), "llama:small")
+    said = find_holdings(load_config(CHUNKS), SMALL)
     assert compress(said[0]) == ["tokens", "blocks.0", "blocks.2"]
     for stage, names in run_ranks(held, 2, CHUNKS):
         assert sorted(said[stage]) == sorted(names)
@@ -48,7 +49,7 @@ def planned(config):
 def test_what_a_rank_is_said_to_have():
     config = load_config(KEYS)
     run = planned(config)
-    grid = make_grid(config, run, find_holdings(config, "llama:small"), node=4)
+    grid = make_grid(config, run, find_holdings(config, SMALL), node=4)
     assert grid.title == "8 ranks: pp 2 x dp 2 x tp 2"
     assert grid.columns == ["dp 0, tp 0", "dp 0, tp 1", "dp 1, tp 0", "dp 1, tp 1"]
     cell = grid.cells[1][2]
@@ -79,10 +80,10 @@ def test_files(tmp_path):
     pytest.importorskip("matplotlib")
     config = load_config(KEYS)
     run = planned(config)
-    draw(tmp_path / "mesh.png", config, run, "llama:small", node=4)
+    draw(tmp_path / "mesh.png", config, run, SMALL, node=4)
     assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     for name in ("one.svg", "two.svg"):
-        draw(tmp_path / name, config, run, "llama:small", node=4)
+        draw(tmp_path / name, config, run, SMALL, node=4)
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
     texts = {text.strip() for text in ElementTree.parse(tmp_path / "one.svg").getroot().itertext()}
     assert {"rank 7", "node 1", "blocks.2-3, norm, head", "tensor 2/2, zero1 1/2", "pp 1"} <= texts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from dist_harness import run_ranks
 
 import halfmesh
 from halfmesh.compat import check
@@ -18,22 +17,25 @@ from halfmesh.plan.show_search import as_json, lines
 from halfmesh.plan.wish import Wish
 from halfmesh.plan.workers import Workers
 from halfmesh.plan.writing import write
+from tests.support.llama import SMALL
+from tests.support.ranks import run_ranks
 
 KIB = 2**10
 HERE = Workers(1, False)
 
 
-def find(limit, world_size, model="llama:small", **keys):
+def find(limit, world_size, model=SMALL, **keys):
     wish = Wish(model, world_size, limit * KIB, modes=keys.pop("modes", ("naive-bf16",)), **keys)
     return wish, search(wish, HERE)
 
 
 def train(rank, world_size, path, rows):
     """One update of the config, with batches of these rows. Returns whether the weights changed."""
-    import llama
     import torch
     from torch import optim
     from torch.utils.data import DataLoader, TensorDataset
+
+    from tests.support import llama
 
     torch.manual_seed(0)
     model, _, criterion = llama.small()
@@ -71,7 +73,7 @@ def test_less_memory_changes_the_choice_which_trains(limit, keys, tmp_path):
     assert f"batches of {candidate.rows} rows" in path.read_text()
     config = load_config(path)
     assert check(config, 2) == []
-    again = dry_run_with(HERE, config, 2, "llama:small", rows=candidate.rows)
+    again = dry_run_with(HERE, config, 2, SMALL, rows=candidate.rows)
     assert needed(again.largest[1]) == row.memory <= limit * KIB
     done = run_ranks(train, 2, str(path), candidate.rows)
     assert all(changed for *_, changed in done)
@@ -209,7 +211,7 @@ def test_rows_that_cannot_be_divided():
 )
 def test_what_is_no_wish(keys, words):
     with pytest.raises(InputError, match=words):
-        Wish("llama:small", **({"world_size": 4, "limit": 1} | keys))
+        Wish(SMALL, **({"world_size": 4, "limit": 1} | keys))
 
 
 def test_divisors():

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import FEATURES, make_data
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +19,8 @@ from halfmesh.report.facts import make_plain
 from halfmesh.report.folder import _MOST_UNREAD
 from halfmesh.report.page import make_page
 from halfmesh.report.run import read_run
+from tests.support.models import FEATURES, make_data
+from tests.support.ranks import run_ranks
 
 FP16 = {"fp16": {"mode": "naive", "initial_scale": 1024.0, "hysteresis": 1}}
 

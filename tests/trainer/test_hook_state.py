@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from models import FEATURES, make_data
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 import halfmesh.hooks
 from halfmesh.hooks import CheckpointHook, EarlyStopHook, JSONLHook, LRSchedulerHook
+from tests.support.models import FEATURES, make_data
 
 SCORES = {3: 5.0, 6: 4.0, 9: 4.5, 12: 3.0, 15: 3.5, 18: 3.2, 21: 3.1, 24: 1.0}
 """By update. With a patience of 3 training ends after 21."""

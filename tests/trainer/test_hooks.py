@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from models import FEATURES, make_data
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +27,7 @@ from halfmesh.hooks import (
     ThroughputHook,
 )
 from halfmesh.hooks.peaks import PEAK_FLOPS, least_seconds
+from tests.support.models import FEATURES, make_data
 
 
 def make(lr=0.1, scheduler=None, **config):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from models import FEATURES, make_data
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import halfmesh
 from halfmesh.hooks import CheckpointHook, CSVHook, EarlyStopHook, JSONLHook, MetricHook, ThroughputHook
+from tests.support.models import FEATURES, make_data
+from tests.support.ranks import run_ranks
 
 
 def make(scheduler=None, evaluated=True, **config):

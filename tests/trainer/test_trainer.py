@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import LAYOUTS, Net, make_engine
-from dist_harness import run_ranks
-from models import FEATURES, make_data
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import halfmesh
 from halfmesh.trainer.evaluation import MeanLoss
+from tests.support.checkpoint_runs import LAYOUTS, Net, make_engine
+from tests.support.models import FEATURES, make_data
+from tests.support.ranks import run_ranks
 
 CELLS = [("one", "none"), ("dp2", "naive"), ("tp2", "torch"), ("pp2", "naive"), ("fsdp", "none"), ("pp2_zero1", "none")]
 

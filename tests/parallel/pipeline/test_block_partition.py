@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_parts import check_pieces, compose
 from torch import nn
 
 import halfmesh
@@ -14,6 +13,7 @@ from halfmesh.errors import InputError
 from halfmesh.parallel.pipeline.block_partition import BlockPartition, children_of, has_name
 from halfmesh.parallel.pipeline.pieces import Call, Piece
 from halfmesh.parallel.registries import PARTITIONERS
+from tests.support.pipeline_parts import check_pieces, compose
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 

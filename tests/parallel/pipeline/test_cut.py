@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
 from torch import nn, optim
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.parallel.pipeline.cut import StageCut
 from halfmesh.parallel.pipeline.partition import all_entries, resolve
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_parts import assert_equal, check_pieces, compose
 from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.pipeline.partition import UnknownModelError, find_pieces, resolve
+from tests.support.pipeline_parts import assert_equal, check_pieces, compose
 
 transformers = pytest.importorskip("transformers")
 

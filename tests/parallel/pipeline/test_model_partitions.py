@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_parts import assert_equal, check_pieces, compose
 from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.pipeline.partition import UnknownModelError, find_pieces
 from halfmesh.parallel.registries import PARTITIONERS
+from tests.support.pipeline_parts import assert_equal, check_pieces, compose
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IDS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))

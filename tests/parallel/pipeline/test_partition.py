@@ -8,7 +8,6 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from pipeline_parts import check_pieces
 from torch import nn
 
 from halfmesh.errors import InputError
@@ -19,6 +18,7 @@ from halfmesh.parallel.pipeline.partition import (
     find_pieces,
     resolve,
 )
+from tests.support.pipeline_parts import check_pieces
 
 
 def row(count: int, **more: nn.Module) -> nn.Sequential:

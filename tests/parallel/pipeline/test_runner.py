@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
 from torch import nn
 
 from halfmesh.errors import InputError
@@ -26,6 +25,7 @@ from halfmesh.parallel.pipeline.runner import Pipeline, refuse_own_loss
 from halfmesh.parallel.pipeline.skeleton import Skeleton
 from halfmesh.parallel.pipeline.stage import Surroundings
 from halfmesh.parallel.registries import SCHEDULES
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

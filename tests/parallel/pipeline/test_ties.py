@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from dist_harness import run_ranks
 from torch import nn
 
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.parallel.pipeline.ties import TiedGradients
 from halfmesh.shard import ParamShard
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

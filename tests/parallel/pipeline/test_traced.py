@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_parts import assert_equal, check_pieces, compose
 from torch import nn
 
 from halfmesh.errors import InputError
 from halfmesh.parallel.pipeline.pieces import Call
 from halfmesh.parallel.pipeline.traced import TracedPartition
+from tests.support.pipeline_parts import assert_equal, check_pieces, compose
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

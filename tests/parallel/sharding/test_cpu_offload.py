@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from sharding import MODES, differences, make_engine, take_step, train, whole
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 import halfmesh
 from halfmesh.parallel.sharding import wrap
 from halfmesh.parallel.sharding.unwrap import Origin
+from tests.support.ranks import run_ranks
+from tests.support.sharding import MODES, differences, make_engine, take_step, train, whole
 
 pytestmark = pytest.mark.distributed
 CASES = [

@@ -9,8 +9,15 @@ from functools import partial
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from sharding import (
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import halfmesh
+from halfmesh.compat import check, raise_for
+from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.support.ranks import run_ranks
+from tests.support.sharding import (
     CASES,
     MODES,
     OPTIMIZERS,
@@ -23,13 +30,6 @@ from sharding import (
     take_step,
     whole,
 )
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-
-import halfmesh
-from halfmesh.compat import check, raise_for
-from halfmesh.errors import IncompatibleConfigError, InputError
 
 pytestmark = pytest.mark.distributed
 

@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from dist_harness import RankFailure, free_port, run_ranks
-from sharding import MODES, all_equal, differences, make_engine, take_step, train, whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.support.ranks import RankFailure, free_port, run_ranks
+from tests.support.sharding import MODES, all_equal, differences, make_engine, take_step, train, whole
 
 pytestmark = pytest.mark.distributed
 WIDTH = 8

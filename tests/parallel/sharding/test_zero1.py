@@ -7,8 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from dist_harness import run_ranks
-from sharding import (
+from torch import nn
+
+from halfmesh.amp import stepper
+from halfmesh.errors import IncompatibleConfigError, InputError
+from tests.support.ranks import run_ranks
+from tests.support.sharding import (
     CASES,
     MODES,
     Odd,
@@ -21,10 +25,6 @@ from sharding import (
     take_step,
     whole,
 )
-from torch import nn
-
-from halfmesh.amp import stepper
-from halfmesh.errors import IncompatibleConfigError, InputError
 
 pytestmark = pytest.mark.distributed
 

@@ -1,0 +1,105 @@
+"""What a deferred model is in each layout: the same values, and of them what a rank holds."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import halfmesh
+from tests.support.llama import Llama
+from tests.support.ranks import run_ranks
+
+LAYOUTS = {
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": {"size": 2, "microbatches": 2}}),
+    "fsdp2": (2, {"data": "fsdp"}),
+    "tp2_fsdp2": (4, {"tensor": 2, "data": "fsdp"}),
+    "pp2_zero1_2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": "zero1"}),
+    "pp2_fsdp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "data": "fsdp"}),
+    "dp2": (2, {}),
+}
+
+
+def vit() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, num_heads=4, depth=2)
+
+
+def llama() -> nn.Module:
+    return Llama(64, 2, 4, 2, 96, 64, 16)
+
+
+class Mixed(nn.Sequential):
+    """Convolutions, BatchNorm with counters, weights from literals, and a parameter that is set by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+        self[4].weight.data.normal_(std=0.02)
+        self[0].weight = nn.Parameter(self[0].weight.detach() * torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1))
+
+
+MODELS = {"vit": vit, "llama": llama, "mixed": Mixed}
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def make(rank, world_size, cases, from_rank0=False):
+    found = {}
+    for name, (layout, model, precision) in cases.items():
+        torch.manual_seed(7)
+        config = {"parallel": layout, **precision}
+        if from_rank0:
+            with halfmesh.deferred_init(from_rank0=True):
+                built = MODELS[model]()
+            assert any(p.is_meta or type(p) is not nn.Parameter for p in built.parameters()) == (rank > 0)
+        else:
+            built = MODELS[model]
+        engine = halfmesh.initialize(built, sgd, nn.CrossEntropyLoss(), config=config, device="cpu")
+        engine.close()
+        found[name] = {key: value.clone() for key, value in engine.model.state_dict().items()}
+    return found
+
+
+def cells(world_size):
+    """All models under layouts of that size; the Sequential has no plan for tensor parallelism."""
+    return {
+        f"{layout} {model}": (config, model, {})
+        for layout, (size, config) in LAYOUTS.items()
+        for model in MODELS
+        if size == world_size and not ("tensor" in config and model == "mixed")
+    }
+
+
+def expected(model, eager=False):
+    torch.manual_seed(7)
+    if eager:
+        return MODELS[model]().state_dict()
+    return make(0, 1, {"one": ({}, model, {})})["one"]
+
+
+def differing(found, whole):
+    assert found.keys() == whole.keys()
+    return [name for name, value in whole.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_values_are_the_same_in_every_layout(world_size):
+    cases = cells(world_size)
+    one = {model: expected(model) for model in MODELS}
+    for found in run_ranks(make, world_size, cases, timeout=240):
+        for name, (_, model, _) in cases.items():
+            assert differing(found[name], one[model]) == [], name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_values_from_rank_0_are_those_of_an_ordinary_build(world_size):
+    cases = cells(world_size)
+    one = {model: expected(model, eager=True) for model in MODELS}
+    for found in run_ranks(make, world_size, cases, from_rank0=True, timeout=240):
+        for name, (_, model, _) in cases.items():
+            assert differing(found[name], one[model]) == [], name

@@ -1,0 +1,128 @@
+"""What the tests of checkpoints train: a small model with layers of each kind, in every layout."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfmesh
+from tests.composition.workloads import MLP_PLAN, MLP_POINTS
+from tests.support.models import CLASSES, FEATURES, make_data
+
+FP16 = {
+    "none": {},
+    "torch": {"fp16": {"mode": "torch", "init_scale": 256.0, "growth_interval": 5}},
+    "naive": {"fp16": {"mode": "naive", "initial_scale": 256.0, "growth_interval": 5}},
+}
+PIPE = {"size": 2, "microbatches": 2, "partition": MLP_POINTS[2]}
+TENSOR = {"size": 2, "plan": MLP_PLAN}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "zero1": (2, {"data": "zero1"}),
+    "fsdp": (2, {"data": "fsdp"}),
+    "tp2": (2, {"tensor": TENSOR}),
+    "pp2": (2, {"pipeline": PIPE}),
+    "tp2_fsdp2": (4, {"tensor": TENSOR, "data": "fsdp"}),
+    "pp2_zero1": (4, {"pipeline": PIPE, "data": "zero1"}),
+}
+"""Numbers of ranks, and `parallel`."""
+
+
+class Shake(nn.Module):
+    """Draws from python's and numpy's generators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (0.9 + 0.1 * random.random() + 0.1 * float(np.random.rand())) if self.training else x
+
+
+class Net(nn.Module):
+    """The composition suite's MLP, with dropout, statistics, a frozen layer, and a buffer."""
+
+    def __init__(self, dropout: float = 0.0, seed: int = 0, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(FEATURES, 16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.drop = nn.Dropout(dropout)
+        self.shake = Shake() if dropout else nn.Identity()
+        self.norm = norm(16)
+        self.again = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, CLASSES)
+        self.register_buffer("steps", torch.tensor([float(seed)] * 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shake(F.gelu(self.first(x)))
+        x = self.norm(x + self.drop(self.down(F.gelu(self.up(x)))))
+        return self.head(self.drop(F.gelu(self.frozen(self.again(x)))))
+
+
+def make_engine(
+    layout: str,
+    mode: str,
+    *,
+    seed: int = 0,
+    dropout: float = 0.0,
+    samples: int = 48,
+    batch: int = 8,
+    shuffle: bool = False,
+    lr_scheduler: Any = None,
+    optimizer: Any = None,
+    model: Any = None,
+    **config: Any,
+) -> halfmesh.Engine:
+    """`batch`: samples of all data ranks together."""
+    ranks, parallel = LAYOUTS[layout]
+    divided = (2 if "tensor" in parallel else 1) * (2 if "pipeline" in parallel else 1)
+    loader = DataLoader(TensorDataset(*make_data(samples)), batch * divided // ranks, shuffle=shuffle)
+    return halfmesh.initialize(
+        Net(dropout, seed) if model is None else model,
+        optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01)),
+        nn.functional.cross_entropy,
+        loader,
+        {**FP16[mode], "parallel": parallel, **config},
+        lr_scheduler=lr_scheduler,
+        device="cpu",
+    )
+
+
+def train(
+    engine: halfmesh.Engine, batches: int, save_at: int | None = None, folder: Any = None, **how: Any
+) -> list[tuple[float, float]]:
+    """The README's loop for so many batches, over as many epochs as that takes: loss and loss scale of each. After the
+    batch `save_at` it saves to `folder`."""
+    seen: list[tuple[float, float]] = []
+    while True:
+        for x, y in engine.dataloader:
+            engine.zero_grad()
+            loss = engine.criterion(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            seen.append((loss.item(), engine.loss_scale))
+            if len(seen) == save_at:
+                engine.save(folder, **how)
+            if len(seen) == batches:
+                if save_at is not None:
+                    engine.wait_for_save()
+                return seen
+
+
+def change_manifest(place: Path, *without: str, **changes: Any) -> dict[str, Any]:
+    """Its content before. The new one has a sha256 that is its own: whoever writes there can do that."""
+    from halfmesh.engine.checkpointing.folder import digest_of
+
+    path = place / "manifest.json"
+    content: dict[str, Any] = json.loads(path.read_text())
+    changed = {key: value for key, value in (content | changes).items() if key not in {"sha256", *without}}
+    path.write_text(json.dumps(changed | {"sha256": digest_of(changed)}))
+    return content
