@@ -1,9 +1,11 @@
 # Needs make and a Python of at least 3.11; everything else goes into .venv here.
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
-#   make test     all tests, 2 files at a time (WORKERS=0: one after the other)
-#   make test-composition   many more of them: 40 minutes or so
-#   make test-kills   training is killed 50 times, and goes on: benchmarks/results/kills.md, in 5 minutes or so
+#   make test     what a change has to pass while one works on it, 2 files at a time (WORKERS=0: one after the other);
+#                 ROOM=amp: those of tests/amp only
+#   make test-all   the slow ones, too: what CI runs
+#   make test-composition   all cells of the composition table's product: 40 minutes or so
+#   make test-kills   training is killed 50 times, and resumes: benchmarks/results/kills.md, in 5 minutes or so
 #   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 20 minutes or so
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
@@ -23,17 +25,23 @@ WORKERS ?= 2
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak docs pages lint format clean
+.PHONY: demo test test-all test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak docs pages lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
 	  --config configs/naive_fp16.py --data digits --device $(DEVICE) --min-accuracy 95
 
+# All tests of a file run in one process, in order: they share what is costly to make.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/$(ROOM)
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: $(INSTALLED)
+	$(PYTEST)
 
 test-composition: $(INSTALLED)
-	COMPOSITION=full $(BIN)/python -m pytest tests/composition
+	COMPOSITION=full $(BIN)/python -m pytest -n $(WORKERS) tests/composition
 
 test-kills: $(INSTALLED)
 	KILLS=50 $(BIN)/python -m pytest tests/faults/test_kills.py
@@ -73,7 +81,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf runs build dist site .pytest_cache .mypy_cache .ruff_cache
 	find halfmesh examples configs tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is newer than pyproject.toml as long as nothing has to be installed.

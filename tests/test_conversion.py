@@ -52,8 +52,7 @@ def train(model, optimizer, criterion, data, max_norm=0.0):
     results = []
     for x, y in data:
         optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        optimizer.backward(loss)
+        optimizer.backward(criterion(model(x), y))
         if max_norm:
             optimizer.clip_grad_norm(max_norm)
         results.append(optimizer.step())
@@ -66,7 +65,11 @@ NAMES = [name for name in MODES if name != "none"]
 @pytest.mark.parametrize("name", NAMES)
 def test_parity_with_a_plain_fp32_loop(name):
     model, optimizer, criterion = converted(name)
-    data = batches()
+    data, seen = batches(), []
+    handle = model.module.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    assert criterion(model(data[0][0]), data[0][1]).dtype == FULL
+    assert seen == [COMPUTE_DTYPES[name]]
+    handle.remove()
     train(model, optimizer, criterion, data[:5], max_norm=0.7)
     if optimizer.loss_scale > 1:  # an overflow between good steps
         scale = optimizer.loss_scale
@@ -79,16 +82,6 @@ def test_parity_with_a_plain_fp32_loop(name):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert difference(weights, reference(data, max_norm=0.7)) < TOLERANCES[name]
     assert {p.dtype for p in optimizer.master_params()} == {FULL}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_dtypes(name):
-    model, _, criterion = converted(name)
-    x, y = make_data(4)
-    seen = []
-    model.module.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    assert criterion(model(x), y).dtype == FULL
-    assert seen == [COMPUTE_DTYPES[name]]
 
 
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16", "apex_o2"])
@@ -126,17 +119,6 @@ def test_schedulers_take_either_optimizer():
         assert result.lr == before
         assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == before / 2
     assert isinstance(optimizer, optim.Optimizer)
-    assert optimizer.state is optimizer.optimizer.state
-    assert optimizer.defaults is optimizer.optimizer.defaults
-    assert repr(optimizer).startswith("AMPOptimizer(SGD (")
-
-
-def test_hooks_registered_on_it_run():
-    model, optimizer, criterion = converted("torch_fp16")
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    train(model, optimizer, criterion, batches(2))
-    assert len(calls) == 2
 
 
 def test_the_wrapper_is_the_model():
@@ -162,29 +144,6 @@ def test_scopes_and_lists():
         model.casts.register_float_function(torch.Tensor, "matmul")
         assert x.matmul(x.T).dtype == FULL
     assert converted("naive_fp16")[0].casts is None
-
-
-def test_parameters_added_later():
-    model = MLP()
-    optimizer = sgd(list(model.first.parameters()))
-    converted_model, amp_optimizer, _ = convert_to_amp(model, optimizer, None, "apex", {"opt_level": "O2"})
-    amp_optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.5})
-    before = converted_model.state_dict()["last.weight"].clone()
-    amp_optimizer.backward(converted_model(make_data(4)[0]).square().mean())
-    amp_optimizer.step()
-    assert len(amp_optimizer.param_groups) == 2
-    assert {p.dtype for p in amp_optimizer.master_params()} == {FULL}
-    assert not torch.equal(converted_model.state_dict()["last.weight"], before)
-
-
-def test_losses_with_their_own_scales():
-    model, optimizer, criterion = converted("apex_o1", num_losses=2)
-    x, y = make_data(8)
-    optimizer.backward(criterion(model(x), y), loss_id=0)
-    optimizer.backward(model(x).float().square().mean() * math.inf, loss_id=1)
-    assert optimizer.step().skipped
-    assert optimizer.loss_scales == (256.0, 128.0)
-    assert optimizer.loss_scale == 256.0
 
 
 @pytest.mark.parametrize("name", ["torch_fp16", "naive_fp16"])
@@ -214,9 +173,7 @@ def test_misuse():
         optimizer.step()
     with pytest.raises(InputError, match="clip_grad_norm was called before backward"):
         optimizer.clip_grad_norm(1.0)
-    with pytest.raises(
-        InputError, match=r"optimizer.step\(\) was called outside the engine.*that convert_to_amp returned"
-    ):
+    with pytest.raises(InputError, match=r"optimizer.step\(\) was called outside.*that convert_to_amp returned"):
         optimizer.optimizer.step()
     with pytest.raises(InputError, match="a closure that runs the model again"):
         optimizer.step(lambda: None)
@@ -225,43 +182,30 @@ def test_misuse():
     with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss"):
         optimizer.backward(criterion(model(x), y), loss_id=1)
     optimizer.backward(criterion(model(x), y))
-    with pytest.raises(InputError, match="max_norm must be greater than 0"):
-        optimizer.clip_grad_norm(0.0)
     optimizer.optimizer.zero_grad()  # either clears
     with pytest.raises(InputError, match="there is nothing to step with"):
         optimizer.step()
+    masters = converted("apex_o2")
+    masters[1].backward(criterion(masters[0](x), y))
+    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip call optimizer.clip_grad_norm"):
+        nn.utils.clip_grad_norm_(masters[1].master_params(), 1.0)
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an AMPOptimizer cannot be"):
+            copying(optimizer)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            {"mode": "apx"},
-            ConfigError,
-            "mode='apx' is not a registered mode; allowed: 'torch', 'naive', 'apex'; did you",
-        ),
+        ({"mode": "apx"}, ConfigError, "mode='apx' is not a registered mode; allowed: 'torch', 'naive', 'apex'"),
         ({"amp_config": {"init_scal": 2.0}}, ConfigError, "fp16.init_scal: unknown key; did you mean 'init_scale'?"),
-        ({"mode": "apex", "amp_config": {"opt_level": "01"}}, ConfigError, "did you mean 'O1', with the letter O?"),
-        (
-            {"mode": "apex", "dtype": "bfloat16"},
-            IncompatibleConfigError,
-            "apex has no bf16; use bf16 = dict(mode='torch')",
-        ),
+        ({"mode": "apex", "dtype": "bfloat16"}, IncompatibleConfigError, "apex has no bf16; use bf16 = dict(mode="),
         ({"dtype": "fp16"}, InputError, "dtype='fp16' is not a half precision; allowed: 'float16', 'bfloat16'"),
-        (
-            {"dtype": "bfloat16", "amp_config": {"init_scale": 2.0}},
-            ConfigError,
-            "the loss is not scaled; remove init_scale",
-        ),
+        ({"dtype": "bfloat16", "amp_config": {"init_scale": 2.0}}, ConfigError, "the loss is not scaled; remove init"),
         ({"model": 3}, InputError, "model: a torch.nn.Module (or a callable that returns one) is needed, but a int"),
         ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
         ({"optimizer": sgd(MLP().parameters())}, InputError, "parameter(s) that are not the model's"),
-        (
-            {"criterion": nn.MSELoss},
-            InputError,
-            "criterion: the class MSELoss was given, not a criterion; write MSELoss()",
-        ),
-        ({"criterion": "mse"}, InputError, "criterion: a callable (outputs, targets) -> loss is needed, but a str"),
+        ({"criterion": nn.MSELoss}, InputError, "the class MSELoss was given, not a criterion; write MSELoss()"),
         ({"amp_config": "O1"}, InputError, "amp_config='O1' is not a dict; write for example dict(opt_level='O2')"),
         ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has mode='naive', but mode='torch' was given"),
     ],
@@ -279,18 +223,14 @@ def test_refusals_leave_everything_untouched(arguments, error, message):
 
 def test_one_conversion_at_a_time():
     model, optimizer, _ = converted("torch_fp16")
+    with pytest.raises(InputError, match=r"model: it comes from convert_to_amp; pass its .module"):
+        convert_to_amp(model, optimizer)
     with pytest.raises(InputError, match="it belongs to another engine; close that one first"):
         convert_to_amp(model.module, optimizer.optimizer, None, "naive")
     with pytest.raises(InputError, match="it belongs to another engine; close that one first"):
         halfmesh.initialize(model.module, optimizer.optimizer, None, None, {}, device="cpu")
-
-
-def test_master_params_cannot_be_clipped_before_the_step():
-    model, optimizer, criterion = converted("apex_o2")
-    x, y = make_data(4)
-    optimizer.backward(criterion(model(x), y))
-    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip call optimizer.clip_grad_norm"):
-        nn.utils.clip_grad_norm_(optimizer.master_params(), 1.0)
+    with pytest.raises(InputError, match="optimizer: it comes from convert_to_amp; pass the one that was given there"):
+        halfmesh.initialize(model.module, optimizer, None, None, {}, device="cpu")
 
 
 def test_closed_means_closed():
@@ -303,29 +243,6 @@ def test_closed_means_closed():
     for call in (lambda: optimizer.backward(criterion(model(x), y)), optimizer.step):
         with pytest.raises(InputError, match="this optimizer is closed"):
             call()
-
-
-def test_copies_of_the_optimizer_are_refused():
-    _, optimizer, _ = converted("naive_fp16")
-    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match="an AMPOptimizer cannot be"):
-            copying(optimizer)
-    train(*converted("naive_fp16"), batches(1))  # the class is as it was
-
-
-class ScalarMLP(MLP):
-    """Returns its own loss, in fp16 under NAIVE, which is remembered."""
-
-    def forward(self, x):
-        return super().forward(x).sum()
-
-
-def test_a_converted_model_can_be_pickled():
-    given = ScalarMLP()
-    model, _, _ = convert_to_amp(given, sgd(given.parameters()), None, "naive")
-    loss = model(make_data(2)[0])
-    other = pickle.loads(pickle.dumps(model))
-    torch.testing.assert_close(other(make_data(2)[0]), loss, rtol=0, atol=0)
 
 
 def test_states_that_do_not_fit():
@@ -357,93 +274,6 @@ def test_wrapped_state_dicts_come_back(wrap):
     torch.testing.assert_close(dict(outer.state_dict()), state, rtol=tolerance, atol=tolerance)
 
 
-class Versioned(nn.Module):
-    """Migrates weights that were saved by its first version."""
-
-    _version = 2
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return x * self.weight
-
-    def _load_from_state_dict(self, state, prefix, metadata, *args):
-        if metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = state[prefix + "weight"] * 10
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["alone", "in"])
-def test_versions_of_modules_survive(wrap):
-    plain = nn.Sequential(Versioned())
-    model, *_ = convert_to_amp(plain, sgd(plain.parameters()), None, "torch")
-    outer = wrap(model)
-    outer.load_state_dict(outer.state_dict())
-    assert plain[0].weight.tolist() == [1.0] * 3
-    fresh = nn.Sequential(Versioned())
-    fresh.load_state_dict(model.state_dict())
-    assert fresh[0].weight.tolist() == [1.0] * 3
-
-
-class HasModule(nn.Module):
-    """Names that the wrapper uses itself."""
-
-    def __init__(self, head_first):
-        super().__init__()
-        backbone = nn.Module()
-        backbone.head = nn.Linear(2, 2)
-        parts = {"head": nn.Linear(2, 2), "module": backbone}
-        for name in sorted(parts, reverse=not head_first):
-            setattr(self, name, parts[name])
-
-    def forward(self, x):
-        return self.head(self.module.head(x))
-
-
-@pytest.mark.parametrize("head_first", [True, False])
-@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["alone", "in"])
-def test_models_with_a_child_called_module(wrap, head_first):
-    plain = HasModule(head_first)
-    expected = copy.deepcopy(plain.state_dict())
-    model, *_ = convert_to_amp(plain, sgd(plain.parameters()), None, "naive")
-    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
-    outer = wrap(model)
-    state = {name: value + 1 for name, value in outer.state_dict().items()}
-    outer.load_state_dict(state)
-    torch.testing.assert_close(dict(model.state_dict()), {n: v + 1 for n, v in expected.items()}, rtol=0, atol=0)
-
-
-def test_a_load_names_what_is_missing_as_the_model_does():
-    model, *_ = converted("naive_fp16")
-    state = model.state_dict()
-    state["last.scale"] = state.pop("last.bias")
-    result = model.load_state_dict(state, strict=False)
-    assert (result.missing_keys, result.unexpected_keys) == (["last.bias"], ["last.scale"])
-
-
-def test_what_was_converted_is_not_converted_again():
-    model, optimizer, _ = converted("apex_o1")
-    with pytest.raises(InputError, match=r"model: it comes from convert_to_amp; pass its .module"):
-        convert_to_amp(model, optimizer)
-    with pytest.raises(InputError, match="optimizer: it comes from convert_to_amp; pass the one that was given there"):
-        halfmesh.initialize(model.module, optimizer, None, None, {}, device="cpu")
-
-
-def under_ddp(rank, world_size):
-    results = {}
-    for name in ("torch_fp16", "naive_fp16", "apex_o2"):
-        model, optimizer, criterion = converted(name)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        data = [(x[rank::world_size], y[rank::world_size]) for x, y in batches()]
-        steps = train(parallel, optimizer, criterion, data, max_norm=0.7)
-        results[name] = [(r.skipped, r.grad_norm, r.loss_scale) for r in steps], model.state_dict()
-        keys = {key.removeprefix("module.") for key in parallel.state_dict()}
-        assert keys == set(model.state_dict())
-    return results
-
-
 def accumulated_under_ddp(rank, world_size):
     """The first of two backwards is not averaged by DDP: it is with the second."""
     results = {}
@@ -455,6 +285,7 @@ def accumulated_under_ddp(rank, world_size):
             with parallel.no_sync():
                 optimizer.backward(criterion(parallel(x[:2]), y[:2]) / 2)
             optimizer.backward(criterion(parallel(x[2:]), y[2:]) / 2)
+            optimizer.clip_grad_norm(0.7)
             optimizer.step()
         parallel.load_state_dict(parallel.state_dict())
         results[name] = model.state_dict()
@@ -467,17 +298,8 @@ def accumulated_under_ddp(rank, world_size):
 
 
 @pytest.mark.distributed
-def test_no_sync_under_ddp():
+def test_under_ddp_with_no_sync_the_ranks_agree():
     first, second = run_ranks(accumulated_under_ddp, 2, timeout=120)
     for name, weights in first.items():
         torch.testing.assert_close(second[name], weights, rtol=0, atol=0)
-        assert difference(weights, reference(batches(4))) < TOLERANCES[name]
-
-
-@pytest.mark.distributed
-def test_under_ddp_the_ranks_agree():
-    results = run_ranks(under_ddp, 2, timeout=120)
-    for name, (exact, weights) in results[0].items():
-        assert results[1][name][0] == exact
-        torch.testing.assert_close(results[1][name][1], weights, rtol=0, atol=0)
-        assert difference(weights, reference(batches(), max_norm=0.7)) < TOLERANCES[name]
+        assert difference(weights, reference(batches(4), max_norm=0.7)) < TOLERANCES[name]

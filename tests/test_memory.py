@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from halfmesh.errors import InputError
-from halfmesh.memory import parse_bytes, readable, state_bytes
+from halfmesh.memory import parse_bytes, state_bytes
 from tests.support.models import BF16_NAIVE, FP16_TORCH, MLP, make_engine, train
 
 OPTIMIZERS = {
@@ -26,8 +26,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("config", [{}, FP16_TORCH, BF16_NAIVE], ids=["none", "torch", "naive"])
+CASES = [(name, {}) for name in OPTIMIZERS] + [("adam", FP16_TORCH), ("adam", BF16_NAIVE)]
+
+
+@pytest.mark.parametrize(("name", "config"), CASES, ids=str)
 def test_bytes_are_counted_right(name, config):
     model = MLP()
     model.register_buffer("table", torch.zeros(100))
@@ -58,17 +60,6 @@ def test_an_optimizer_that_nobody_knows():
     assert state_bytes(engine.model, engine._update).optimizer is None
 
 
-def test_readable():
-    assert [readable(n) for n in (0, 1023, 1536, 3 * 2**20, 5 * 2**30, 2**41)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-        "2.0 TiB",
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("80e9", 80 * 10**9), ("1.5tib", 1.5 * 2**40), ("512B", 512)],
@@ -77,15 +68,7 @@ def test_amounts_of_memory(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("80GBB", "'GBB' is no unit of memory; allowed: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"),
-        ("GB", "no amount of memory; write 80GB, 80GiB or 80e9"),
-        ("-3GB", "no amount of memory"),
-        ("1.2.3GB", "no amount of memory"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [("80GBB", "'GBB' is no unit of memory"), ("-3GB", "no amount of memory")])
 def test_what_is_no_amount_of_memory(text, words):
     with pytest.raises(InputError, match=words):
         parse_bytes(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import halfmesh
+from halfmesh.errors import ConfigError, HalfmeshError, IncompatibleConfigError
 
 SURFACE = """
 AMPPlugin AMP_PLUGINS AMP_TYPE BlockPartition Call CheckpointError Composes Config ConfigError CosineAnnealingWarmupLR
@@ -25,11 +26,7 @@ launch_from_slurm launch_from_torch load_config model_creation promote_function 
 def test_the_surface_is_frozen():
     assert sorted(halfmesh.__all__) == sorted(SURFACE.split())
     assert dir(halfmesh) == sorted(SURFACE.split())
-
-
-@pytest.mark.parametrize("name", SURFACE.split())
-def test_every_name_can_be_imported(name):
-    assert getattr(halfmesh, name) is not None
+    assert all(getattr(halfmesh, name) is not None for name in SURFACE.split())
 
 
 def test_unknown_names():
@@ -53,3 +50,11 @@ def test_type_checkers_see_the_same_names():
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {node.module: {a.name for a in node.names} for node in block.body if isinstance(node, ast.ImportFrom)}
     assert seen == {module: set(names) for module, names in halfmesh._NAMES.items()}
+
+
+def test_a_config_error_has_all_problems_and_is_a_value_error():
+    error = ConfigError(["a: wrong", "b: wrong"], "config.py")
+    assert (error.problems, error.source) == (("a: wrong", "b: wrong"), "config.py")
+    assert str(error) == "2 problem(s) in config.py:\n  - a: wrong\n  - b: wrong"
+    assert issubclass(IncompatibleConfigError, ConfigError)
+    assert issubclass(ConfigError, (HalfmeshError, ValueError))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import halfmesh
 from tests.support.apex_reference import INITIAL_SCALE, Apex
@@ -58,16 +57,15 @@ def test_training_curve(opt_level, net, optimizer, loss_scale):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_fused_optimizers(opt_level, net, optimizer):
+def test_fused_optimizers(opt_level, optimizer):
     """What the engine takes by itself. Under O3 they compute in fp32 and round once, so they end nearer to fp32."""
-    engine, reference = make_pair(NETS[net](), make_optimizer(optimizer), opt_level, loss_scale=128.0)
+    engine, reference = make_pair(BatchNormMLP(), make_optimizer(optimizer), opt_level, loss_scale=128.0)
     if opt_level != "O3":
-        compare(engine, reference, net)
+        compare(engine, reference)
         return
-    batches = make_batches(SHAPES[net], STEPS)
-    in_fp32 = Apex(NETS[net](), make_optimizer(optimizer), "O0")
+    batches = make_batches(SHAPES["mlp"], STEPS)
+    in_fp32 = Apex(BatchNormMLP(), make_optimizer(optimizer), "O0")
     for run in (engine, reference, in_fp32):
         train(run, batches)
     expected = in_fp32.weights()
@@ -81,19 +79,16 @@ def test_fused_optimizers(opt_level, net, optimizer):
 OVERRIDES = {
     "O2 without fp32 BatchNorm": ("O2", {"keep_batchnorm_fp32": False}),
     "O2 without masters": ("O2", {"master_weights": False}),
-    "O3 with fp32 BatchNorm": ("O3", {"keep_batchnorm_fp32": True, "loss_scale": 128.0}),
-    "O3 with masters": ("O3", {"master_weights": True, "loss_scale": "dynamic"}),
     "O3 with both": ("O3", {"master_weights": True, "keep_batchnorm_fp32": True, "loss_scale": "dynamic"}),
 }
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_overridden_levels(name, net, optimizer):
+def test_overridden_levels(name, optimizer):
     opt_level, overrides = OVERRIDES[name]
-    engine, reference = make_pair(NETS[net](), make_optimizer(optimizer), opt_level, UNFUSED, **overrides)
-    compare(engine, reference, net, {3: MILD} if reference.scalers[0].dynamic else {})
+    engine, reference = make_pair(BatchNormMLP(), make_optimizer(optimizer), opt_level, UNFUSED, **overrides)
+    compare(engine, reference, "mlp", {3: MILD} if reference.scalers[0].dynamic else {})
 
 
 @pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
@@ -102,18 +97,6 @@ def test_functions_of_every_list_under_o1(optimizer, loss_scale):
     engine, reference = make_pair(ListsNet(), make_optimizer(optimizer), "O1", UNFUSED, loss_scale=loss_scale)
     skipped = compare(engine, reference, "lists", {4: MILD} if loss_scale == "dynamic" else {})
     assert skipped[4] == (loss_scale == "dynamic")
-
-
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_dtypes(opt_level):
-    """Of parameters, buffers, outputs, and of what is stepped."""
-    engine, reference = make_pair(BatchNormMLP(), make_optimizer("sgd"), opt_level)
-    x = make_batches(SHAPES["mlp"], 1)[0][0]
-    assert engine(x).dtype == reference(x).dtype == (torch.float16 if opt_level == "O1" else torch.float32)
-    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
-        dtypes = {name: tensor.dtype for name, tensor in named(engine.model)}
-        assert dtypes == {name: tensor.dtype for name, tensor in named(reference.model)}
-    assert [p.dtype for p in engine.master_params()] == [target.dtype for _, target in reference.pairs]
 
 
 def test_masters_begin_with_the_weights_as_they_came():
@@ -187,14 +170,3 @@ def test_floor_and_ceiling(opt_level):
     assert curve.skipped == [True] * 4 + [False] * 2
     assert train(reference, batches, dict.fromkeys(range(4), HUGE)).scales == curve.scales
     assert_same(engine, reference)
-
-
-def test_step_result_tells_the_scale_of_its_backward():
-    engine, _ = make_pair(BatchNormMLP(), make_optimizer("sgd"), "O2")
-    (x, y), *_ = make_batches(SHAPES["mlp"], 1)
-    seen = []
-    for factor in (HUGE, 1.0):
-        engine.backward(engine.criterion(engine(x), y) * factor)
-        result = engine.step()
-        seen.append((result.skipped, result.loss_scale, engine.loss_scale))
-    assert seen == [(True, 2.0**16, 2.0**15), (False, 2.0**15, 2.0**15)]

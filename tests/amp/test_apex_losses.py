@@ -31,9 +31,6 @@ from tests.support.apex_runs import (
 CONFIG = {"fused": False}  # the gradients that the optimizer finds are unscaled
 SCALES = (2.0**10, 2.0**13)  # unlike each other: taking the wrong one cannot go unseen
 BATCHES = make_batches((8, FEATURES), 3)
-# How far from fp32 half precision is: gradients, relative to the largest of their parameter, and weights.
-GRADIENT_ERROR = {"O0": 1e-6, "O1": 4e-3, "O2": 4e-3, "O3": 4e-3}
-WEIGHT_ERROR = {"O0": 1e-6, "O1": 3e-4, "O2": 3e-4, "O3": 1.5e-3}
 WEIGHTS = {"fp16": "first.weight", "fp32": "norm.weight"}  # in O2 the second one stays in fp32
 
 
@@ -142,7 +139,6 @@ ZEROING: dict[str, Callable[[Any], object]] = {
     "none": lambda run: None,
     "engine": lambda engine: engine.zero_grad(),
     "optimizer": lambda engine: engine.optimizer.zero_grad(),
-    "model": lambda engine: engine.model.zero_grad(),
 }
 
 
@@ -194,118 +190,36 @@ def run_losses(
     return history
 
 
-def run_fp32(model: nn.Module, skip: int, optimizer: optim.Optimizer | None = None) -> list[list[torch.Tensor]]:
-    """Plain torch without any scaling; the step `skip` is left out. Returns the gradients of the steps made."""
-    optimizer = sgd(model) if optimizer is None else optimizer
-    seen = watch_gradients(optimizer)
-    for step, (x, y) in enumerate(BATCHES):
-        optimizer.zero_grad()
-        for loss in losses_of(model(x), y, F.cross_entropy):
-            loss.backward()
-        if step != skip:
-            optimizer.step()
-    return seen
-
-
-def assert_gradients(seen: list[list[torch.Tensor]], expected: list[list[torch.Tensor]], tolerance: float) -> None:
-    assert [len(step) for step in seen] == [len(step) for step in expected]
-    for grads, others in zip(seen, expected, strict=True):
-        for grad, other in zip(grads, others, strict=True):
-            assert (grad.float() - other.float()).abs().max() <= tolerance * other.abs().max()
-
-
-def assert_weights(engine: halfmesh.Engine, plain: nn.Module, tolerance: float) -> None:
-    torch.testing.assert_close(engine.state_dict()["model"], dict(plain.state_dict()), rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize("num_losses", [1, 2])
-@pytest.mark.parametrize("zero", ZEROING)
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_two_losses_one_optimizer(opt_level, zero, num_losses):
+def test_two_losses_one_optimizer(opt_level, num_losses):
     """inf in either backward of either of the first two of three steps: one is skipped, and two are made."""
     loss_ids = (0, num_losses - 1)
     for injection in INJECTIONS:
         engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses)
-        plain = Parts(True)
-        seen, expected = watch_gradients(engine.optimizer), watch_gradients(reference.optimizer)
-        history = run_losses(engine, loss_ids, injection, ZEROING[zero])
+        history = run_losses(engine, loss_ids, injection)
         assert history == run_losses(reference, loss_ids, injection), injection
-        in_fp32 = run_fp32(plain, injection.step)
-        assert_gradients(seen, expected, 1e-5)
-        assert_gradients(seen, in_fp32, GRADIENT_ERROR[opt_level])
         assert_same(engine, reference)
-        assert_weights(engine, plain, WEIGHT_ERROR[opt_level])
         assert [was for was, _ in history] == [step == injection.step for step in range(3)]
         lowered = {loss_ids[injection.loss]} if injection.loss >= 0 else set()
         assert history[-1][1] == tuple(SCALES[i] / (2 if i in lowered else 1) for i in range(num_losses))
 
 
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_two_losses_two_optimizers(opt_level):
-    """An engine for each model, their forwards and backwards interleaved: inf in one leaves the other one alone."""
-
-    def optimizer(model: nn.Module) -> optim.Optimizer:
-        return optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-
-    for injection in INJECTIONS:
-        pairs = [make_runs(Part(seed), optimizer, opt_level) for seed in (0, 1)]
-        histories = []
-        for runs in zip(*pairs, strict=True):  # both engines, then both references
-            history: list[list[Any]] = [[], []]
-            for step, (x, y) in enumerate(BATCHES):
-                outputs = [run(x) for run in runs]
-                losses = [criterion_of(run)(out, y) for run, out in zip(runs, outputs, strict=True)]
-                for which, (run, loss) in enumerate(zip(runs, losses, strict=True)):
-                    injection.backward(run, step, which, run.model, lambda run=run, loss=loss: run.backward(loss))
-                for which, run in enumerate(runs):
-                    result = run.step()
-                    history[which].append((skipped(result), run.loss_scales))
-            histories.append(history)
-        assert histories[0] == histories[1], injection
-        for which, (engine, reference) in enumerate(pairs):
-            assert_same(engine, reference)
-            expected = [(step, which) == (injection.step, injection.loss) for step in range(3)]
-            assert [was for was, _ in histories[0][which]] == expected
-
-
-@pytest.mark.parametrize("zero", ["none", "engine", "optimizer"])
 @pytest.mark.parametrize("num_losses", [1, 2])
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_accumulation_of_both_losses(opt_level, num_losses, zero):
+def test_accumulation_of_both_losses(opt_level, num_losses):
     """Two batches per step, so four backwards; inf in any of them skips the step. zero_grad inside does nothing."""
+    zero = "engine" if num_losses == 1 else "optimizer"
     loss_ids = (0, num_losses - 1)
     for batch, loss in [(-1, -1), (2, 0), (2, 1), (3, 0), (3, 1)]:
         engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses, gradient_accumulation=2)
-        seen, expected = watch_gradients(engine.optimizer), watch_gradients(reference.optimizer)
-        history = run_losses(
-            engine, loss_ids, Injection(batch, loss, "fp16"), ZEROING[zero], make_batches((8, FEATURES), 6)
-        )
-        others = run_losses(
-            Accumulating(reference, loss_ids), loss_ids, Injection(batch, loss, "fp16"),
-            batches=make_batches((8, FEATURES), 6),
-        )  # fmt: skip
-        assert history == others
+        injection, batches = Injection(batch, loss, "fp16"), make_batches((8, FEATURES), 6)
+        history = run_losses(engine, loss_ids, injection, ZEROING[zero], batches)
+        assert history == run_losses(Accumulating(reference, loss_ids), loss_ids, injection, batches=batches)
         assert [was for was, _ in history] == [None, False, None, batch >= 0, None, False]
         # The engine adds up the batches of a cycle as they come, in half precision (delay_unscale does so in apex).
         rounds = opt_level == "O3" or (opt_level == "O2" and num_losses == 1)
-        assert_gradients(seen, expected, 3e-3 if rounds else 1e-5)
         assert_same(engine, reference, *((1e-3, 1e-3) if rounds else ()))
-
-
-@pytest.mark.parametrize("num_losses", [1, 2])
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_losses_that_share_a_forward(opt_level, num_losses):
-    """The first backward keeps the graph for the second one."""
-    engine, reference = make_runs(Part(0), lambda m: optim.SGD(m.parameters(), lr=0.1), opt_level, num_losses)
-    for x, y in BATCHES:
-        for run in (engine, reference):
-            output = run(x)
-            loss, other = criterion_of(run)(output, y), output.float().square().mean()
-            run.backward(loss, loss_id=0, retain_graph=True)
-            run.backward(other, loss_id=num_losses - 1)
-            run.step()
-    assert_same(engine, reference)
-    assert engine.loss_scales == reference.loss_scales
 
 
 class Weight(nn.Module):
@@ -354,10 +268,10 @@ def test_a_loss_without_backward_keeps_its_scale():
         assert [(s["scale"], s["growth_tracker"]) for s in saved] == [(s.scale, s.unskipped) for s in reference.scalers]
 
 
-@pytest.mark.parametrize("by_config", [True, False])
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_clipping(opt_level, by_config):
+def test_clipping(opt_level):
     """By the norm of what both losses left, unscaled: torch's own clipping of apex's master_params."""
+    by_config = opt_level in ("O1", "O2")
     config = {"clip_grad_norm": 0.3} if by_config else {}
     engine, reference = make_runs(Parts(True), sgd, opt_level, 2, **config)
     for x, y in BATCHES:
@@ -374,9 +288,8 @@ def test_clipping(opt_level, by_config):
     assert_same(engine, reference, *((1e-3, 1e-3) if opt_level == "O3" else ()))
 
 
-@pytest.mark.parametrize("num_losses", [1, 2])
-@pytest.mark.parametrize("zero", ["engine", "optimizer"])
 @pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize(("zero", "num_losses"), [("engine", 1), ("optimizer", 2)])
 def test_zeroed_gradients_leave_no_trace(opt_level, zero, num_losses):
     """A backward that no step was taken for, of the other loss and with other numbers."""
     engine, reference = make_runs(Parts(True), sgd, opt_level, num_losses)
@@ -390,57 +303,4 @@ def test_zeroed_gradients_leave_no_trace(opt_level, zero, num_losses):
     ZEROING[zero](engine)
     history = run_losses(engine, loss_ids, batches=BATCHES[1:])
     assert history == run_losses(reference, loss_ids, batches=BATCHES[1:])
-    assert_same(engine, reference)
-
-
-@pytest.mark.parametrize("num_losses", [1, 2])
-@pytest.mark.parametrize("zero", ZEROING)
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_parameters_added_in_the_middle(opt_level, zero, num_losses):
-    """Their masters begin with the weights that the model computes with; then momentum, weight decay, skips and all."""
-
-    def first_group(model: nn.Module) -> optim.Optimizer:
-        return optim.SGD(model.m0.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
-
-    loss_ids = (0, num_losses - 1)
-    for injection in (NOTHING, Injection(0, 1, "fp16"), Injection(1, 0, "fp32")):
-        engine, reference = make_runs(Parts(False), first_group, opt_level, num_losses)
-        plain = Parts(False)
-        plain_optimizer = first_group(plain)
-        for run in (engine, reference):
-            for x, y in BATCHES[:2]:
-                run.backward(criterion_of(run)(run(x)[0], y))
-                run.step()
-        for x, y in BATCHES[:2]:
-            plain_optimizer.zero_grad()
-            F.cross_entropy(plain(x)[0], y).backward()
-            plain_optimizer.step()
-        ZEROING[zero](engine)
-        engine.optimizer.add_param_group({"params": list(engine.model.m1.parameters()), "lr": 0.05})
-        reference.add_param_group({"params": list(reference.model.m1.parameters()), "lr": 0.05})
-        plain_optimizer.add_param_group({"params": list(plain.m1.parameters()), "lr": 0.05})
-        history = run_losses(engine, loss_ids, injection, ZEROING[zero])
-        assert history == run_losses(reference, loss_ids, injection), injection
-        run_fp32(plain, injection.step, optimizer=plain_optimizer)
-        assert_same(engine, reference)
-        assert_weights(engine, plain, WEIGHT_ERROR[opt_level])
-
-
-@pytest.mark.parametrize("zero", ["engine", "optimizer", "model"])
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_zero_grad_reaches_parameters_just_added(opt_level, zero):
-    """They took part in earlier steps, so they have gradients of those, multiplied by the loss scale."""
-    engine, reference = make_runs(
-        Parts(False), lambda model: optim.SGD(model.m0.parameters(), lr=0.1, momentum=0.5), opt_level
-    )
-    for step, (x, y) in enumerate(BATCHES):
-        if step == 2:
-            engine.optimizer.add_param_group({"params": list(engine.model.m1.parameters()), "lr": 0.05})
-            reference.add_param_group({"params": list(reference.model.m1.parameters()), "lr": 0.05})
-            ZEROING[zero](engine)
-            reference.zero_grad()
-        for run in (engine, reference):
-            first, second = (criterion_of(run)(output, y) for output in run(x))
-            run.backward(first + second)
-            run.step()
     assert_same(engine, reference)

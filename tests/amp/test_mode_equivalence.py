@@ -1,7 +1,7 @@
 """NAIVE is O2 without its BatchNorm rule, and TORCH is close to O1: outputs, gradients and weights of one step.
 
-The nets and tolerances are those by which Colossal-AI compared its own modes: layers used twice, weights shared by
-nested modules, a ResNet; scale 128, clip 1.0, rtol = atol = 1e-3.
+The nets and tolerances are those by which Colossal-AI compared its own modes: layers used twice, a ResNet; scale
+128, clip 1.0, rtol = atol = 1e-3.
 """
 
 import pytest
@@ -23,31 +23,6 @@ class Repeated(nn.Module):
     def forward(self, x):
         x = self.again(self.first(x))
         return self.last(self.again(self.first(x)))
-
-
-class Sub(nn.Module):
-    def __init__(self, out):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(out, 5) * 0.3)
-
-    def forward(self, x, weight):
-        return nn.functional.linear(nn.functional.linear(x, weight), self.weight)
-
-
-class Nested(nn.Module):
-    """One weight used by modules within modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.sub = nn.ModuleList([Sub(5), Sub(5)])
-        self.last = nn.Linear(5, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        for sub in self.sub:
-            x = sub(x, self.first.weight)
-        return self.last(x)
 
 
 class Block(nn.Module):
@@ -72,7 +47,7 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-NETS = {"repeated": (Repeated, (4, 5)), "nested": (Nested, (4, 5)), "resnet": (ResNet, (4, 3, 6, 6))}
+NETS = {"repeated": (Repeated, (4, 5)), "resnet": (ResNet, (4, 3, 6, 6))}
 
 
 def one_step(net, fp16):
@@ -112,12 +87,3 @@ def test_torch_is_close_to_o1(net):
     unscaled = [{name: grad / 128 for name, grad in g.items()} for g in (grads, o1[1])]
     torch.testing.assert_close(*unscaled, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(weights, o1[2], rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("net", NETS)
-def test_the_comparison_can_fail(net):
-    """fp32 is further away from NAIVE than O2 is; a step without clipping ends elsewhere."""
-    naive = one_step(net, {"mode": "naive", "loss_scale": 128.0})
-    o0 = one_step(net, {"mode": "apex", "opt_level": "O0", "loss_scale": 128.0})
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(naive, o0, rtol=0, atol=0)

@@ -1,7 +1,8 @@
-"""What is the user's own around an optimizer of torch: its `step`, hooks before it, and its state."""
+"""What is the user's own around an optimizer of torch: its `step`, hooks, schedulers, and its state."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import halfmesh
 from halfmesh.amp import stepper
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
-from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update
+from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update, take
 
 SCALED = Recipe(loss_scale=LossScale(initial=1024.0, growth_interval=100))
 NAIVE = Recipe(torch.bfloat16, torch.bfloat16, False, True)
@@ -34,44 +35,48 @@ def plain_sgd(params):
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("recipe", [FP32, SCALED], ids=["fp32", "scaled"])
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_a_step_on_the_object_gets_what_it_would_by_hand(recipe, max_norm, late):
+def test_a_step_on_the_object_gets_what_it_would_by_hand(recipe, late):
     params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"] if late else plain_sgd, recipe, max_norm=max_norm)
+    update = make_update(params, OPTIMIZERS["sgd"] if late else plain_sgd, recipe, max_norm=0.5, on_nonfinite="skip")
     for step in range(4):
-        give(params, gradients(step), 1024.0 if recipe is SCALED else 1.0)
         if late and step == 2:
             update.optimizer.step = plain_sgd(params).step
-        update.step()
-    assert_close(params, by_hand(OPTIMIZERS["sgd"], 4, max_norm)[0])
+        take(update, params, step)
+    assert_close(params, by_hand(OPTIMIZERS["sgd"], 4, 0.5)[0])
+    before = [param.detach().clone() for param in params]
+    assert take(update, params, 0, math.nan).skipped
+    assert_close(params, before, 0, 0)
 
 
-def test_a_step_on_the_object_is_not_called_in_a_skipped_update():
-    params = make_params()
-    update = make_update(params, plain_sgd, on_nonfinite="skip")
-    give(params, gradients(0), math.nan)
-    assert update.step().skipped
-    assert_close(params, make_params(), 0, 0)
+@pytest.mark.parametrize("where", ["object", "class"])
+def test_a_wrapped_step_is_called_in_each_update(where, monkeypatch):
+    ran, params = [], make_params()
+    update = make_update(params, OPTIMIZERS["adamw"])
+    optimizer = update.optimizer
+    optim.lr_scheduler.StepLR(optimizer, 1)  # wraps it too
+    inner = optim.AdamW.step if where == "class" else optimizer.step
 
+    @functools.wraps(inner)
+    def own(*args, **kwargs):
+        ran.append(1)
+        return inner(*args, **kwargs)
 
-def test_a_step_on_the_object_is_called_once_with_all(monkeypatch):
-    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
-    calls, params = [], make_params()
-    update = make_update(params, plain_sgd, NAIVE)
-    inner = update.optimizer.step
-    update.optimizer.step = lambda: (
-        calls.append([m.grad is not None for m in update.holdings.masters.values()]),
-        inner(),
-    )
-    give(params, gradients(0))
-    update.step()
-    assert calls == [[True] * 3]
+    take(update, params, 0)
+    if where == "class":
+        monkeypatch.delattr(optimizer, "step")
+        monkeypatch.setattr(optim.AdamW, "step", own)
+    else:
+        optimizer.step = own
+    take(update, params, 1)
+    take(update, params, 2)
+    assert len(ran) == 2
+    assert_close(params, by_hand(OPTIMIZERS["adamw"], 3)[0])
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
 @pytest.mark.parametrize("recipe", [FP32, SCALED], ids=["fp32", "scaled"])
 def test_hooks_before_the_step_see_gradients_as_they_are_used(recipe, everywhere):
-    """And what they do with them counts, as in a loop by hand."""
+    """And what they do with them counts, as in a loop by hand. They do not run in a skipped update."""
     norms = []
 
     def clamp(optimizer, *_):
@@ -103,56 +108,53 @@ def test_hooks_before_the_step_see_gradients_as_they_are_used(recipe, everywhere
 
     assert ours == pytest.approx(train(expected, optimizer, by_hand, 1.0), rel=1e-5)
     assert_close(params, expected)
+    if recipe is SCALED:
+        update.optimizer.register_step_pre_hook(clamp)
+        assert take(update, params, 0, math.inf).skipped
+        assert norms == []
 
 
-def test_hooks_before_the_step_do_not_run_in_a_skipped_update():
+@pytest.mark.parametrize("recipe", [FP32, NAIVE], ids=["fp32", "masters"])
+def test_hooks_run_once_in_each_update_with_or_without_gradients(recipe, monkeypatch):
+    """A hook may wait for other ranks, which have gradients where this one has none."""
+    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
     params, ran = make_params(), []
-    update = make_update(params, OPTIMIZERS["adamw"], SCALED)
-    update.optimizer.register_step_pre_hook(lambda *_: ran.append(1))
-    give(params, gradients(0), math.inf)
-    assert update.step().skipped
-    assert ran == []
+    update = make_update(params, OPTIMIZERS["adamw"], recipe)
+    handle = update.optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    take(update, params, 0)
+    give(params, [None] * 3)
+    update.step()
+    assert ran == [1, 1]
+    handle.remove()
+    take(update, params, 1)
+    assert ran == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "adam_amsgrad", "adagrad"])
-@pytest.mark.parametrize("recipe", [FP32, NAIVE], ids=["fp32", "naive"])
-def test_state_of_another_layout(name, recipe):
-    """Fused kernels of the CPU walk through memory without looking at strides."""
-
+@pytest.mark.parametrize("change", ["clear", "exchange", "load", "halve", "settings"])
+def test_state_that_others_change_is_what_the_next_update_uses(change):
     def train(fused):
-        torch.manual_seed(0)
-        conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-        update = make_update(list(conv.parameters()), OPTIMIZERS[name], recipe, fused=fused)
-        for step in range(5):
-            if step == 3:  # as from a file without strides
-                for state in update.optimizer.state.values():
-                    state.update({key: value.clone().contiguous() for key, value in state.items()})
-            for number, param in enumerate(conv.parameters()):
-                torch.manual_seed(10 * step + number)
-                param.grad = torch.randn(param.shape).to(param)
-            update.step()
-        return [update.holdings.target(shard) for shard in update.holdings.trained]
-
-    assert_close(train("auto"), train(False))
-
-
-def test_state_that_changes_places():
-    """Two parameters' states are exchanged, the state dicts in their old order."""
-
-    def run(fused):
-        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+        params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((3,), 2.0))]
         update = make_update(params, OPTIMIZERS["adamw"], fused=fused)
+        optimizer = update.optimizer
         for step in range(4):
-            if step == 2:
-                state = update.optimizer.state
-                first, second = state.pop(params[0]), state.pop(params[1])
-                state[params[1]], state[params[0]] = first, second
+            if step == 2 and change == "clear":
+                optimizer.state.clear()
+            elif step == 2 and change == "exchange":  # between two parameters, the state dicts in their old order
+                first, second = optimizer.state.pop(params[0]), optimizer.state.pop(params[1])
+                optimizer.state[params[1]], optimizer.state[params[0]] = first, second
+            elif step == 2 and change == "load":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif step == 2 and change == "halve":
+                for values in optimizer.state.values():
+                    values["exp_avg"] = values["exp_avg"] * 0.5
+            elif step == 2:
+                optimizer.param_groups[0].update(lr=0.2, weight_decay=0.5)
             for number, param in enumerate(params):
                 param.grad = torch.full((3,), 1.0 + number - 3 * step * number)
             update.step()
         return params
 
-    assert_close(run("auto"), run(False))
+    assert_close(train("auto"), train(False))
 
 
 @pytest.mark.parametrize(
@@ -184,32 +186,4 @@ def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batche
             model.weight.grad.clamp_(max=0.01)
             engine.step()
     engine.close()
-    assert ("gradients were changed" in caplog.text) == warns
     assert ("still have to be divided" in caplog.text) == warns
-
-
-def test_momentum_that_was_never_used_is_taken_back():
-    """Fused SGD starts from zeros, which with dampening is another first step than without a buffer."""
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd_momentum"])
-    update.optimizer.param_groups[0]["dampening"] = 0.5
-    for step in range(2):
-        give(params, gradients(step))
-        update.step()
-    expected = by_hand(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.5), 2)[0]
-    assert_close(params, expected)
-
-
-def test_momentum_that_was_used_stays():
-    def train(update):
-        for step in range(3):
-            give(params, gradients(step) if step else [None, *gradients(0)[1:]])  # the first one begins later
-            if step == 2:
-                update.optimizer.param_groups[0]["dampening"] = 0.5
-            update.step()
-        return params
-
-    params = make_params()
-    ours = train(make_update(params, OPTIMIZERS["sgd_momentum"]))
-    params = make_params()
-    assert_close(ours, train(make_update(params, OPTIMIZERS["sgd_momentum"], fused=False)))

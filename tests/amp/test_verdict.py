@@ -8,28 +8,30 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.amp.collected import Gradients
-from halfmesh.amp.verdict import first_nonfinite, measure
-from halfmesh.errors import InputError
-from halfmesh.shard import OneRank, ParamShard
+from halfmesh.amp.recipe import Recipe
+from halfmesh.errors import InputError, NonFiniteError
+from tests.support.updates import OPTIMIZERS, make_update
 
-CPU = torch.device("cpu")
-
-
-def of(*grads: torch.Tensor, weight: float = 1.0) -> Gradients:
-    params = [nn.Parameter(torch.empty(grad.shape, dtype=grad.dtype)) for grad in grads]
-    return Gradients.of((ParamShard(f"p{i}", p, weight), g) for i, (p, g) in enumerate(zip(params, grads, strict=True)))
+HALF = torch.float16
 
 
-def norm_of(*grads: torch.Tensor, p: float = 2.0, weight: float = 1.0) -> float:
-    return measure(of(*grads, weight=weight), OneRank(), CPU, p).norm.item()
+def step_with(*grads, recipe=None, **rules):
+    """What an update returns whose parameters have these gradients."""
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    recipe = recipe or Recipe(grads[0].dtype, grads[0].dtype)
+    return make_update(params, OPTIMIZERS["sgd"], recipe, track_grad_norm=True, **rules).step()
+
+
+def norm_of(*grads, p=2.0):
+    return step_with(*grads, norm_type=p).grad_norm
 
 
 def test_norm_of_40_million_elements():
     torch.manual_seed(0)
     grad = torch.randn(40_000_000)
-    exact = grad.double().norm().item()
-    assert norm_of(grad) == pytest.approx(exact, rel=1e-6)
+    assert norm_of(grad) == pytest.approx(grad.double().norm().item(), rel=1e-6)
 
 
 def test_norm_does_not_depend_on_the_layout():
@@ -38,7 +40,7 @@ def test_norm_does_not_depend_on_the_layout():
     exact = whole.double().norm().item()
     layouts = [
         [whole],
-        [*whole.split(7)[:100], whole[700:]],
+        [*whole[:700].split(7), whole[700:]],
         list(whole.split(100_003)),
         [whole[::2], whole[1::2]],
         [whole.view(1000, 1500).t()],
@@ -56,44 +58,25 @@ def test_norm_types(p):
 
 
 def test_half_precision_gradients_accumulate_in_fp32():
-    grad = torch.full((100_000,), 200.0, dtype=torch.float16)  # its sum of squares is 4e9, beyond fp16
+    grad = torch.full((100_000,), 200.0, dtype=HALF)  # its sum of squares is 4e9, beyond fp16
     assert norm_of(grad) == pytest.approx(200 * math.sqrt(100_000), rel=1e-6)
-
-
-def test_norm_of_double_gradients_is_a_double():
-    grad = torch.tensor([1.0, 1e-9], dtype=torch.float64) * 1e100
-    assert norm_of(grad) == pytest.approx(1e100, rel=1e-12)
-
-
-def test_weight_counts_copies_once():
-    grad = torch.tensor([3.0, 4.0])
-    assert norm_of(grad, grad, weight=0.5) == pytest.approx(5.0)
-
-
-def test_no_gradients_at_all():
-    verdict = measure(of(), OneRank(), CPU)
-    assert (verdict.norm.item(), verdict.found_inf.item()) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("p", [2.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_found_inf(bad, p, dtype):
-    good = torch.ones(5, dtype=dtype)
-    grad = torch.ones(70_000, dtype=dtype)
-    assert measure(of(good, grad), OneRank(), CPU, p).found_inf.item() == 0.0
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.bfloat16])
+def test_one_bad_element_is_found(bad, p, dtype):
+    good, grad = torch.ones(5, dtype=dtype), torch.ones(70_000, dtype=dtype)
+    assert not step_with(good, grad, norm_type=p, on_nonfinite="skip").skipped
     grad[69_999] = bad
-    assert measure(of(good, grad), OneRank(), CPU, p).found_inf.item() == 1.0
-    assert first_nonfinite(of(good, grad)) == "p1"
+    assert step_with(good, grad, norm_type=p, on_nonfinite="skip").skipped
+    with pytest.raises(NonFiniteError, match="'p1'"):
+        step_with(good, grad, norm_type=p, on_nonfinite="raise")
 
 
-def test_zeros_are_counted():
-    verdict = measure(of(torch.tensor([0.0, 1.0, 0.0]), torch.zeros(2, 2)), OneRank(), CPU, count_zeros=True)
-    assert verdict.num_zeros is not None
-    assert verdict.num_zeros.item() == 6
-
-
-def test_sparse_gradients_are_refused():
+def test_sparse_gradients_are_refused_where_a_norm_is_needed():
     grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2), check_invariants=True)
+    param = nn.Parameter(torch.zeros(4, 2))
+    param.grad = grad
     with pytest.raises(InputError, match=r"gradient of 'p0' is sparse .*sparse=False"):
-        measure(of(grad), OneRank(), CPU)
+        make_update([param], OPTIMIZERS["sgd"], max_norm=1.0).step()

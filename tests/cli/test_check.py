@@ -1,13 +1,12 @@
-"""halfmesh check: what it prints and its exit status."""
+"""halfmesh check: what it prints, with and without a model, and its exit status."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from halfmesh.cli import app
+from tests.support.llama import SMALL
 
 
 @pytest.fixture
@@ -29,132 +28,95 @@ def test_a_config_that_can_run(run):
         "  mesh pp 1 x dp 4 x tp 1, data strategy replicate",
         "  gradient_accumulation 4, clip_grad_norm 1.0",
     ]
+    apex = run("fp16 = dict(mode='apex', opt_level='O0')\n", "--world-size", "1")
+    assert apex.stdout.splitlines()[1] == "  mode apex O0, float32"
 
 
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ("opt_level='O0'", "  mode apex O0, float32"),
-        ("opt_level='O2'", "  mode apex O2, float16"),
-        ("backend='apex'", "  mode apex O1 by NVIDIA's apex, float16"),
-        ("enabled=False", "  mode apex disabled, float32"),
-    ],
-)
-def test_the_variant_of_a_mode(run, keys, line):
-    assert run(f"fp16 = dict(mode='apex', {keys})\n", "--world-size", "1").stdout.splitlines()[1] == line
-
-
-def test_json_of_a_config_that_can_run(run):
+def test_json(run):
     result = run("print('noise')\n", "--world-size", "2", "--device", "cpu", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {
-        "ok": True,
-        "problems": [],
-        "findings": [],
-        "plan": {
-            "mode": None,
-            "dtype": "float32",
-            "mesh": {"pp": 1, "dp": 2, "tp": 1},
-            "data_strategy": "replicate",
-            "gradient_accumulation": 1,
-            "clip_grad_norm": None,
-        },
-    }
+    answer = json.loads(result.stdout)
+    assert (answer["ok"], answer["problems"], answer["findings"]) == (True, [], [])
+    assert answer["plan"]["mesh"] == {"pp": 1, "dp": 2, "tp": 1}
     assert "noise" in result.stderr
+    refused = run("resume: auto\n", "--world-size", "1", "--json", name="config.yaml")
+    assert refused.exit_code == 1
+    answer = json.loads(refused.stdout)
+    assert (answer["ok"], answer["plan"]) == (False, None)
+    assert [(row["kind"], row["where"]) for row in answer["findings"]] == [("refused", "resume")]
 
 
-def test_problems_and_findings_together(run):
+def test_all_problems_at_once(run):
     text = "fp16 = dict(mode='apex', opt_levle='O2')\nparallel = dict(tensor=3)\nlr = 3\n"
-    result = run(text, "--world-size", "8", "--device", "mps")
+    result = run(text, "--world-size", "8", "--device", "mps", "--model", SMALL)
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0].endswith("config.py: cannot run on 8 rank(s)")
-    starts = [line.split(":")[0] for line in lines[1:]]
-    assert starts == [
+    assert [line.split(":")[0] for line in lines[1:9]] == [
         "config problems", "  - lr", "  - fp16.opt_levle",
-        "refused", "  - parallel", "  - device", "  - apex fp16 x tensor",
+        "refused", "  - parallel", "  - device", "  - apex fp16 x tensor", "problems with the model",
     ]  # fmt: skip
+    assert "8 heads are not divisible by tensor=3" in "\n".join(lines[9:])
 
 
-NO_FOLDER = (
-    "'auto' goes on from the newest checkpoint of checkpoint.directory, which is not set; set "
-    "checkpoint='checkpoints', or give resume a folder"
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (["--world-size", "0"], 1, "world_size: 0 is not a number of ranks"),
+        ([], 2, "--world-size"),
+        (["--world-size", "1", "--gpu-memory", "80GB"], 2, "--model, which is missing"),
+        (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'GBB' is no unit of memory"),
+        (["--world-size", "1", "--model", SMALL, "--picture", "mesh.pdf"], 2, "ends in .png or .svg"),
+    ],
 )
+def test_what_is_refused(run, args, status, words):
+    result = run("", *args)
+    assert result.exit_code == status
+    assert words in " ".join(result.output.replace("│", "").split())
 
 
-def test_json_of_findings(run):
-    result = run("resume: auto\n", "--world-size", "1", "--json", name="config.yaml")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout) == {
-        "ok": False,
-        "problems": [],
-        "findings": [{"kind": "refused", "where": "resume", "message": NO_FOLDER}],
-        "plan": None,
-    }
-
-
-ADVICE = "parallel.data.param_dtype: weights are gathered in float32; bf16 = dict(mode='naive')"
-
-
-def test_advice(run):
-    text = "parallel = dict(data='fsdp')\n"
-    result = run(text, "--world-size", "2")
-    assert result.exit_code == 0
-    assert f"  advice: {ADVICE}" in result.stdout
-    answer = json.loads(run(text, "--world-size", "2", "--json").stdout)
-    assert answer["ok"] is True
-    assert [row["kind"] for row in answer["findings"]] == ["advice"]
-    assert "advice:" not in run(text, "--world-size", "1").stdout  # where nothing is gathered
-    wrong = run(text + "resume = 'auto'\n", "--world-size", "2")
-    assert wrong.exit_code == 1
-    assert f"advice:\n  - {ADVICE}" in wrong.stdout
-
-
-def test_unreadable_config(run, tmp_path):
+def test_a_config_that_cannot_be_read_is_said_as_it_is(run, tmp_path):
     result = run("seed = = 3\n", "--world-size", "1")
     assert result.exit_code == 1
     assert f"  - {tmp_path}/config.py:1: SyntaxError: invalid syntax" in result.stdout
-
-
-def test_messages_are_not_wrapped_or_read_as_markup(run):
     result = run("fp16 = '[red]" + "x" * 200 + "'\n", "--world-size", "1")
-    assert "'[red]" + "x" * 200 + "' is not a dict" in result.stdout
+    assert "'[red]" + "x" * 200 + "' is not a dict" in result.stdout, "not wrapped, and no markup"
 
 
-def test_bad_world_size(run):
-    result = run("", "--world-size", "0")
+# --- with a model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_what_a_model_needs(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    args = ("--world-size", "8", "--model", SMALL, "--picture", str(tmp_path / "mesh.svg"), "--gpus-per-node", "4")
+    result = run("bf16 = dict(mode='naive')\nparallel = dict(tensor=2)\n", *args)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("config.py: can run on 8 rank(s)")
+    assert lines[4] == "  one update with AdamW, on tensors without memory"
+    titles = [line[2:].split("  ")[0] for line in lines[5:]]
+    assert titles[:17] == [
+        "bytes, each part at its largest", "parameters", "masters", "optimizer", "gradients", "communication",
+        "activations", "temporary", "between two updates", "peak", "sent over dp", "sent over tp",
+    ]  # fmt: skip
+    assert "node 1" in (tmp_path / "mesh.svg").read_text()
+
+
+def test_too_little_memory(run):
+    result = run("", "--world-size", "2", "--model", SMALL, "--gpu-memory", "7MiB")
     assert result.exit_code == 1
-    assert "world_size: 0 is not a number of ranks" in result.stdout
+    assert "can run on 2 rank(s), but does not fit" in result.stdout
+    assert "  does not fit: rank 0 needs 7.6 MiB of 7.0 MiB" in result.stdout
+    assert "  would fit: zero1 (parallel = dict(data='zero1')), by an estimate of " in result.stdout
 
 
-def test_world_size_is_required(run):
-    result = run("")
-    assert result.exit_code == 2
-    assert "--world-size" in result.output
-
-
-def test_help_has_an_example():
-    result = CliRunner().invoke(app, ["check", "--help"])
-    assert "halfmesh check config.py --world-size 8 --device cuda" in result.stdout
-    result = CliRunner().invoke(app, ["--help"])
-    assert "check" in result.stdout  # a group: the subcommand's name is needed
-
-
-def test_help_does_not_import_torch():
-    code = (
-        "import sys, halfmesh.cli\n"
-        "try: halfmesh.cli.app(['check', '--help'])\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-def test_main_is_the_console_script(monkeypatch, capsys):
-    from halfmesh.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["halfmesh", "--help"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 0
-    assert "any precision mode with any parallel layout" in capsys.readouterr().out
+@pytest.mark.slow
+def test_json_of_a_dry_run(run):
+    result = run("", "--world-size", "2", "--model", SMALL, "--gpu-memory", "1KB", "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert (answer["ok"], answer["dry_run"]["fits"], answer["dry_run"]["limit"]) == (False, False, 1000)
+    rank = answer["dry_run"]["ranks"][0]
+    assert rank["bytes"]["parameters"] >= rank["parameters"] * 4
+    assert rank["peak"] > rank["kept"]

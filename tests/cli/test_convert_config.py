@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 
+from halfmesh import load_config
 from halfmesh.cli import app
-from halfmesh.cli.convert_config import NAMES
-from halfmesh.config.load import load_config
-from halfmesh.migration.origins import ORIGINS
 
 SOURCE = """
 from colossalai.amp import AMP_TYPE
@@ -37,45 +33,25 @@ def test_printed_and_written(source):
     assert printed.exit_code == 0
     assert "NUM_MICRO_BATCHES = 4 -> parallel.pipeline.microbatches = 4" in printed.stderr
     assert "without equivalent: 1\n  gradient_handler = " in printed.stderr
-    written = run("colossal.py", "--from", "colossal", "--out", "config.py")
+    write = ("colossal.py", "--from", "colossal", "--out", "config.py")
+    written = run(*write)
     assert (written.exit_code, written.stdout) == (0, "written: config.py\n")
     assert (source / "config.py").read_text() == printed.stdout
     assert load_config(source / "config.py").parallel.pipeline.microbatches == 4
-    again = run("colossal.py", "--from", "colossal", "--out", "config.py")
+    again = run(*write)
     assert again.exit_code == 2
     assert "--force replaces it" in again.stderr
-    assert run("colossal.py", "--from", "colossal", "--out", "config.py", "--force").exit_code == 0
+    assert run(*write, "--force").exit_code == 0
 
 
-def test_a_full_disk(source):
-    (source / "config.py").symlink_to("/dev/full")
-    for command in (["convert-config", "colossal.py", "--from", "colossal"], ["configs", "naive_fp16"]):
-        result = CliRunner().invoke(app, [*command, "--out", "config.py", "--force"])
-        assert result.exit_code == 2
-        assert "No space left on device); give another place" in " ".join(result.stderr.replace("│", " ").split())
-
-
-def test_json(source):
-    result = run("colossal.py", "--from", "colossal", "--world-size", "8", "--json")
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert (found["ok"], found["world_size"], found["findings"]) == (True, 8, [])
-    assert [row["key"] for row in found["without_equivalent"]] == ["gradient_handler"]
-    assert {"fp16.mode": "naive"} in [row["to"] for row in found["converted"]]
-
-
-def test_a_layout_that_cannot_run(source):
+def test_what_cannot_run_or_is_not_understood_is_said_in_the_config(source):
     result = run("colossal.py", "--from", "colossal", "--world-size", "6")
     assert result.exit_code == 1
     assert "cannot run on 6 rank(s):" in result.stderr
-    assert "fp16 = dict(" in result.stdout, "it is there to be changed"
     assert "# CANNOT RUN on 6 rank(s): " in result.stdout
-
-
-def test_something_that_is_not_understood():
+    assert "fp16 = dict(" in result.stdout, "it is there to be changed"
     result = run("opt_level=O2 patch=1", "--from", "apex")
     assert result.exit_code == 1
-    assert "not understood: 1\n  patch = 1" in result.stderr
     assert "# not understood:\n# - patch = 1" in result.stdout
 
 
@@ -85,18 +61,9 @@ def test_something_that_is_not_understood():
         (["nothing.py", "--from", "colosal"], "did you mean 'colossal'?"),
         (["nothing.py", "--from", "colossal"], "there is no such file"),
         (["a=1", "--from", "apex", "--out", "config.yaml"], "name that ends in .py"),
-        (["a=1", "--from", "apex", "--force"], "--force says something about --out"),
-        (["a=1", "--from", "apex", "--device", "tpu"], "allowed: cuda, cpu"),
     ],
 )
 def test_mistakes(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("|", " ").replace("│", " ").split())
-
-
-def test_help_names_every_origin():
-    assert tuple(ORIGINS) == NAMES
-    text = run("--help").stdout
-    assert all(f"{name}:" in text for name in NAMES)
-    assert "Example: halfmesh convert-config" in text

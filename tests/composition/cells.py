@@ -15,7 +15,7 @@ from halfmesh.parallel.registries import DATA_STRATEGIES
 
 from .workloads import SAMPLES, WORKLOADS, find_workload
 
-GROWTH_INTERVAL = 4
+GROWTH_INTERVAL = 3
 INITIAL_SCALE = 256.0
 MOST_RANKS = 8
 # So that the scale falls and grows within ten updates. apex has no key for how often it grows.

@@ -21,10 +21,7 @@ from .cells import (
     every,
     groups,
     is_3d,
-    is_plain,
     product,
-    thorough,
-    without_idle_axes,
 )
 from .refusals import findings_of_table, problems_with_sequence
 from .training import digest, make_optimizer
@@ -38,11 +35,6 @@ SHOWN_BY = {
     "zero1": lambda cell: cell.strategy == "zero1",
     "fsdp": lambda cell: cell.strategy == "fsdp",
 }
-
-
-def test_the_number_of_cells():
-    """So that none is lost by accident."""
-    assert (len(every()), len(product()), len(thorough()), len(covering())) == (28288, 13672, 1564, 56)
 
 
 def test_every_possible_pair_of_values_is_in_a_covering_cell():
@@ -62,20 +54,6 @@ def test_every_mode_cuts_every_model_and_meets_all_parallelism_at_once():
     cut = {(cell.mode, cell.model) for cell in covering() if cell.pipeline != NO_PIPE}
     assert cut == {(mode, model) for mode in modes for model in WORKLOADS}
     assert {cell.mode for cell in covering() if is_3d(cell)} == set(modes)
-
-
-def test_the_thorough_cells_have_every_three_values_with_a_pipeline_or_sharding():
-    others = [cell for cell in product() if not is_plain(cell)]
-    chosen = [cell for cell in thorough() if not is_plain(cell)]
-    assert {g for cell in chosen for g in groups(cell, 3)} == {g for cell in others for g in groups(cell, 3)}
-    assert set(thorough()) - set(chosen) == set(product()) - set(others)
-
-
-def test_covering_cells_are_some_of_all_and_none_is_run_twice():
-    assert set(covering()) < set(product()) < set(every())
-    assert set(thorough()) < set(product())
-    assert len(set(product())) == len(product())
-    assert all(without_idle_axes(cell) == cell for cell in product())
 
 
 @pytest.mark.parametrize("column", get_columns())

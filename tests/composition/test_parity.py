@@ -5,58 +5,73 @@ The few cells of `covering()`; with COMPOSITION=full in the environment all of `
 
 from __future__ import annotations
 
-import itertools
 import os
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 
-from tests.support.ranks import RankFailure, run_jobs
+from tests.support.ranks import run_ranks
 
 from .cells import Cell, Pipe, covering, thorough
 from .parity import find_problems
-from .training import Outcome, train
+from .reference import reference
+from .training import train
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.distributed
 
-OTHERS = (
+
+@dataclass(frozen=True)
+class Offloaded(Cell):
+    """fsdp with its shards, gradients and optimizer state in host memory."""
+
+    def config(self, **options: Any) -> dict[str, Any]:
+        config = super().config(**options)
+        config["parallel"]["data"]["cpu_offload"] = True
+        return config
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-cpu_offload"
+
+
+CELLS = sorted(thorough() if os.environ.get("COMPOSITION") == "full" else covering(), key=lambda c: c.world_size)
+OTHERS = [
     Cell("none", "gpt2", pipeline=Pipe(2, "1f1b", 2)),
     Cell("naive_fp16", "gpt2", pipeline=Pipe(2, "interleaved", 4, 2)),
     Cell("torch_bf16", "gpt2", data=2, pipeline=Pipe(2, "gpipe", 4)),
-)
-CELLS = sorted(
-    (*(thorough() if os.environ.get("COMPOSITION") == "full" else covering()), *OTHERS), key=lambda c: c.world_size
-)
-AT_ONCE = 24
-"""Cells of one launch."""
-
-
-class Results:
-    """What the cells did. A cell's whole group is launched when the first of it is asked for."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Cell, tuple[Cell, ...]] = {}
-        self._known: dict[Cell, list[Outcome] | RankFailure] = {}
-        for _, cells in itertools.groupby(CELLS, key=lambda cell: cell.world_size):
-            alike = tuple(cells)
-            for begin in range(0, len(alike), AT_ONCE):
-                group = alike[begin : begin + AT_ONCE]
-                self._groups |= dict.fromkeys(group, group)
-
-    def of(self, cell: Cell) -> list[Outcome] | RankFailure:
-        if cell not in self._known:
-            group = self._groups[cell]
-            found = run_jobs([partial(train, cell=each) for each in group], cell.world_size)
-            self._known |= dict(zip(group, found, strict=True))
-        return self._known[cell]
-
-
-@pytest.fixture(scope="module")
-def results() -> Results:
-    return Results()
+    Offloaded("naive_bf16", "gpt", tensor=2, data=2, clip_grad_norm=True, strategy="fsdp"),
+    Offloaded("torch_fp16", "mlp", data=2, pipeline=Pipe(2, "1f1b", 2), strategy="fsdp"),
+]
+PARTIAL = [  # not every parameter has a gradient, on every rank or on some
+    Cell("none", "branching", tensor=2, data=2, clip_grad_norm=True),
+    Cell("naive_fp16", "branching", tensor=2, data=2, clip_grad_norm=True),
+    Cell("none", "branching", tensor=2, data=2, gradient_accumulation=2, reduce_dtype="bfloat16"),
+    Cell("torch_fp16", "frozen_gpt", 2, 2, sequence_parallel=True, clip_grad_norm=True),
+    Cell("naive_bf16", "frozen_gpt", tensor=2, data=2, gradient_accumulation=2),
+    Cell("naive_fp16", "frozen_vit", tensor=2, data=2, sequence_parallel=True),
+    Cell("naive_fp16", "frozen_gpt", data=2, clip_grad_norm=True, pipeline=Pipe(2, "1f1b", 4)),
+    Cell("naive_fp16", "frozen_vit", tensor=2, sequence_parallel=True, pipeline=Pipe(2, "interleaved", 2, 2)),
+    Cell("torch_bf16", "frozen_gpt", pipeline=Pipe(4, "gpipe", 2)),  # the first stages have nothing to train
+]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_trains_to_parity(cell, results):
-    problems = find_problems(cell, results.of(cell))
-    assert not problems, "\n".join([str(cell), *problems])
+def test_trains_to_parity(cell):
+    assert not find_problems(cell, run_ranks(train, cell.world_size, cell))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", OTHERS, ids=str)
+def test_other_cells_train_to_parity(cell):
+    assert not find_problems(cell, run_ranks(train, cell.world_size, cell))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", PARTIAL, ids=str)
+def test_parameters_without_gradients_stay_and_the_others_train_to_parity(cell):
+    results = run_ranks(train, cell.world_size, cell)
+    assert not find_problems(cell, results)
+    expected = reference(cell.model, cell.clip_grad_norm, cell.scaled)
+    for name, param in expected.model.named_parameters():
+        assert torch.equal(results[0].weights[name], expected.start[name]) == (param.grad is None), name

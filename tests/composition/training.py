@@ -1,4 +1,4 @@
-"""One cell on one rank: ten updates through the engine, and what came of them."""
+"""One cell on one rank: six updates through the engine, and what came of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.models import MatmulDtypes
 from .cells import Cell
 from .workloads import SAMPLES, criterion, find_workload
 
-OVERFLOW_AT = 3
+OVERFLOW_AT = 1
 """The update in which the last rank's loss is inf, where the loss is scaled."""
 MOMENTUM = 0.9
 

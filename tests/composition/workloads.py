@@ -1,4 +1,4 @@
-"""What the cells train: four small models, each with data from which it learns something within ten updates."""
+"""What the cells train: four small models, each with data from which it learns something within six updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-UPDATES = 10
+UPDATES = 6
 SAMPLES = 8
 """Of all data ranks and microbatches together, in one update: in every layout the same ones."""
 CLASSES = 4
@@ -205,18 +205,20 @@ def _every_other() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 WORKLOADS = {
-    "mlp": Workload(MLP, lambda: _labelled(8), lr=0.05, max_norm=0.9, plan=MLP_PLAN, sequence=False, points=MLP_POINTS),
+    "mlp": Workload(
+        MLP, lambda: _labelled(8), lr=0.05, max_norm=0.79, plan=MLP_PLAN, sequence=False, points=MLP_POINTS
+    ),
     "gpt": Workload(_gpt, _text, lr=0.05, max_norm=1.9),
     "vit": Workload(_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
-    "llama": Workload(_llama, _text, lr=0.01, max_norm=3.2),
+    "llama": Workload(_llama, _text, lr=0.01, max_norm=3.45),
 }
 """The values of the axis `model`."""
 
 SPECIAL = {
     "gpt2": Workload(_gpt2, _text, lr=0.02, max_norm=3.0),
-    "branching": Workload(Branching, _every_other, lr=0.05, max_norm=0.9, plan=BRANCHING_PLAN, sequence=False),
+    "branching": Workload(Branching, _every_other, lr=0.05, max_norm=0.79, plan=BRANCHING_PLAN, sequence=False),
     "frozen_gpt": Workload(_frozen_gpt, _text, lr=0.05, max_norm=1.2),
-    "frozen_vit": Workload(_frozen_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
+    "frozen_vit": Workload(_frozen_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=3.0),
 }
 """Models that are not on an axis: one whose weights are [in, out], and others in which not every parameter has a
 gradient."""

@@ -1,4 +1,4 @@
-"""engine.count_flops: what a model multiplies, whatever the layout, without a trace in the run."""
+"""engine.count_flops and the throughput hook: what a model multiplies, in every layout; nothing of the run changes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import halfmesh
 from halfmesh.hooks import ThroughputHook
-from tests.support.checkpoint_runs import FP16, LAYOUTS, make_engine
+from tests.support.checkpoint_runs import FP16, differing, make_engine, whole_state
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.ranks import run_ranks
 
@@ -37,8 +36,8 @@ def engine_of(model, criterion=nn.functional.cross_entropy, **config):
     return halfmesh.initialize(model, torch.optim.SGD(params, lr=0.1), criterion, config=config, device="cpu")
 
 
-def counted(engine, *inputs, target):
-    return engine.count_flops(lambda: engine.criterion(engine(*inputs), target))
+def counted(engine, inputs, target):
+    return engine.count_flops(lambda: engine.criterion(engine(inputs), target))
 
 
 def text(samples):
@@ -50,76 +49,46 @@ def token_loss(output, target):
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def test_layers():
-    x, y = make_data(6)
-    layers = nn.Sequential(nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES))
-    assert counted(engine_of(layers), x, target=y) == {FP32: 6 * (4 * FEATURES * 5 + 6 * 5 * CLASSES)}
-    x = x.requires_grad_()
-    assert counted(engine_of(layers), x, target=y) == {FP32: 6 * (6 * FEATURES * 5 + 6 * 5 * CLASSES)}
+def layers(first=nn.Linear):
+    return nn.Sequential(first(FEATURES, 5), nn.Linear(5, CLASSES))
 
 
-def test_frozen_layers():
-    x, y = make_data(6)
-    layers = nn.Sequential(nn.Linear(FEATURES, 5).requires_grad_(False), nn.Linear(5, CLASSES))
-    assert counted(engine_of(layers), x, target=y) == {FP32: 6 * (2 * FEATURES * 5 + 4 * 5 * CLASSES)}
+def frozen(*sizes):
+    return nn.Linear(*sizes).requires_grad_(False)
 
 
-def test_convolutions():
-    layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, stride=2), nn.Flatten())
-    x, y = torch.randn(5, 3, 9, 9), torch.arange(5)
-    first, second = 9 * 9 * 4 * 3 * 9, 4 * 4 * 2 * 4 * 9
-    assert counted(engine_of(layers), x, target=y) == {FP32: 5 * (4 * first + 6 * second)}
+FIRST, SECOND = 2 * FEATURES * 5, 2 * 5 * CLASSES
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])  # another kernel of attention
-def test_a_transformer(dropout):
-    ids, target = text(3)
-    assert counted(engine_of(make_gpt(dropout=dropout), token_loss), ids, target=target) == {FP32: 3 * GPT}
+@pytest.mark.parametrize(
+    ("model", "samples", "expected"),
+    [
+        (layers(), make_data(6), {FP32: 6 * (2 * FIRST + 3 * SECOND)}),
+        (layers(), (make_data(6)[0].requires_grad_(), make_data(6)[1]), {FP32: 6 * (3 * FIRST + 3 * SECOND)}),
+        (layers(frozen), make_data(6), {FP32: 6 * (FIRST + 2 * SECOND)}),
+    ],
+    ids=["layers", "inputs with gradient", "frozen"],
+)
+def test_layers(model, samples, expected):
+    assert counted(engine_of(model), *samples) == expected
 
 
-def test_precisions_are_told_apart():
-    ids, target = text(3)
-    naive = counted(engine_of(make_gpt(), token_loss, bf16={"mode": "naive"}), ids, target=target)
-    assert naive == {"torch.bfloat16": 3 * GPT}
-    autocast = counted(engine_of(make_gpt(), token_loss, bf16={"mode": "torch"}), ids, target=target)
-    assert autocast == {"torch.bfloat16": 3 * GPT}
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
-
-        def forward(self, x):
-            x = self.a(x)
-            with torch.autocast("cpu", enabled=False):
-                return self.b(x.float())
-
-    x, y = make_data(2)
-    mixed = counted(engine_of(Mixed(), bf16={"mode": "torch"}), x, target=y)
-    assert mixed == {"torch.bfloat16": 2 * 4 * FEATURES * 4, FP32: 2 * 6 * 4 * CLASSES}
+@pytest.mark.parametrize(
+    ("options", "config", "dtype"),
+    [
+        ({}, {}, FP32),
+        ({"dropout": 0.1}, {}, FP32),  # another kernel of attention
+        ({}, {"bf16": {"mode": "naive"}}, "torch.bfloat16"),
+        ({}, {"activation_checkpoint": True}, FP32),
+        pytest.param({}, {"compile": {"backend": "aot_eager"}}, FP32, marks=pytest.mark.slow),
+    ],
+)
+def test_a_transformer(options, config, dtype):
+    """What is computed again does not count."""
+    assert counted(engine_of(make_gpt(**options), token_loss, **config), *text(3)) == {dtype: 3 * GPT}
 
 
-def test_what_is_computed_again_does_not_count():
-    ids, target = text(3)
-    engine = engine_of(make_gpt(), token_loss, activation_checkpoint=True)
-    assert counted(engine, ids, target=target) == {FP32: 3 * GPT}
-
-    class Own(nn.Sequential):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    x, y = make_data(6)
-    layers = nn.Sequential(Own(nn.Linear(FEATURES, 5), nn.GELU()), nn.Linear(5, CLASSES))
-    assert counted(engine_of(layers), x, target=y) == {FP32: 6 * (4 * FEATURES * 5 + 6 * 5 * CLASSES)}
-
-
-def test_compiled():
-    ids, target = text(3)
-    engine = engine_of(make_gpt(), token_loss, compile={"backend": "aot_eager"})
-    assert counted(engine, ids, target=target) == {FP32: 3 * GPT}
-
-
-def test_what_has_no_formula():
+def test_an_operator_without_a_formula_is_refused_and_trained_all_the_same(caplog):
     name = "halfmesh_test_flops::twice"
 
     @torch.library.custom_op(name, mutates_args=())
@@ -132,29 +101,15 @@ def test_what_has_no_formula():
         def forward(self, x):
             return twice(super().forward(x))
 
-    x, y = make_data(6)
+    engine, hook = engine_of(Custom(FEATURES, CLASSES)), ThroughputHook()
     with pytest.raises(halfmesh.InputError, match=f"no formula is known for {name}; register one"):
-        counted(engine_of(Custom(FEATURES, CLASSES)), x, target=y)
+        counted(engine, *make_data(6))
+    halfmesh.Trainer(engine).fit([make_data(6)], epochs=1, hooks=[hook])
+    assert (engine.global_step, hook.state_dict()["flops"]) == (1, {})
+    assert "give ThroughputHook flops_per_sample" in caplog.text
 
 
-def test_mistakes():
-    x, y = make_data(6)
-    engine = engine_of(nn.Linear(FEATURES, CLASSES), gradient_accumulation=2)
-    engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(halfmesh.InputError, match=r"engine.count_flops\(\) was called after microbatch 1 of 2"):
-        counted(engine, x, target=y)
-    engine.step()
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    with pytest.raises(halfmesh.InputError, match=r"FLOPs cannot be counted: .*mat1 and mat2"):
-        counted(engine, x.T, target=y)
-    engine.backward(engine.criterion(engine(x), y))
-
-
-CELLS = [(layout, mode) for layout in ("dp2", "zero1", "fsdp", "tp2", "pp2") for mode in ("none", "torch")]
-FOUR = [("tp2_fsdp2", "none"), ("pp2_zero1", "torch")]
-GPTS = {"tp2": {"tensor": 2}, "sp2": {"tensor": {"size": 2, "sequence_parallel": True}}}
-GPTS["pp2"] = {"pipeline": {"size": 2, "microbatches": 2}}
+GPTS = [{"tensor": 2}, {"tensor": {"size": 2, "sequence_parallel": True}}, {"pipeline": {"size": 2, "microbatches": 2}}]
 
 
 def measured(rank, world_size, cells, gpts):
@@ -167,145 +122,47 @@ def measured(rank, world_size, cells, gpts):
         engine.close()
     for parallel in gpts:
         engine = engine_of(make_gpt(), token_loss, parallel=parallel)
-        ids, target = text(4)
-        found.append(counted(engine, ids, target=target)[FP32] / 4)
+        found.append(counted(engine, *text(4))[FP32] / 4)
         engine.close()
     return found
 
 
+TWO = [("dp2", "torch"), ("fsdp", "none"), ("tp2", "torch"), ("pp2", "none")]
+FOUR = [("tp2_fsdp2", "none"), ("pp2_zero1", "torch")]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "cells", "gpts"), [(2, CELLS, list(GPTS.values())), (4, FOUR, [])])
+@pytest.mark.parametrize(
+    ("ranks", "cells", "gpts"), [(2, TWO, GPTS), pytest.param(4, FOUR, [], marks=pytest.mark.slow)]
+)
 def test_every_layout_has_those_of_one_process(ranks, cells, gpts):
     """To the last operation, for each sample."""
     expected = [NET] * len(cells) + [GPT] * len(gpts)
     assert run_ranks(measured, ranks, cells, gpts, timeout=200) == [expected] * ranks
 
 
-def weights_of(rank, world_size, cells):
-    same = []
+class Reports(halfmesh.Hook):
+    def after_step(self, trainer, *_):
+        trainer.engine.precision_report()
+
+
+def with_and_without(rank, world_size, cells):
+    """What differs, with dropout, BatchNorm and accumulation, in a run with counts or precision reports."""
+    found = []
     for layout, mode in cells:
-        weights = []
-        for hooks in ([], ["throughput"]):
+        states = []
+        for hooks in ([], ["throughput"], [Reports()]):
             for seed in (random.seed, np.random.seed, torch.manual_seed):
                 seed(3)
             engine = make_engine(layout, mode, dropout=0.1, gradient_accumulation=2)
             halfmesh.Trainer(engine).fit(max_steps=3, hooks=hooks)
-            engine.close()
-            weights.append({name: value.clone() for name, value in engine.model.state_dict().items()})
-        same.append(all(torch.equal(weights[0][name], value) for name, value in weights[1].items()))
-    return same
+            states.append(whole_state(engine))
+        found += differing(states[1], states[0]) + differing(states[2], states[0])
+    return found
 
 
+@pytest.mark.distributed
 def test_training_is_the_same_to_the_bit():
-    """With dropout, BatchNorm and accumulation."""
-    assert weights_of(0, 1, [("one", mode) for mode in FP16]) == [True] * len(FP16)
-
-
-@pytest.mark.distributed
-def test_training_of_ranks_is_the_same_to_the_bit():
+    assert with_and_without(0, 1, [("one", mode) for mode in FP16]) == []
     cells = [("tp2", "torch"), ("pp2", "naive"), ("fsdp", "none")]
-    assert {LAYOUTS[layout][0] for layout, _ in cells} == {2}
-    assert run_ranks(weights_of, 2, cells, timeout=120) == [[True] * 3] * 2
-
-
-def test_what_cannot_be_counted_is_trained_all_the_same(caplog):
-    calls = []
-
-    def fails_first(engine, batch):
-        calls.append(1)
-        if len(calls) == 1:
-            raise ValueError("mine")
-        return halfmesh.compute_batch(engine, batch)
-
-    def without_rows(engine, batch):
-        outcome = halfmesh.compute_batch(engine, batch)
-        return halfmesh.Outcome(outcome.loss, outcome.output, outcome.target, 0)
-
-    for compute, reason in [
-        (fails_first, "FLOPs cannot be counted: mine"),
-        (without_rows, "the first batch has no rows"),
-    ]:
-        engine, hook = make_engine("one", "none"), ThroughputHook()
-        halfmesh.Trainer(engine, compute=compute).fit(max_steps=1, hooks=[hook])
-        assert engine.global_step == 1
-        assert hook.state_dict()["flops"] == {}
-        assert reason in caplog.text
-    assert "give ThroughputHook flops_per_sample" in caplog.text
-
-
-def test_it_is_counted_once_for_a_run():
-    """Until other parameters are trained."""
-    engine, calls = make_engine("one", "none"), []
-
-    def compute(engine, batch):
-        calls.append(1)
-        return halfmesh.compute_batch(engine, batch)
-
-    for steps, expected in [(1, 2), (2, 3), (3, 5)]:
-        if steps == 3:
-            engine.model.up.requires_grad_(False)
-        hook = ThroughputHook()
-        halfmesh.Trainer(engine, compute=compute).fit(max_steps=steps, hooks=[hook])
-        assert len(calls) == expected
-    assert hook.state_dict()["flops"] == {FP32: NET - 2 * 16 * 32}
-
-
-def test_the_place_in_the_data_is_not_moved():
-    """What is saved between the count and the batch's own training begins with that batch."""
-    engine, places = make_engine("one", "none"), []
-
-    class Place(halfmesh.Hook):
-        def before_batch(self, trainer, batch):
-            places.append(engine.dataloader.place)
-
-    halfmesh.Trainer(engine).fit(max_steps=2, hooks=["throughput", Place()])
-    assert places == [(0, 0), (0, 1)]
-
-
-class InPlace(nn.Linear):
-    """Writes into what it is given."""
-
-    def forward(self, x):
-        return super().forward(x.mul_(2))
-
-
-def test_inputs_are_not_written_to():
-    weights = []
-    for hooks in ([], ["throughput"]):
-        torch.manual_seed(0)
-        engine = engine_of(InPlace(FEATURES, CLASSES))
-        halfmesh.Trainer(engine).fit([make_data(4)], epochs=1, hooks=hooks)
-        weights.append(engine.model.weight.detach())
-    assert torch.equal(*weights)
-
-
-def test_the_engine_has_seen_nothing(tmp_path):
-    """Neither a batch to report on, nor a boundary to save at."""
-    x, y = make_data(4)
-    engine = engine_of(nn.Linear(FEATURES, CLASSES), checkpoint={"directory": str(tmp_path), "every": 1})
-    counted(engine, x, target=y)
-    with pytest.raises(halfmesh.InputError, match="no batch went forward in training mode yet"):
-        engine.precision_report()
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    counted(engine, x, target=y)
-    engine.wait_for_save()
-    assert list(tmp_path.iterdir()) == []
-    engine.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def of_another_layout(rank, world_size):
-    """The state of rank 0 of a run with the same first stage: it fits here, and not on the other stage."""
-    engine, hook = make_engine("pp2", "none"), ThroughputHook()
-    trained = sum(param.numel() for param in engine.model.parameters() if param.requires_grad)
-    whole = engine.context.everyone(trained)
-    hook.load_state_dict({"flops": {FP32: 1.0}, "of": whole[0]})
-    halfmesh.Trainer(engine).fit(max_steps=2, hooks=[hook])
-    engine.close()
-    return whole[0] != whole[1], hook._flops
-
-
-@pytest.mark.distributed
-def test_ranks_agree_on_whether_to_count():
-    assert run_ranks(of_another_layout, 2, timeout=60) == [(True, {FP32: NET})] * 2
+    assert run_ranks(with_and_without, 2, cells, timeout=120) == [[]] * 2

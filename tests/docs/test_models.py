@@ -1,101 +1,110 @@
-"""docs/models.md tells the truth: its table is that of the cells, its Python runs."""
+"""What docs/models.md, deferred.md, memory.md and planning.md show: it runs, and the numbers are measured again."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from gpt import GPT
+from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
-from tests.docs.test_readme import find_python
-from tests.support.ranks import run_ranks
+from halfmesh import compat
+from tests.support.models import make_engine
+from tests.support.pages import ROOT, check, find_rows, read_page, shown_commands, stand_ins
+from tests.support.saved_memory import bytes_left
+from tests.support.versions import TORCH
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-
-
-class Texts(Dataset[dict[str, torch.Tensor]]):
-    """16 texts of 8 words, whose labels are the words, or a class."""
-
-    def __init__(self, classified: bool) -> None:
-        self.words = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(0))
-        self.classified = classified
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        words = self.words[index]
-        labels = words[0] % 2 if self.classified else words
-        return {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels}
+pytestmark = pytest.mark.slow
 
 
-def run(name: str) -> dict[str, Any]:
-    """The names that a snippet leaves."""
+def test_models_that_are_built_later(run):
+    images, labels = torch.randn(32, 16), torch.randint(4, (32,))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=8)
+    given = stand_ins() | {"torch": torch, "halfmesh": halfmesh, "config": {}, "dataloader": loader}
+    first = train_and_close(run("deferred.md", "build.py", given=given)["engine"])
+    second = train_and_close(run("deferred.md", "groups.py", given=given)["engine"])
+    assert all(torch.equal(value, second[name]) for name, value in first.items()), "both ways give the same values"
+
+    torch.manual_seed(3)
+    ordinary = given["build"]()
+    torch.manual_seed(3)
+    assert torch.equal(run("deferred.md", "from_rank0.py", given=given)["model"][0].weight, ordinary[0].weight)
+
+    given["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.1)
+    engine = run("deferred.md", "half.py", given=given)["engine"]
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+
+
+def train_and_close(engine):
+    """The values that it began with."""
+    values = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+    assert engine.global_step == 4
+    engine.close()
+    return values
+
+
+def left_after_a_forward(config):
     torch.manual_seed(0)
-    images = TensorDataset(torch.randn(16, 3, 32, 32), torch.randint(4, (16,)))
-    names: dict[str, Any] = {
-        "images": DataLoader(images, batch_size=8),
-        "texts": DataLoader(Texts(classified=False), batch_size=4),
-        "classified": DataLoader(Texts(classified=True), batch_size=4),
-    }
-    exec(find_python(PAGE, name), names)
-    return names
+    engine = make_engine(config, model=GPT(context=64, width=64, depth=6, num_heads=4, dropout=0.1))
+    ids = torch.randint(256, (8, 64))
+    engine(ids)
+    return bytes_left(lambda: engine(ids)) / 2**20
 
 
-def test_the_table():
+def test_the_memory_that_activations_leave():
+    for form, *expected in find_rows(read_page("memory.md"), "`activation_checkpoint` | fp32"):
+        config = {"activation_checkpoint": eval(form.strip("`"))}
+        for mode, mebibytes in zip(({}, {"bf16": {"mode": "torch"}}), expected, strict=True):
+            assert left_after_a_forward(mode | config) == pytest.approx(float(mebibytes), abs=0.006), form
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="other versions of torch keep a little more or less at the peak")
+def test_the_check_of_70_billion_parameters(run, monkeypatch):
+    run("planning.md", files=("big.py",))
+    monkeypatch.syspath_prepend(ROOT / "tests" / "support")  # where llama.py is
+    ((command, expected),) = shown_commands("planning.md")
+    assert check(command) == expected
+
+
+def load_texts():
+    """16 texts of 8 words, whose labels are the words."""
+    words = torch.randint(1, 64, (16, 8), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in words]
+    return DataLoader(rows, batch_size=4)
+
+
+@pytest.mark.parametrize("package", ["timm", "torchvision", "transformers"])
+def test_models_of_others(package, run):
+    pytest.importorskip(package)
+    torch.manual_seed(0)
+    images = DataLoader(TensorDataset(torch.randn(16, 3, 32, 32), torch.randint(4, (16,))), batch_size=8)
+    if package == "timm":
+        load_file = pytest.importorskip("safetensors.torch").load_file
+        names = run("models.md", "timm_vit.py", given={"images": images})
+        names["model"].load_state_dict(load_file("vit.safetensors"))
+    elif package == "torchvision":
+        names = run("models.md", "torchvision_resnet.py", given={"images": images})
+    else:
+        names = run("models.md", "hugging_face.py", given={"texts": load_texts()})
+    assert names["engine"].global_step == len(names["engine"].dataloader)
+    assert torch.isfinite(names["loss"] if "loss" in names else torch.zeros(()))
+
+
+def test_a_weighted_loss(run):
+    names = run("models.md", "weighted.py", given={})
+    assert compat.check(halfmesh.load_config(names["config"]), 1) == []
+    output = type("Output", (), {"logits": torch.zeros(2, 3, 4)})
+    total, weight = names["criterion"](output, torch.tensor([[1, 2, -100], [1, 2, 3]]))
+    assert (weight.item(), (total / weight).item()) == (3, pytest.approx(torch.log(torch.tensor(4.0)).item()))
+
+
+def test_the_table_of_models():
     for package in ("timm", "torchvision", "transformers"):
         pytest.importorskip(package)
     from tests.models_table.page import BEGIN, END, render
 
     again = "write it anew: .venv/bin/python -m tests.models_table.page"
-    assert PAGE.split(BEGIN)[1].split(END)[0] == render(), again
-
-
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [
-        ("timm", "timm_vit.py"),
-        ("torchvision", "torchvision_resnet.py"),
-        ("transformers", "hugging_face.py"),
-    ],
-)
-def test_its_loops(package, name, tmp_path, monkeypatch):
-    pytest.importorskip(package)
-    monkeypatch.chdir(tmp_path)
-    if package == "timm":
-        pytest.importorskip("safetensors")
-    names = run(name)
-    assert names["engine"].global_step == len(names["engine"].dataloader)
-    assert torch.isfinite(names["loss"] if "loss" in names else torch.zeros(()))
-    if package == "timm":
-        from safetensors.torch import load_file
-
-        names["model"].load_state_dict(load_file("vit.safetensors"))
-
-
-def test_the_weighted_loss():
-    names: dict[str, Any] = {}
-    exec(find_python(PAGE, "weighted.py"), names)
-    assert halfmesh.compat.check(halfmesh.load_config(names["config"]), 1) == []
-    labels = torch.tensor([[1, 2, -100], [1, 2, 3]])
-    output = type("Output", (), {"logits": torch.zeros(2, 3, 4)})
-    total, weight = names["criterion"](output, labels)
-    assert (weight.item(), (total / weight).item()) == (3, pytest.approx(torch.log(torch.tensor(4.0)).item()))
-
-
-def under_a_pipeline(rank: int, world_size: int) -> tuple[int, float]:
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    names = run("hugging_face_pipeline.py")
-    return names["engine"].global_step, names["loss"].item()
-
-
-@pytest.mark.distributed
-def test_its_pipeline():
-    pytest.importorskip("transformers")
-    first, second = run_ranks(under_a_pipeline, 2)
-    assert first == second
-    assert first[0] == 4
+    assert read_page("models.md").split(BEGIN)[1].split(END)[0] == render(), again

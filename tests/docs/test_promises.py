@@ -1,30 +1,29 @@
-"""docs/promises.md: each row names tests, which exist and run; and pages, which exist."""
+"""docs/promises.md: each row names tests that prove it. Tests that any other page names exist, too."""
 
 from __future__ import annotations
 
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.docs.test_readme import find_rows
+from halfmesh.compat import composition_table
+from tests.support.pages import DOCS, ROOT, find_rows, read_page
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "promises.md").read_text()
+PAGE = read_page("promises.md")
 SECTIONS: dict[str, str] = dict(re.findall(r"^## (From .*?)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE))
-ROWS = [(title, *row) for title, text in SECTIONS.items() for row in find_rows(text, "what")]
-NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+ROWS = [row for text in SECTIONS.values() for row in find_rows(text, "what")]
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
 @cache
 def find_tests(path: str) -> frozenset[str]:
     """The names of the test functions in a file that pytest collects."""
-    tree = ast.parse((ROOT / path).read_text())
-    return frozenset(
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    )
+    if not (ROOT / path).is_file():
+        return frozenset()
+    body = ast.parse((ROOT / path).read_text()).body
+    return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
 
 
 def test_all_three_documents_are_there():
@@ -33,27 +32,38 @@ def test_all_three_documents_are_there():
     assert len(ROWS) > 40
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[1][:40])
-def test_a_row_is_proven(row):
-    _, what, here, proven, page = row
-    assert what
-    assert here
-    named = NAMED.findall(proven)
-    assert named, f"no test proves {what!r}"
-    assert ", ".join(f"`{path}::{name}`" for path, name in named) == proven, "nothing but tests stands there"
-    for path, name in named:
-        assert (ROOT / path).is_file(), f"{what!r}: there is no {path}"
-        assert name in find_tests(path), f"{what!r}: {path} has no {name}"
-    (link,) = re.findall(r"\]\(([\w./-]+\.md)\)", page)
-    assert (ROOT / "docs" / link).is_file()
+def test_every_row_names_its_tests_and_nothing_else():
+    for what, _, proven, page in ROWS:
+        assert re.fullmatch(r"`tests/[\w/]+\.py::\w+`(, `tests/[\w/]+\.py::\w+`)*", proven), what
+        assert re.search(r"\]\([\w./-]+\.md\)", page), what
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tests_that_a_page_names_exist(page):
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
+    assert [f"{path}::{name}" for path, name in named if name not in find_tests(path)] == []
+    files = re.findall(r"`(tests/[\w/.]+)`", page.read_text())
+    assert [path for path in files if not (ROOT / path).exists()] == []
 
 
 def test_what_is_lifted_is_a_cell_that_trains():
-    from halfmesh.compat import composition_table
-
     table = composition_table()
-    lifted = {row[1] for row in ROWS if row[2].startswith("lifted")}
+    lifted = {row[0] for row in ROWS if row[1].startswith("lifted")}
     assert {"fp16 does not go with ZeRO", "pipelines take the naive mode only"} <= lifted
     for mode in ("torch fp16", "naive fp16"):
         assert {table[mode][column] for column in ("pipeline", "zero1", "fsdp")} == {"yes"}
     assert {table["apex fp16"][column] for column in ("tensor", "pipeline")} == {"refused"}
+
+
+def test_every_cell_of_the_table_has_a_trap_that_was_thought_of():
+    """docs/why.md has a row of traps for each mode, and "refused" where the cell is."""
+    text = read_page("why.md")
+    table = composition_table()
+    rows = {row[0]: row[1:] for row in find_rows(text, "| tensor")}
+    assert list(rows) == list(table)
+    for name, cells in rows.items():
+        refused = [verdict == "refused" for verdict in table[name].values()]
+        assert [cell.startswith("refused") for cell in cells] == refused, name
+    for section in text.split("\n## "):
+        for row in find_rows(section, "mode") if "| mode | trap |" in section else ():
+            assert row[3].startswith("`tests/"), row

@@ -1,88 +1,37 @@
-"""README.md and CONTRIBUTING.md tell the truth: their Python runs, their messages and tables are the real ones."""
+"""README.md, the first page of docs/ and CONTRIBUTING.md: their Python runs, their messages and tables are real."""
 
+from __future__ import annotations
+
+import contextlib
+import io
 import re
-import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from typer.testing import CliRunner
 
 import halfmesh
-from halfmesh.amp.plugin import AMP_PLUGINS
-from halfmesh.cli import app
+from halfmesh import compat
 from halfmesh.compat import Layout, composition_table, get_layout, render_table
+from tests.support.pages import check, find_blocks, import_snippet, read_page, shown_commands, snippet, stand_ins
+from tests.support.ranks import end_teams, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def find_blocks(text, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def find_text(text):
-    """The blocks without a language: what is printed."""
-    return [
-        block
-        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        if not language
-    ]
-
-
-def find_python(text, first_line):
-    """The one Python block that begins with `# first_line`."""
-    found = [block for block in find_blocks(text, "python") if block.startswith(f"# {first_line}\n")]
-    assert len(found) == 1, f"{len(found)} blocks begin with # {first_line}"
-    return found[0]
-
-
-def find_rows(text, header):
-    """The cells of the Markdown table whose header begins with `header`."""
-    table = text[text.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
-
-
-def stand_ins():
-    """What the snippets expect a user to have: 2-layer model, optimizer, criterion and 60 samples."""
-    torch.manual_seed(0)
-    x = torch.randn(60, 6)
-    samples = TensorDataset(x, (x[:, 0] > 0).long())
-    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 2))
-    return {
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.02),
-        "criterion": nn.CrossEntropyLoss(),
-        "dataloader": DataLoader(samples, batch_size=4),
-        "eval_dataloader": DataLoader(samples, batch_size=7),
-    }
+README = read_page("README.md")
+MISTAKES = re.findall(r"^```python\n# mistake\n(.*?)^```\n```console\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A directory with the README's config.py, where the snippets run."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.py").write_text(find_python(README, "config.py"))
+    (tmp_path / "config.py").write_text(snippet("README.md", "config.py"))
     return tmp_path
-
-
-def check(command):
-    """What a `$ halfmesh check ...` line prints."""
-    _, *args = shlex.split(command.removeprefix("$ "))
-    return CliRunner().invoke(app, args).stdout
-
-
-# --- README ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_loop(folder, capsys):
     names = stand_ins()
     before = names["model"][0].weight.detach().clone()
-    exec(find_python(README, "train.py"), names)
+    exec(snippet("README.md", "train.py"), names)
     # 15 batches in cycles of 4 make 4 updates an epoch, the last one of 3 batches
     assert re.fullmatch(r"12 updates, \d of them skipped, loss scale \d+\n", capsys.readouterr().out)
     assert names["engine"].config.fp16.mode == "naive"
@@ -91,10 +40,10 @@ def test_the_loop(folder, capsys):
     assert names["loss"] < 0.5
 
 
-def test_the_longer_snippet(folder, capsys):
+def test_the_longer_loop(folder, capsys):
     pytest.importorskip("safetensors")
     names = stand_ins()
-    exec(find_python(README, "more.py"), names)
+    exec(snippet("README.md", "more.py"), names)
     assert names["counts"][1] == 60
     assert names["result"].grad_norm > 0
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{names['engine'].global_step:08d}"]
@@ -104,27 +53,23 @@ def test_the_longer_snippet(folder, capsys):
 
 def test_the_division_of_a_model():
     names = {}
-    exec(find_python(README, "parallel.py"), names)
+    exec(snippet("README.md", "parallel.py"), names)
     config = halfmesh.load_config({"parallel": names["parallel"]})
-    assert halfmesh.compat.check(config, 8) == []
+    assert compat.check(config, 8) == []
     assert get_layout(config, 8) == Layout(pipeline=2, data=2, tensor=2)
 
 
-def test_precision_alone():
+def test_precision_without_the_engine():
     names = stand_ins()
-    exec(find_python(README, "alone.py"), names)
+    exec(snippet("README.md", "alone.py"), names)
     assert names["optimizer"].loss_scale >= 2.0**13
     assert names["loss"] < 0.7
     assert names["model"].state_dict()["0.weight"].dtype == torch.float32
 
 
 def test_the_check_of_the_config(folder):
-    block = next(block for block in find_blocks(README, "console") if "can run" in block)
-    command, expected = block.split("\n", 1)
+    ((command, expected),) = [shown for shown in shown_commands("README.md") if "can run" in shown[1]]
     assert check(command) == expected
-
-
-MISTAKES = re.findall(r"^```python\n# mistake\n(.*?)^```\n```console\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -140,22 +85,41 @@ def test_the_composition_table():
     assert f"\n{render_table()}\n" in README
 
 
-def test_every_layout_is_built_as_it_says():
-    assert set(composition_table()["none"].values()) == {"yes"}
+# --- docs/index.md: five minutes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
-def test_named_files_exist(text):
-    named = re.findall(r"(?:halfmesh|amp|engine|parallel|configs?|tests|examples)/[\w/]+\.py", text)
-    named += re.findall(r"\]\((\w+\.md)\)", text)
-    new = {"halfmesh/amp/pure_amp.py"}
-    missing = [
-        name
-        for name in named
-        if name not in new and not any((ROOT / base / name).exists() for base in ("", "halfmesh"))
-    ]
-    assert named
-    assert not missing
+def run_first_loop(rank, world_size, folder):
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(snippet("index.md", "train.py"), {})
+    return printed.getvalue()
+
+
+@pytest.mark.distributed
+def test_the_first_page_in_one_process_and_in_two(run, tmp_path):
+    """Losses depend on how a machine rounds; all else is printed as it is shown."""
+    run("index.md", files=("config.py", "divided.py"))
+    shown = dict(shown_commands("index.md"))
+    one = run_first_loop(0, 1, tmp_path)
+    two, nothing = run_ranks(run_first_loop, 2, tmp_path)
+    assert nothing == ""
+    torchrun = "$ torchrun --standalone --nproc-per-node 2 train.py"
+    for printed, command in ((one, "$ python train.py"), (two, torchrun)):
+        assert re.sub(r"loss \d\.\d+", "", printed) == re.sub(r"loss \d\.\d+", "", shown[command])
+        losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+        assert losses[-1] < losses[0] / 2
+    checks = [command for command in shown if command.startswith("$ halfmesh")]
+    assert len(checks) == 2
+    assert [check(command) for command in checks] == [shown[command] for command in checks]
+
+
+def test_the_mistakes_of_the_first_page(run):
+    run("index.md", files=("config.py",))
+    names, told = {}, find_blocks(read_page("index.md"), "")[1:]
+    exec(snippet("index.md", "train.py").replace("engine.close()", ""), names)
+    for code, message in ((snippet("index.md", "habit.py"), told[0]), (snippet("index.md", "twice.py"), told[1])):
+        with pytest.raises(halfmesh.InputError, match=re.escape(message.strip())):
+            exec(code, names)
+        names["engine"].close()
 
 
 # --- CONTRIBUTING ---------------------------------------------------------------------------------------------------
@@ -164,22 +128,20 @@ def test_named_files_exist(text):
 @pytest.fixture
 def pure(tmp_path, monkeypatch):
     """The plugin of CONTRIBUTING, imported from its file as a user would."""
-    (tmp_path / "pure_amp.py").write_text(find_python(CONTRIBUTING, "pure_amp.py"))
-    (tmp_path / "config.py").write_text(find_python(CONTRIBUTING, "config.py"))
+    (tmp_path / "config.py").write_text(snippet("CONTRIBUTING.md", "config.py"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    import pure_amp  # type: ignore[import-not-found]
-
-    yield pure_amp.PureAMP
-    AMP_PLUGINS.unregister("pure")
+    yield import_snippet("CONTRIBUTING.md", "pure_amp.py", tmp_path)
+    halfmesh.AMP_PLUGINS.unregister("pure")
     sys.modules.pop("pure_amp")
 
 
 def test_the_plugin_trains(pure):
     given = stand_ins()
-    given.pop("eval_dataloader")
-    given["optimizer"] = torch.optim.SGD(given["model"].parameters(), lr=0.5)
-    with halfmesh.initialize(*given.values(), config="config.py") as engine:
+    optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.5)
+    with halfmesh.initialize(
+        given["model"], optimizer, given["criterion"], given["dataloader"], config="config.py"
+    ) as engine:
         losses = []
         for _ in range(10):
             for x, y in engine.dataloader:
@@ -201,15 +163,16 @@ def test_the_plugin_is_checked(pure):
     assert (cells["pure fp16"]["replicate"], cells["pure bf16"]["tensor"]) == ("yes", "refused")
     with pytest.raises(halfmesh.ConfigError, match=r"bf16.scale: bf16 has the range of fp32"):
         halfmesh.load_config({"bf16": {"mode": "pure", "scale": 2.0}})
+    config = halfmesh.load_config({"fp16": {"mode": "pure"}, "parallel": {"tensor": 2}})
     with pytest.raises(halfmesh.IncompatibleConfigError, match="pure has not been tried with tensor parallelism"):
-        halfmesh.compat.raise_for(
-            halfmesh.compat.check(halfmesh.load_config({"fp16": {"mode": "pure"}, "parallel": {"tensor": 2}}), 2)
-        )
+        compat.raise_for(compat.check(config, 2))
 
 
+@pytest.mark.distributed
 def test_the_example_of_a_distributed_test(tmp_path, monkeypatch):
-    (tmp_path / "averaging.py").write_text(find_python(CONTRIBUTING, "test_average.py"))
+    (tmp_path / "averaging.py").write_text(snippet("CONTRIBUTING.md", "test_average.py"))
     monkeypatch.syspath_prepend(tmp_path)  # the ranks import it by name, from the same path
+    end_teams()
     import averaging  # type: ignore[import-not-found]
 
     averaging.test_average()

@@ -1,7 +1,9 @@
-"""The documentation as a whole: the site builds, no page is left out, links lead somewhere, every snippet is run."""
+"""The documentation as a whole: links lead somewhere, every snippet is run, generated pages are up to date."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import posixpath
 import re
 import subprocess
@@ -9,29 +11,26 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-import halfmesh
-from docs_tools.public_names import public_places
+from docs_tools import error_page, picture, public_names, speed_table
+from tests.support.pages import DOCS, ROOT, find_blocks, read_page
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md"))]
+PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def name_of(path):
-    return path.relative_to(ROOT).as_posix()
+    """As tests give it to `read_page`."""
+    return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
 
 
+@pytest.mark.slow
 def test_the_site_is_built(tmp_path):
     pytest.importorskip("material", reason="pip install '.[docs]'")
     pytest.importorskip("mkdocstrings", reason="pip install '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    home = (tmp_path / "site" / "index.html").read_text()
-    assert "Start in five minutes" in home
     for page in (tmp_path / "site").rglob("*.html"):
         loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text())
         assert [address for address in loaded if "example" not in address] == [], f"{page} loads from elsewhere"
@@ -40,23 +39,26 @@ def test_the_site_is_built(tmp_path):
         assert name in api, name
 
 
+def test_links_of_the_site():
+    pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
+    from docs_tools.site_links import rewrite
+
+    known = {"loop.md", "assets/inside.svg", "repository/CONTRIBUTING.md", "repository/benchmarks/RESULTS.md"}
+    for page, given, expected in [
+        ("speed.md", "[tables](../benchmarks/RESULTS.md#goals)", "[tables](repository/benchmarks/RESULTS.md#goals)"),
+        ("repository/README.md", "[loop](docs/loop.md#x)", "[loop](../loop.md#x)"),
+        ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in gpt.py"),
+        ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),
+    ]:
+        assert rewrite(given, page, known) == expected, given
+
+
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r": ([\w./-]+\.md)$", nav, re.MULTILINE)
     assert len(listed) == len(set(listed))
-    missing = {path.relative_to(ROOT / "docs").as_posix() for path in DOCS} - set(listed)
+    missing = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - set(listed)
     assert not missing, f"put these into nav of mkdocs.yml: {sorted(missing)}"
-
-
-def test_nothing_is_fetched_while_the_site_is_built():
-    class Loader(yaml.SafeLoader):
-        """Knows mkdocs' own tags."""
-
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
-    assert config["theme"]["font"] is False
-    assert [plugin if isinstance(plugin, str) else next(iter(plugin)) for plugin in config["plugins"]] == [
-        *("search", "mkdocstrings"),
-    ]
 
 
 def anchors(text):
@@ -68,7 +70,7 @@ def anchors(text):
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "RESULTS.md"], ids=name_of)
 def test_links_lead_somewhere(page):
     text = re.sub(r"`[^`\n]+`", "", FENCE.sub("", page.read_text()))
     broken = []
@@ -82,84 +84,72 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
-def test_links_of_the_site():
-    pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
-    from docs_tools.site_links import rewrite
-
-    known = {"loop.md", "assets/inside.svg", "repository/CONTRIBUTING.md", "repository/benchmarks/RESULTS.md"}
-    for page, given, expected in [
-        ("speed.md", "[tables](../benchmarks/RESULTS.md#goals)", "[tables](repository/benchmarks/RESULTS.md#goals)"),
-        ("a/b.md", "see [the loop](../loop.md)", "see [the loop](../loop.md)"),
-        (
-            "repository/README.md",
-            "[loop](docs/loop.md#x), [c](CONTRIBUTING.md)",
-            "[loop](../loop.md#x), [c](CONTRIBUTING.md)",
-        ),
-        ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in gpt.py"),
-        ("inside.md", "![rooms](assets/inside.svg)", "![rooms](assets/inside.svg)"),
-        ("inside.md", "`[a](b.md)` and [h](https://x.org)", "`[a](b.md)` and [h](https://x.org)"),
-        ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),
-        ("inside.md", "[lost](lost.md)", "[lost](lost.md)"),  # left for mkdocs, which complains
-    ]:
-        assert rewrite(given, page, known) == expected, given
+def test_files_and_commands_that_pages_name_exist():
+    new = {"halfmesh/amp/pure_amp.py", "amp/pure_amp.py"}  # of the plugin that CONTRIBUTING writes
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES[:-1]:
+        text = page.read_text()
+        rooms = "halfmesh|amp|engine|parallel|tests|benchmarks|configs|examples"  # amp/: within halfmesh/
+        named = set(re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/]+\.\w+)", text)) - new
+        exists = {name for name in named if (ROOT / name).exists() or (ROOT / "halfmesh" / name).exists()}
+        assert named - exists == set(), page
+        assert set(re.findall(r"`make ([a-z-]+)(?: [A-Z]+=\w+)?`", text)) <= targets, page
 
 
-def test_lists_and_tables_of_the_site():
-    pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
-    from docs_tools.site_links import separate
+def snippets_that_tests_ask_for():
+    """(page, snippet) of every call in tests/docs/ that writes both out: `snippet("loop.md", "train.py")`."""
+    found = set()
+    for path in (ROOT / "tests" / "docs").glob("test_*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
+        for call in calls:
+            page, *names = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)] or [None]
+            if isinstance(call.args[0], ast.Constant):
+                found |= {(page, name) for name in names if str(name).endswith(".py")}
+    return found
 
-    given = "Good to know:\n- one\n  more\n- two\n\nA table:\n| a |\n|---|\n```\ncode\n- no list\n```\n- three"
-    assert separate(given) == (
-        "Good to know:\n\n- one\n  more\n- two\n\nA table:\n\n| a |\n|---|\n```\ncode\n- no list\n```\n\n- three"
-    )
-    assert separate("- one\n\n| a |\n") == "- one\n\n| a |\n"
+
+def test_every_snippet_is_run():
+    """A block of Python begins with `# name.py`, and a test asks for it by that name."""
+    asked, shown = snippets_that_tests_ask_for(), set()
+    for page in PAGES:
+        for block in find_blocks(page.read_text(), "python"):
+            name = re.match(r"# ([\w./]+\.py)\b|# mistake\n", block)
+            assert name, f"{page}: a snippet begins with {block[:40]!r}, not with a name"
+            shown |= {(name_of(page), name[1])} if name[1] else set()
+    assert len(shown) > 70
+    assert sorted(shown - asked) == []
+    assert sorted(pair for pair in asked - shown if str(pair[0]).endswith(".md")) == []
 
 
 def test_every_public_name_is_in_the_reference():
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = read_page("api.md")
     documented = set(re.findall(r"^::: halfmesh\.([\w.]+)$", page, re.MULTILINE))
     for package in ("halfmesh", "halfmesh.hooks"):
-        for name, place in public_places(package).items():
+        for name, place in public_names.public_places(package).items():
             reference = f"{place.module.removeprefix('halfmesh.')}.{name}"
-            assert reference in documented or f"| `{name}` |" in page, (
-                f"::: halfmesh.{reference} is missing in docs/api.md"
-            )
+            found = reference in documented or f"| `{name}` |" in page
+            assert found, f"::: halfmesh.{reference} is missing in docs/api.md"
 
 
-def test_the_table_of_registries():
-    for name, kind, group in re.findall(
-        r"^\| `(\w+)` \| (.*?) \| `(.*?)` \|$", (ROOT / "docs" / "api.md").read_text(), re.M
-    ):
-        assert getattr(halfmesh, name).entry_point_group == group, kind
+# --- pages that programs write --------------------------------------------------------------------------------------
 
 
-TESTS = {
-    path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path.name != Path(__file__).name
+def render_benchmarks():
+    return speed_table.update(speed_table.PAGE.read_text(), speed_table.render(speed_table.RESULTS.read_text()))
+
+
+GENERATED = {
+    "docs_tools.error_page": (error_page.PAGE, error_page.render),
+    "docs_tools.public_names": (public_names.FROZEN, public_names.render),
+    "docs_tools.speed_table": (speed_table.PAGE, render_benchmarks),
+    "docs_tools.picture": (picture.PATH, picture.render),
 }
 
 
-def readers_of(page):
-    """Tests that read a page of docs/: they name it, or the folder within docs/ where it is."""
-    name = page.relative_to(ROOT / "docs")
-    named = [f'"{page.name}"', f'"{name.as_posix()}"', *(f'"docs" / "{part}"' for part in name.parts[:-1])]
-    return [text for text in TESTS.values() if any(part in text for part in named)]
-
-
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_every_snippet_is_run_by_a_test(page):
-    """A block of Python begins with `# name.py`, and a test that reads the page asks for it by that name."""
-    name = page.relative_to(ROOT / "docs").as_posix()
-    readers = readers_of(page)
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-        first = block.partition("\n")[0]
-        assert re.match(r"# [\w./]+\.py", first), f"{name}: a snippet begins with {first!r}, not with a name"
-        asked = f'"{first.removeprefix("# ")}"'
-        assert any(asked in text for text in readers), f"{name}: no test runs the snippet {asked}"
-
-
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_what_is_shown_of_the_command_line_is_tried(page):
-    """A test that reads the page compares its console blocks."""
-    text = page.read_text()
-    if "```console" in text:
-        assert any('"console"' in source or "```console" in source for source in readers_of(page)), page.name
+@pytest.mark.parametrize("module", GENERATED)
+def test_what_is_generated_is_what_would_be_written_now(module):
+    """Public names with their signatures are frozen by this, too: tests/frozen_names.txt."""
+    path, render = GENERATED[module]
+    lines = difflib.unified_diff(path.read_text().splitlines(), render().splitlines(), str(path), "now", "", "", 1, "")
+    difference = "\n".join(lines)
+    assert not difference, f"{difference}\n\nIf that is what you want: python -m {module}"

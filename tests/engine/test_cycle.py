@@ -11,7 +11,6 @@ from torch import nn, optim
 
 from halfmesh.errors import InputError, NonFiniteError
 from tests.support.models import (
-    FP16_NAIVE,
     FP16_TORCH,
     MLP,
     MODES,
@@ -23,12 +22,18 @@ from tests.support.models import (
     make_engine,
     make_loader,
     reference,
+    step_on,
+    summed_loss,
     train,
 )
 
+X, Y = make_data(8)
+HALVES = (slice(0, 4), slice(4, 8))
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
-@pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16"])
+
+@pytest.mark.parametrize(
+    ("mode", "max_norm"), [("none", 0.0), ("none", 0.5), ("torch_fp16", 0.5), ("naive_fp16", 0.5), ("naive_fp16", 0.0)]
+)
 def test_accumulation_equals_the_big_batch(mode, max_norm):
     """7 batches of 4 in cycles of 3: the last cycle has a single one, and counts as a batch of its own."""
     config = MODES[mode] | {"gradient_accumulation": 3, "clip_grad_norm": max_norm}
@@ -38,37 +43,22 @@ def test_accumulation_equals_the_big_batch(mode, max_norm):
     x, y = make_data(28)
     big = list(zip(x.split(12), y.split(12), strict=True))
     assert [len(b) for b, _ in big] == [12, 12, 4]
-    expected = reference(big * 2, max_norm=max_norm)
-    assert difference(full_weights(engine), expected) < TOLERANCES[mode]
+    assert difference(full_weights(engine), reference(big * 2, max_norm=max_norm)) < TOLERANCES[mode]
 
 
-@pytest.mark.parametrize("batches", [4, 5])
-def test_a_batch_that_is_fetched_before_the_step(batches):
-    """That it is the last one holds for its own microbatch, not for the one that is under way."""
-    x, y = make_data(4 * batches)
-    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(4 * batches, 4))
-    waiting, closed = iter(engine.dataloader), []
-    batch = next(waiting)
-    for number in range(1, batches + 1):
-        engine.backward(engine.criterion(engine(batch[0]), batch[1]))
-        batch = next(waiting) if number < batches else None
-        closed.append(engine.step() is not None)
-    assert closed == [False, True, False, True, True][:batches]
-    expected = reference(list(zip(x.split(8), y.split(8), strict=True)))
-    assert difference(full_weights(engine), expected) < 1e-5
-    engine.backward(engine.criterion(engine(x), y))
-    assert engine.step() is None, "the end of the loader is over"
-
-
-def test_a_last_batch_that_waits_while_a_cycle_is_ended_by_hand():
-    engine = make_engine({"gradient_accumulation": 3}, loader=make_loader(20, 4))
+def test_the_last_cycle_of_a_loop_that_fetches_before_the_step():
+    """That a batch is the last one holds for its own microbatch, not for the one that is under way."""
+    x, y = make_data(20)
+    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(20, 4))
     waiting, closed = iter(engine.dataloader), []
     batch = next(waiting)
     for number in range(5):
         engine.backward(engine.criterion(engine(batch[0]), batch[1]))
         batch = next(waiting) if number < 4 else None
-        closed.append(engine.step(last=number == 3) is not None)
-    assert closed == [False, False, True, True, True]
+        closed.append(engine.step() is not None)
+    assert closed == [False, True, False, True, True]
+    assert difference(full_weights(engine), reference(list(zip(x.split(8), y.split(8), strict=True)))) < 1e-5
+    assert step_on(engine, x, y) is None, "the end of the loader is over"
 
 
 def _fetched_ahead(batches):
@@ -86,75 +76,43 @@ def _without_the_second(batches):
 
 
 @pytest.mark.parametrize(
-    ("loop", "accumulation", "tells"),
+    ("loop", "accumulation", "warns"),
     [(_fetched_ahead, 2, True), (_fetched_ahead, 1, False), (iter, 2, False), (_without_the_second, 2, False)],
     ids=["fetched-ahead", "not-accumulated", "ordinary", "one-passed-over"],
 )
-def test_a_loop_that_fetches_before_the_backward_is_told(loop, accumulation, tells, caplog):
+def test_a_loop_that_fetches_before_the_backward_is_warned(loop, accumulation, warns, caplog):
     engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(20, 4))
     for _ in range(2):
         for x, y in loop(engine.dataloader):
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
-    assert caplog.text.count("fetches a batch before it trains on the one before") == tells, "once, not each epoch"
+            step_on(engine, x, y)
+    assert caplog.text.count("fetches a batch before it trains on the one before") == warns, "once, not each epoch"
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_batches_of_ones_own_after_the_loaders_are_no_such_loop(trains, caplog):
-    """The engine's were all trained on, or none was."""
-    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(20, 4))
-    for x, y in engine.dataloader:
-        if trains:
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
-        else:
-            with torch.no_grad():
-                engine(x)
-    engine.backward(engine.criterion(engine(x), y))
-    assert "fetches a batch" not in caplog.text
-
-
-def test_own_loader_closes_a_cycle_early():
+def test_a_loader_of_ones_own_closes_a_cycle_early():
     engine = make_engine({"gradient_accumulation": 3})
     x, y = make_data(16)
     for i in range(4):
+        part = slice(i * 4, i * 4 + 4)
         engine.zero_grad()
-        engine.backward(engine.criterion(engine(x[i * 4 : i * 4 + 4]), y[i * 4 : i * 4 + 4]))
-        result = engine.step(last=i == 3)
-        assert (result is None) == (i in (0, 1))
-    expected = reference([(x[:12], y[:12]), (x[12:], y[12:])])
-    assert difference(full_weights(engine), expected) < 1e-5
+        engine.backward(engine.criterion(engine(x[part]), y[part]))
+        assert (engine.step(last=i == 3) is None) == (i in (0, 1))
+    assert difference(full_weights(engine), reference([(x[:12], y[:12]), (x[12:], y[12:])])) < 1e-5
     assert engine.global_step == 2
-
-
-def test_own_loader_carries_a_cycle_over_an_epoch():
-    engine = make_engine({"gradient_accumulation": 2})
-    loader = list(make_loader(12, 4))  # 3 batches
-    closed = []
-    for _ in range(2):
-        for x, y in loader:
-            engine.backward(engine.criterion(engine(x), y))
-            closed.append(engine.step() is not None)
-            engine.zero_grad()
-    assert closed == [False, True, False, True, False, True]
 
 
 def test_zero_grad_inside_a_cycle_does_nothing_also_the_optimizers_own():
     engine = make_engine({"gradient_accumulation": 2})
-    x, y = make_data(8)
-    for half in (slice(0, 4), slice(4, 8)):
+    for half in HALVES:
         engine.zero_grad()
         engine.optimizer.zero_grad()
-        engine.backward(engine.criterion(engine(x[half]), y[half]))
-        engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+        step_on(engine, X[half], Y[half])
+    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
 def test_the_optimizers_zero_grad_reaches_working_and_master_gradients(mode):
     engine = make_engine(MODES[mode])
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
+    engine.backward(engine.criterion(engine(X), Y))
     engine.optimizer.zero_grad()
     assert all(p.grad is None for p in engine.model.parameters())
     assert all(p.grad is None for group in engine.optimizer.param_groups for p in group["params"])
@@ -162,24 +120,12 @@ def test_the_optimizers_zero_grad_reaches_working_and_master_gradients(mode):
         engine.step()
 
 
-def test_a_forgotten_zero_grad_does_no_harm():
-    x, y = make_data(8)
-    for config in (FP16_TORCH, FP16_NAIVE):
-        engine = make_engine(config)
-        for _ in range(3):
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
-        assert difference(full_weights(engine), reference([(x, y)] * 3)) < 4e-4
-
-
 def test_gradients_older_than_the_engine_do_not_count():
-    x, y = make_data(8)
     model = MLP()
-    nn.functional.cross_entropy(model(x), y).backward()
+    nn.functional.cross_entropy(model(X), Y).backward()
     engine = make_engine(FP16_TORCH, model=model)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 2e-4
+    step_on(engine, X, Y)
+    assert difference(full_weights(engine), reference([(X, Y)])) < 2e-4
 
 
 def test_a_backward_of_the_users_own_before_the_engines_counts():
@@ -187,11 +133,10 @@ def test_a_backward_of_the_users_own_before_the_engines_counts():
         model = MLP()
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         engine = make_engine(model=model, optimizer=optimizer) if with_engine else None
-        x, y = make_data(8)
         for _ in range(3):
             optimizer.zero_grad()
             model.first.weight.square().sum().backward()
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = nn.functional.cross_entropy(model(X), Y)
             engine.backward(loss) if engine else loss.backward()
             engine.step() if engine else optimizer.step()
         return dict(model.state_dict())
@@ -199,60 +144,48 @@ def test_a_backward_of_the_users_own_before_the_engines_counts():
     torch.testing.assert_close(run(True), run(False))
 
 
-def test_two_backwards_before_a_step_add_up():
+def test_two_backwards_through_one_graph_add_up():
     engine = make_engine()
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y) * 0.25)
-    engine.backward(engine.criterion(engine(x), y) * 0.75)
+    loss = engine.criterion(engine(X), Y)
+    engine.backward(loss * 0.25, retain_graph=True)
+    engine.backward(loss * 0.75)
     engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
-
-
-def test_loss_reduction_sum():
-    engine = make_engine(
-        {"loss_reduction": "sum", "gradient_accumulation": 2},
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        loader=make_loader(24, 4),
-    )
-    train(engine)
-    x, y = make_data(24)
-    big = zip(x.split(8), y.split(8), strict=True)
-    assert difference(full_weights(engine), reference(big, reduction="sum")) < 1e-5
+    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["none", "naive_fp16"])
 def test_loss_reduction_weighted(mode):
     """Batches of 5 and 3 samples: equal to one batch of 8, which the mean of two means is not."""
-
-    def criterion(output, target):
-        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
-
     config = MODES[mode] | {"loss_reduction": "weighted", "gradient_accumulation": 2, "clip_grad_norm": 0.8}
-    engine = make_engine(config, criterion=criterion)
+    engine = make_engine(config, criterion=summed_loss)
     x, y = make_data(24)
     for begin in range(0, 24, 8):
         for part in (slice(begin, begin + 5), slice(begin + 5, begin + 8)):
-            engine.backward(engine.criterion(engine(x[part]), y[part]))
-            engine.step()
+            step_on(engine, x[part], y[part])
     big = zip(x.split(8), y.split(8), strict=True)
     assert difference(full_weights(engine), reference(big, max_norm=0.8)) < TOLERANCES[mode]
 
 
-def test_weighted_with_nothing_to_count():
+def test_a_discarded_weighted_loss_does_not_count():
+    engine = make_engine({"loss_reduction": "weighted"}, criterion=summed_loss)
+    engine.backward(engine.criterion(engine(X), Y))
+    engine.zero_grad()
+    step_on(engine, X, Y)
+    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
+
+
+def test_weighted_with_nothing_to_count_changes_nothing():
     engine = make_engine({"loss_reduction": "weighted"}, criterion=lambda o, t: (o.sum() * 0, 0))
     before = full_weights(engine)
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
+    step_on(engine, X, Y)
     torch.testing.assert_close(full_weights(engine), before, rtol=0, atol=0)
 
 
 def test_a_cycle_that_was_left_early_can_be_closed():
     engine = make_engine({"gradient_accumulation": 4}, loader=make_loader(16, 4))
-    for _i, (x, y) in enumerate(engine.dataloader):
-        engine.backward(engine.criterion(engine(x), y))
-        assert engine.step() is None
-        if _i == 1:
+    for i, (x, y) in enumerate(engine.dataloader):
+        assert step_on(engine, x, y) is None
+        if i == 1:
             break
     assert engine.step(last=True) is not None
     x, y = make_data(16)
@@ -280,20 +213,16 @@ def test_evaluation_over_the_training_loader_inside_an_epoch():
 
 def test_an_error_in_step_does_not_spoil_the_next():
     engine = make_engine({"on_nonfinite": "raise", "gradient_accumulation": 2})
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    engine.backward(engine.criterion(engine(x), y) * math.nan)
+    step_on(engine, X, Y)
+    engine.backward(engine.criterion(engine(X), Y) * math.nan)
     with pytest.raises(NonFiniteError):
         engine.step()
-    before = full_weights(engine)
-    torch.testing.assert_close(before, dict(MLP().state_dict()), rtol=0, atol=0)
-    for half in (slice(0, 4), slice(4, 8)):
+    torch.testing.assert_close(full_weights(engine), dict(MLP().state_dict()), rtol=0, atol=0)
+    for half in HALVES:
         engine.zero_grad()
-        engine.backward(engine.criterion(engine(x[half]), y[half]))
-        result = engine.step()
+        result = step_on(engine, X[half], Y[half])
     assert result is not None
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
 
 
 def test_an_error_in_backward_leaves_no_half_gradient():
@@ -307,30 +236,14 @@ def test_an_error_in_backward_leaves_no_half_gradient():
             raise MemoryError("out of memory")
 
     engine = make_engine({"gradient_accumulation": 2})
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    broken = engine.model.last(Fails.apply(engine.model.norm(engine.model.first(x)))).sum()
+    step_on(engine, X, Y)
+    broken = engine.model.last(Fails.apply(engine.model.norm(engine.model.first(X)))).sum()
     with pytest.raises(MemoryError) as failed:
         engine.backward(broken)
-    assert failed.value.__notes__ == ["this was microbatch 1 of 2; the gradients of those before it are cleared, too"]
-    for half in (slice(0, 4), slice(4, 8)):
-        engine.backward(engine.criterion(engine(x[half]), y[half]))
-        engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
-
-
-def test_a_discarded_weighted_loss_does_not_count():
-    def criterion(output, target):
-        return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
-
-    engine = make_engine({"loss_reduction": "weighted"}, criterion=criterion)
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.zero_grad()
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+    assert "the gradients of those before it are cleared, too" in failed.value.__notes__[0]
+    for half in HALVES:
+        step_on(engine, X[half], Y[half])
+    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
 
 
 def test_clip_in_a_short_last_cycle():
@@ -354,24 +267,20 @@ def test_clip_in_a_short_last_cycle():
 def test_loading_inside_a_cycle_begins_a_new_one():
     engine = make_engine({"gradient_accumulation": 2})
     state = copy.deepcopy(engine.state_dict())
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y) * 100)
+    engine.backward(engine.criterion(engine(X), Y) * 100)
     engine.step()
     engine.load_state_dict(state)
-    for half in (slice(0, 4), slice(4, 8)):
-        engine.backward(engine.criterion(engine(x[half]), y[half]))
-        engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
+    for half in HALVES:
+        step_on(engine, X[half], Y[half])
+    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
     with pytest.raises(InputError, match=r"engine.load_state_dict takes what engine.state_dict\(\) gave"):
         engine.load_state_dict(None)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16", "apex_o2"])
 def test_close_within_a_cycle_leaves_nothing_behind(mode):
     engine = make_engine(MODES[mode] | {"gradient_accumulation": 2}, optimizer=adamw)
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
+    step_on(engine, X, Y)
     engine.close()
     group = engine.optimizer.param_groups[0]
     assert (group["fused"], group["foreach"]) == (None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import halfmesh
-from halfmesh.errors import InputError, NonFiniteError
+from halfmesh.errors import InputError
 from tests.support.models import (
     COMPUTE_DTYPES,
     FP16_NAIVE,
@@ -26,8 +25,10 @@ from tests.support.models import (
     make_loader,
     reference,
     sgd,
-    train,
+    step_on,
 )
+
+X, Y = make_data(8)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -37,24 +38,21 @@ def test_parity_with_a_plain_fp32_loop(mode):
     config = {key: {**value, **growing} for key, value in MODES[mode].items()} | {"clip_grad_norm": 0.7}
     engine = make_engine(config, loader=make_loader(80))
     overflows = engine.loss_scale > 1
-    norms, scales, step = [], [], 0
-    for x, y in engine.dataloader:
+    norms, scales = [], []
+    for step, (x, y) in enumerate(engine.dataloader):
         if step == 5 and overflows:  # one batch that overflows, between two good ones
             engine.zero_grad()
             engine.backward(engine.criterion(engine(x), y) * math.inf)
             assert engine.step().skipped
         engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        result = engine.step()
+        result = step_on(engine, x, y)
         norms.append(result.grad_norm)
         scales.append(result.loss_scale)
-        step += 1
-    assert step == 10
+    assert len(norms) == 10
     assert min(norms) < 0.7 < max(norms)
     if overflows:
         assert len(set(scales)) > 1
-    expected = reference(make_loader(80), max_norm=0.7)
-    assert difference(full_weights(engine), expected) < TOLERANCES[mode]
+    assert difference(full_weights(engine), reference(make_loader(80), max_norm=0.7)) < TOLERANCES[mode]
     assert engine.skipped_steps == int(overflows)
     assert engine.global_step == 10 + int(overflows)
 
@@ -63,18 +61,16 @@ def test_parity_with_a_plain_fp32_loop(mode):
 def test_matrix_products_run_in_the_dtype_asked_for(mode):
     engine = make_engine(MODES[mode])
     expected = COMPUTE_DTYPES[mode]
-    x, y = next(iter(engine.dataloader))
     with MatmulDtypes() as training:
-        output = engine(x)
-        engine.backward(engine.criterion(output, y))
+        output = engine(X)
+        engine.backward(engine.criterion(output, Y))
     assert training.dtypes == {expected}
     engine.eval()
     with torch.no_grad(), MatmulDtypes() as evaluating:
-        engine(x)
+        engine(X)
     assert evaluating.dtypes == {expected}
-    weights = torch.float32 if mode in ("torch_fp16", "torch_bf16", "apex_o1") else expected
-    assert {p.dtype for p in engine.model.parameters()} == {weights}
     autocast = mode in ("torch_fp16", "torch_bf16", "apex_o1")
+    assert {p.dtype for p in engine.model.parameters()} == {torch.float32 if autocast else expected}
     assert output.dtype == (expected if autocast else torch.float32)
     with engine.autocast():
         assert torch.is_autocast_enabled("cpu") == autocast
@@ -103,17 +99,63 @@ def test_the_criterion_runs_in_the_forward_scope():
 
     for config in (FP16_TORCH, FP16_NAIVE):
         engine = make_engine(config, criterion=criterion)
-        x, y = next(iter(engine.dataloader))
-        assert engine.criterion(engine(x), y).dtype == torch.float32
+        assert engine.criterion(engine(X), Y).dtype == torch.float32
     assert seen == [True, False]
 
 
-class OwnLoss(MLP):
-    def forward(self, x, y):
-        return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
+class LooksAtItsScope(nn.Module):
+    """Calls the engine again when `deep`; fails on zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+        self.engine = None
+
+    def forward(self, x):
+        if x.sum() == 0:
+            raise LookupError("no data")
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            x = engine[0](x)
+            self.engine = engine
+        self.cache = torch.is_autocast_cache_enabled()
+        return self.inner(x)
 
 
-@pytest.mark.parametrize("mode", MODES)
+def test_the_scope_of_autocast_is_left_as_it_was():
+    """After a call within a call, after an error, and within a scope of the user's."""
+    model = LooksAtItsScope()
+    engine = make_engine({"bf16": {"mode": "torch"}}, model=model)
+    x = torch.ones(2, 4)
+    for nested in ([engine], None):
+        model.engine = nested
+        assert engine(x).dtype == torch.bfloat16
+        assert not torch.is_autocast_enabled("cpu")
+        with pytest.raises(LookupError):
+            engine(torch.zeros(2, 4))
+        assert not torch.is_autocast_enabled("cpu")
+    assert model.cache
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        engine(x)
+        assert not model.cache
+
+
+def test_a_scope_around_the_loop_does_not_keep_old_weights():
+    engine = make_engine(FP16_TORCH)
+    with engine.autocast():
+        for _ in range(3):
+            step_on(engine, X, Y)
+            engine.zero_grad()
+    assert difference(full_weights(engine), reference([(X, Y)] * 3)) < 2e-4
+    engine = make_engine({"bf16": {"mode": "torch"}}, model=LooksAtItsScope())
+    with torch.autocast("cpu", torch.bfloat16):
+        engine(torch.ones(1, 4))
+        engine.model.inner.weight.data.fill_(2.0)  # which torch does not count as a change
+        engine.zero_grad()
+        assert engine(torch.ones(1, 4)).tolist() == [[8.0] * 4]
+
+
+@pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16", "apex_o1"])
 @pytest.mark.parametrize("debug", [None, "sync"])
 def test_any_name_of_an_argument(mode, debug):
     class Scaled(MLP):
@@ -124,122 +166,62 @@ def test_any_name_of_an_argument(mode, debug):
         return nn.functional.mse_loss(output * call, criterion.to(output.dtype)) * model
 
     engine = make_engine(MODES[mode] | {"debug": debug}, model=Scaled(), criterion=loss)
-    x, _ = next(iter(engine.dataloader))
-    target = torch.zeros_like(engine(model=x, call=1.0), dtype=torch.float32)
-    engine.backward(engine.criterion(engine(model=x, call=1.0), criterion=target, call=1.0, model=1.0))
+    target = torch.zeros_like(engine(model=X, call=1.0), dtype=torch.float32)
+    engine.backward(engine.criterion(engine(model=X, call=1.0), criterion=target, call=1.0, model=1.0))
     assert engine.step() is not None
 
 
 def test_a_models_own_fp16_loss_caps_the_scale(caplog):
+    class OwnLoss(MLP):
+        def forward(self, x, y):
+            return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
+
     engine = make_engine({"fp16": {"mode": "naive"}}, model=OwnLoss())
-    x, y = make_data(8)
-    with caplog.at_level("WARNING", "halfmesh"):
-        for _ in range(2):
-            engine.backward(engine(x, y)["loss"])
-            assert not engine.step().skipped
-            engine.zero_grad()
+    for _ in range(2):
+        engine.backward(engine(X, Y)["loss"])
+        assert not engine.step().skipped
+        engine.zero_grad()
     assert engine.loss_scale == 2.0**15
     assert caplog.text.count("the loss scale is kept at or below 32768: the loss itself is fp16") == 1
     static = make_engine({"fp16": {"mode": "naive", "loss_scale": 65536.0}}, model=OwnLoss())
     with pytest.raises(InputError, match="the static loss_scale 65536 cannot be used"):
-        static.backward(static(x, y)["loss"])
-    untouched = make_engine({"fp16": {"mode": "naive"}})
-    untouched.backward(untouched.criterion(untouched(x), y))
-    assert untouched.loss_scale == 2.0**16
-
-
-def test_a_scope_around_the_loop_does_not_keep_old_weights():
-    engine = make_engine(FP16_TORCH)
-    x, y = make_data(8)
-    with engine.autocast():
-        for _ in range(3):
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
-            engine.zero_grad()
-    assert difference(full_weights(engine), reference([(x, y)] * 3)) < 2e-4
-
-
-def test_parameters_frozen_and_added_later():
-    model = MLP()
-    model.last.requires_grad_(False)
-    engine = make_engine(FP16_NAIVE, model=model, optimizer=lambda _: sgd([*model.first.parameters()]))
-    before = copy.deepcopy(model.state_dict())
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    moved = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
-    assert moved == {"first.weight", "first.bias"}
-    model.last.requires_grad_(True)
-    engine.optimizer.add_param_group({"params": list(model.last.parameters())})
-    engine.zero_grad()
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    assert not torch.equal(model.last.weight, before["last.weight"])
-    assert {p.dtype for g in engine.optimizer.param_groups for p in g["params"]} == {torch.float32}
-
-
-def test_nan_from_the_first_step_stops_with_a_diagnosis():
-    class Broken(MLP):
-        def forward(self, x):
-            return super().forward(x) * self.norm.weight.new_tensor(math.nan)
-
-    engine = make_engine(FP16_NAIVE | {"max_consecutive_skips": 12}, model=Broken())
-    with pytest.raises(NonFiniteError) as caught:
-        train(engine, epochs=10)
-    message = str(caught.value)
-    assert "12 updates in a row had gradients with inf or nan" in message
-    assert "first parameter with a non-finite gradient is 'first.weight'" in message
-    assert "has reached its floor, 1" in message
-    assert engine.global_step == 11
+        static.backward(static(X, Y)["loss"])
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("loss", "reduction", "message"),
     [
-        (lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"), r"scalar loss, but its shape is \(8,\)"),
-        (lambda o, y: 1.0, "takes the loss tensor, but a float was given"),
-        (lambda o, y: (o.sum(), 8), r"a tuple was given; for a criterion that returns \(sum, weight\)"),
-        (lambda o, y: o.argmax(), "floating-point loss, but its dtype is torch.int64"),
-        (lambda o, y: o.sum().detach(), "the loss has no graph to run backward through"),
+        (lambda o, y: nn.functional.cross_entropy(o, y, reduction="none"), "mean", r"scalar loss, .* is \(8,\)"),
+        (lambda o, y: 1.0, "mean", "takes the loss tensor, but a float was given"),
+        (lambda o, y: (o.sum(), 8), "mean", r"a tuple was given; for a criterion that returns \(sum, weight\)"),
+        (lambda o, y: o.argmax(), "mean", "floating-point loss, but its dtype is torch.int64"),
+        (lambda o, y: o.sum().detach(), "mean", "the loss has no graph to run backward through"),
+        (lambda o, y: o.sum(), "weighted", r"takes \(sum, weight\) from the criterion, but a Tensor was given"),
     ],
 )
-def test_losses_that_are_not_scalars_with_a_graph(loss, message):
-    engine = make_engine(criterion=loss)
-    x, y = make_data(8)
+def test_losses_that_cannot_be_used(loss, reduction, message):
+    engine = make_engine({"loss_reduction": reduction}, criterion=loss)
     with pytest.raises(InputError, match=message):
-        engine.backward(engine.criterion(engine(x), y))
-
-
-def test_weighted_needs_a_pair():
-    engine = make_engine({"loss_reduction": "weighted"})
-    x, y = make_data(8)
-    with pytest.raises(InputError, match=r"takes \(sum, weight\) from the criterion, but a Tensor was given"):
-        engine.backward(engine.criterion(engine(x), y))
+        engine.backward(engine.criterion(engine(X), Y))
 
 
 def test_misuse_of_the_engine():
-    engine = make_engine(criterion=None)
+    engine = halfmesh.initialize(MLP(), sgd, config={}, device="cpu")
     with pytest.raises(TypeError, match="initialize returns one Engine, not Colossal-AI's tuple"):
         _model, _optimizer, *_ = engine
-    with pytest.raises(InputError, match="no criterion was given to initialize"):
-        engine.criterion(1, 2)
-    with pytest.raises(InputError, match=r"engine.step\(\) was called before engine.backward"):
-        engine.step()
-    with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss; only mode='apex' has several"):
-        engine.backward(torch.tensor(1.0), loss_id=1)
-
-
-def test_a_scheduler_stepped_by_hand_as_well():
-    engine = make_engine(lr_scheduler=lambda o: optim.lr_scheduler.StepLR(o, 1, gamma=0.5))
-    x, y = make_data(8)
-    engine.backward(engine.criterion(engine(x), y))
-    engine.step()
-    engine.lr_scheduler.step()
-    engine.backward(engine.criterion(engine(x), y))
-    with pytest.raises(
-        InputError, match=r"lr_scheduler.step\(\) was called outside the engine, .* lr_interval='manual'"
-    ):
-        engine.step()
+    for call, message in [
+        (lambda: engine.criterion(1, 2), "no criterion was given to initialize"),
+        (engine.step, r"engine.step\(\) was called before engine.backward"),
+        (lambda: engine.backward(torch.tensor(1.0), loss_id=1), "loss_id=1 was given, but there is one loss"),
+        (lambda: iter(engine.dataloader), "no dataloader was given to initialize"),
+        (lambda: iter(engine.eval_dataloader), "no eval_dataloader was given to initialize"),
+        (
+            lambda: engine.model.load_state_dict(MLP(seed=3).state_dict(), assign=True),
+            r"assign=True\) would replace parameters that the optimizer",
+        ),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 def test_two_engines_on_one_model_do_not_clear_each_others_gradients():
@@ -248,11 +230,10 @@ def test_two_engines_on_one_model_do_not_clear_each_others_gradients():
         parts = [list(model.first.parameters()), list(model.last.parameters())]
         optimizers = [optim.SGD(part, lr=0.1) for part in parts]
         engines = [make_engine(model=model, optimizer=o) for o in optimizers] if with_engines else []
-        x, y = make_data(8)
         for _ in range(2):
             for i, optimizer in enumerate(optimizers):
                 optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x), y)
+                loss = nn.functional.cross_entropy(model(X), Y)
                 engines[i].backward(loss) if with_engines else loss.backward()
             for i, optimizer in enumerate(optimizers):
                 engines[i].step() if with_engines else optimizer.step()
@@ -261,37 +242,10 @@ def test_two_engines_on_one_model_do_not_clear_each_others_gradients():
     torch.testing.assert_close(run(True), run(False))
 
 
-def test_retain_graph():
-    engine = make_engine()
-    x, y = make_data(8)
-    loss = engine.criterion(engine(x), y)
-    engine.backward(loss * 0.5, retain_graph=True)
-    engine.backward(loss * 0.5)
-    engine.step()
-    assert difference(full_weights(engine), reference([(x, y)])) < 1e-5
-
-
-def test_assigning_parameters_is_refused():
-    engine = make_engine()
-    with pytest.raises(
-        InputError, match=r"load_state_dict\(..., assign=True\) would replace parameters that the optimizer"
-    ):
-        engine.model.load_state_dict(MLP(seed=3).state_dict(), assign=True)
-
-
-def test_loaders_that_were_not_given():
-    engine = halfmesh.initialize(MLP(), sgd, config={})
-    with pytest.raises(InputError, match="no dataloader was given to initialize"):
-        iter(engine.dataloader)
-    with pytest.raises(InputError, match="no eval_dataloader was given to initialize"):
-        iter(engine.eval_dataloader)
-
-
 def test_two_engines_in_one_process():
     first, second = make_engine(FP16_NAIVE), make_engine({"gradient_accumulation": 2})
     for (x, y), _ in zip(first.dataloader, range(4), strict=False):
         for engine in (first, second):
-            engine.backward(engine.criterion(engine(x), y))
-            engine.step()
+            step_on(engine, x, y)
     assert (first.global_step, second.global_step) == (4, 2)
     assert (first.loss_scale, second.loss_scale) == (256.0, 1.0)

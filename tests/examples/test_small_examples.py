@@ -10,12 +10,11 @@ import runpy
 import shutil
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support.example_runs import ROOT, run
+from tests.support.example_runs import ROOT
 from tests.support.ranks import free_port, run_ranks
 
 EXAMPLES = ROOT / "examples"
@@ -77,15 +76,16 @@ def numbers(pattern: str, text: str) -> list[float]:
 def test_all_examples_are_known():
     files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py") if "plugin" not in path.parts}
     assert files == {*SMALL, *LARGE}
+    for name in SMALL:
+        text = (EXAMPLES / name).read_text()
+        assert f"    python examples/{name}" in text[:600], "the way to start it stands at its top"
+    page = (EXAMPLES / "README.md").read_text()
+    named = set(re.findall(r"^\| `([\w/]+\.(?:py|ipynb))` \|", page, re.MULTILINE))
+    assert {*SMALL, "notebook.ipynb"} <= named
+    assert {name for name in named if not (EXAMPLES / name).exists()} == set()
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_it_is_short(name):
-    lines = (EXAMPLES / name).read_text().splitlines()
-    assert len(lines) < 80
-    assert f"    python examples/{name}" in "\n".join(lines[:8]), "the way to start it stands at its top"
-
-
+@pytest.mark.slow
 @needs_digits
 def test_precision():
     printed = launch("precision.py", 2)[0]
@@ -106,14 +106,17 @@ def test_precision():
 
 
 @needs_digits
-def test_accumulation():
-    for ranks, batches, small, updates in ((1, 29, 113, 29), (2, 15, 57, 15)):
-        printed = launch("accumulation.py", ranks)[0]
-        assert f"batches of 64: {batches} batches, {updates} updates\n" in printed
-        assert f"batches of 16: {small} batches, {updates} updates\n" in printed
-        assert numbers(r"difference of a weight: (\S+)", printed)[0] < 1e-6
+@pytest.mark.parametrize(
+    ("ranks", "batches", "small", "updates"), [(1, 29, 113, 29), pytest.param(2, 15, 57, 15, marks=pytest.mark.slow)]
+)
+def test_accumulation(ranks, batches, small, updates):
+    printed = launch("accumulation.py", ranks)[0]
+    assert f"batches of 64: {batches} batches, {updates} updates\n" in printed
+    assert f"batches of 16: {small} batches, {updates} updates\n" in printed
+    assert numbers(r"difference of a weight: (\S+)", printed)[0] < 1e-6
 
 
+@pytest.mark.slow
 @needs_digits
 def test_evaluation_is_the_same_on_any_number_of_ranks():
     one = launch("evaluation.py", 1)[0]
@@ -126,47 +129,30 @@ def test_evaluation_is_the_same_on_any_number_of_ranks():
     assert numbers(r"loss: (\S+)", two[0]) == pytest.approx(numbers(r"loss: (\S+)", one), abs=1e-5)
 
 
+@pytest.mark.slow
 @needs_digits
-def test_tensor():
-    one, two = launch("tensor.py", 1)[0], launch("tensor.py", 2)
-    assert [numbers(r"holds (\d+) of 36074", printed) for printed in two] == [[19434], [19434]]
-    losses = numbers(r"loss (\S+)", one)
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
-    assert numbers(r"loss (\S+)", two[0]) == pytest.approx(losses, abs=2e-5)
+@pytest.mark.parametrize(
+    ("script", "ranks", "tolerance", "words"),
+    [
+        ("tensor.py", 2, {"abs": 2e-5}, "rank 1 holds 19434 of 36074 numbers"),
+        ("pipeline.py", 2, {"abs": 2e-5}, "layers "),
+        ("three_d.py", 8, {"abs": 2e-5}, "stage 1 of 2, copy 0 of 2, part 1 of 2 of each layer"),
+        ("fsdp.py", 2, {"rel": 2e-2}, "state of 18037 of 36074"),
+        ("huggingface.py", 2, {"abs": 0.02}, "loss of the last batch"),
+    ],
+)
+def test_each_layout_trains_as_one_process(script, ranks, tolerance, words):
+    if script == "huggingface.py":
+        pytest.importorskip("transformers")
+    pattern = r"loss(?: of the last batch)? (\S+)"
+    one, several = launch(script, 1)[0], launch(script, ranks)
+    losses = numbers(pattern, one)
+    assert losses[-1] < losses[0]
+    assert numbers(pattern, several[0]) == pytest.approx(losses, **tolerance)
+    assert any(words in printed for printed in several)
 
 
-@needs_digits
-def test_pipeline():
-    one, two = launch("pipeline.py", 1)[0], launch("pipeline.py", 2)
-    held = [re.search(r"layers (.*)", printed).group(1).split(", ") for printed in two]
-    assert held[0] + held[1] == re.search(r"layers (.*)", one).group(1).split(", ")
-    losses = numbers(r"loss (\S+)", one)
-    assert losses[1] < losses[0]
-    assert numbers(r"loss (\S+)", two[0]) == pytest.approx(losses, abs=2e-5)
-    assert numbers(r"accuracy: (\d+) of 1797", two[0]) == numbers(r"accuracy: (\d+) of 1797", one)
-
-
-@needs_digits
-def test_three_dimensions():
-    one, eight = launch("three_d.py", 1)[0], launch("three_d.py", 8)
-    places = {re.search(r"rank \d: (.*)", printed).group(1) for printed in eight}
-    assert len(places) == 8
-    assert "stage 1 of 2, copy 0 of 2, part 1 of 2 of each layer" in places
-    losses = numbers(r"mean loss (\S+)", one)
-    assert losses[1] < losses[0]
-    assert numbers(r"mean loss (\S+)", eight[0]) == pytest.approx(losses, abs=2e-5)
-
-
-@needs_digits
-def test_fsdp():
-    one, two = launch("fsdp.py", 1)[0], launch("fsdp.py", 2)
-    assert [numbers(r"state of (\d+) of 36074", printed) for printed in two] == [[18037], [18037]]
-    losses = numbers(r"mean loss (\S+)", one)
-    assert losses[1] < losses[0]
-    assert numbers(r"mean loss (\S+)", two[0]) == pytest.approx(losses, rel=2e-2)
-
-
+@pytest.mark.slow
 @needs_digits
 def test_checkpoint(tmp_path):
     begin, end = r"begins after update (\d+)", r"ends after update 56, norm of the weights (\S+)"
@@ -182,6 +168,7 @@ def test_checkpoint(tmp_path):
     assert numbers(end, elsewhere) == pytest.approx(numbers(end, whole), rel=0.02)  # other random numbers in dropout
 
 
+@pytest.mark.slow
 @needs_digits
 def test_the_loop_before_and_after():
     pattern = r"epoch \d: mean loss (\S+)"
@@ -191,6 +178,7 @@ def test_the_loop_before_and_after():
         assert numbers(pattern, launch(f"own_loop/{script}", ranks)[0]) == pytest.approx(before, abs=1e-3), script
 
 
+@pytest.mark.slow
 @needs_digits
 def test_trainer():
     pytest.importorskip("torchmetrics")
@@ -199,26 +187,3 @@ def test_trainer():
     assert accuracy == pytest.approx(right / 297, abs=1e-6)
     assert accuracy > 0.8
     assert numbers(r"stopped in epoch (\d+)", printed)[0] < 19
-    assert '"first_weight"' in printed or '"eval_accuracy"' in printed
-
-
-def test_hugging_face():
-    pytest.importorskip("transformers")
-    one, two = launch("huggingface.py", 1)[0], launch("huggingface.py", 2)[0]
-    losses = numbers(r"loss of the last batch (\S+)", one)
-    assert losses[-1] < losses[0] - 0.5
-    assert numbers(r"loss of the last batch (\S+)", two) == pytest.approx(losses, abs=0.02)
-
-
-@needs_digits
-def test_under_torchrun_itself(tmp_path):
-    done = run("tensor.py", ranks=2, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "rank 1 holds 19434 of 36074 numbers" in done.stdout
-
-
-def test_the_table_of_examples():
-    page = Path(EXAMPLES / "README.md").read_text()
-    named = set(re.findall(r"^\| `([\w/]+\.(?:py|ipynb))` \|", page, re.MULTILINE))
-    assert {*SMALL, "notebook.ipynb"} <= named
-    assert {name for name in named if not (EXAMPLES / name).exists()} == set()

@@ -1,157 +1,26 @@
-"""Several ranks are told to end: all save after the same step, whoever is told, and go on exactly."""
+"""Ranks that are told to end: all save after the same step, whoever is told, end with status 75, and resume exactly."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import signal
-import threading
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from halfmesh.engine.checkpointing import preemption, progress
-from halfmesh.engine.checkpointing.preemption import Agreement
-from halfmesh.errors import Preempted
+from halfmesh.errors import CheckpointError, Preempted
+from tests.faults.launches import TORCHRUN, started
+from tests.support import checkpoint_program
 from tests.support.checkpoint_runs import make_engine
 from tests.support.ranks import run_ranks
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(preemption, "POLL_S", 0.01)
-    monkeypatch.setattr(preemption, "SOON_S", 0.001)
-
-
-class Ranks:
-    """Ranks of one program, each in a thread of its own, which come to steps at their own pace."""
-
-    def __init__(self, size, missing=()):
-        self.store = dist.HashStore()
-        self.came = [[] for _ in range(size)]
-        self.of_rank = {
-            rank: Agreement(self.store, rank, size, self.came[rank]) for rank in range(size) if rank not in missing
-        }
-        self.ended_after = {}
-        self._threads = []
-
-    def run(self, pauses, most=10**6, together=True):
-        """Until they are told, or have come to step `most`; with `together` none is ahead by more than a step."""
-        barrier = threading.Barrier(len(self.of_rank))
-
-        def loop(rank):
-            steps, agreement = 0, self.of_rank[rank]
-            while steps < most:
-                steps += 1
-                if not agreement.steps.advance():
-                    break
-                if together:
-                    barrier.wait(20)
-                time.sleep(pauses[rank])
-            self.ended_after[rank] = steps
-
-        self._threads = [threading.Thread(target=loop, args=(rank,)) for rank in self.of_rank]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self):
-        for thread in self._threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        for agreement in self.of_rank.values():
-            agreement.stop()
-        return self.ended_after
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_all_end_after_the_same_step(seed, quick):
-    """Told are one or several ranks, at random moments; they wait for each other as those of training do, or not."""
-    chance = random.Random(seed)
-    ranks = Ranks(3)
-    ranks.run([chance.choice([0.0, 0.001, 0.004]) for _ in range(3)], together=seed % 2 == 0)
-    told = chance.sample(range(3), chance.randint(1, 3))
-    for rank in told:
-        time.sleep(chance.random() * 0.03)
-        ranks.came[rank].append("SIGTERM")
-    ended = ranks.join()
-    assert len(set(ended.values())) == 1
-    reasons = {agreement.reason for agreement in ranks.of_rank.values()}
-    assert len(reasons) == 1
-    assert reasons.pop().startswith("SIGTERM on rank ")
-
-
-def test_what_came_where_is_said(quick):
-    ranks = Ranks(3)
-    ranks.came[2] += ["SIGTERM", "SIGUSR1", "SIGTERM"]
-    ranks.came[0].append("SIGTERM")
-    ranks.run([0.001] * 3)
-    ranks.join()
-    assert ranks.of_rank[1].reason == "SIGTERM on rank 0, 2; SIGUSR1 on rank 2"
-
-
-def test_nobody_waits_for_a_rank_that_is_gone(quick):
-    """It does not listen: no count is held, so that the ranks come to where they notice."""
-    ranks = Ranks(3, missing=[1])
-    ranks.came[0].append("SIGTERM")
-    time.sleep(0.2)
-    assert ranks.store.check(["0/listens/0", "0/listens/2"])
-    assert not ranks.store.check(["0/count/0"])
-    ranks.run([0.0] * 3, most=50, together=False)
-    assert ranks.join() == {0: 50, 2: 50}
-
-
-def test_a_rank_that_has_closed_its_engine(quick, monkeypatch, caplog):
-    """It was listening; the others are told at once that there is no step for all."""
-    ranks = Ranks(2)
-    ranks.of_rank[1]._stopped.set()
-    ranks.of_rank[1]._thread.join()
-    ranks.store.set("0/listens/1", "")
-    ranks.store.set("0/count/1", "null")
-    ranks.came[0].append("SIGTERM")
-    deadline = time.monotonic() + 10
-    while not ranks.store.check(["0/answer"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    ranks.of_rank.pop(1)
-    ranks.run([0.0], most=50)
-    assert ranks.join() == {0: 50}
-    assert "training goes on, and the next signal is tried again" in caplog.text
-
-
-def test_a_closing_rank_says_so(quick, monkeypatch):
-    """While it waits for the others to listen."""
-    ranks = Ranks(2, missing=[1])
-    ranks.came[0].append("SIGTERM")
-    deadline = time.monotonic() + 10
-    while not ranks.store.check(["0/listens/0"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    ranks.of_rank[0].stop()
-    assert ranks.store.get("0/count/0") == b"null"
-
-
-def test_after_it_has_failed_it_is_tried_again(quick, monkeypatch):
-    """Rank 1 listens, and does not tell its count in time."""
-    monkeypatch.setattr(preemption, "LIMIT_S", 0.2)
-    ranks = Ranks(2, missing=[1])
-    ranks.store.set("0/listens/1", "")
-    ranks.came[0].append("SIGTERM")
-    deadline = time.monotonic() + 10
-    while not ranks.store.check(["0/answer"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert ranks.store.get("0/answer") == b'[null, ""]'
-    time.sleep(0.1)
-    assert not ranks.store.check(["1/asked"])  # it was answered, if badly
-    ranks.of_rank[1] = Agreement(ranks.store, 1, 2, ranks.came[1])  # takes part in the first, too, and then listens
-    ranks.run([0.001, 0.001])
-    ranks.came[0].append("SIGTERM")
-    ended = ranks.join()
-    assert ended[0] == ended[1]
-    assert ranks.of_rank[1].reason == "SIGTERM on rank 0"
-
-
-# --- engines -------------------------------------------------------------------------------------------------------
 
 
 def made(layout, mode, folder, seed, **options):
@@ -177,16 +46,14 @@ def loop(engine, when=None):
     return seen
 
 
-def held(engine):
-    return {name: piece.held.clone() for name, piece in engine._run.holding.weights().items()}
+def weights_of(engine):
+    return {name: value.clone() for name, value in engine.model.state_dict().items()}
 
 
-def told(rank, world_size, layout, mode, folder, who, options):
-    """What is wrong with a run that was told to end after step 6 on the ranks `who`, and gone on with."""
-    wrong = []
+def tell_and_resume(rank, world_size, layout, mode, folder, who, options):
+    """What is wrong with a run that was told to end after step 6 on the ranks `who`, and begun again."""
     whole = made(layout, mode, None, 1, **options)
     expected = loop(whole)
-    weights = held(whole)
     whole.close()
     first = made(layout, mode, folder, 1, **options)
 
@@ -196,80 +63,43 @@ def told(rank, world_size, layout, mode, folder, who, options):
         if step >= 6:
             time.sleep(0.02 * (1 + rank))  # ranks are at different places
 
-    ended = None
-    try:
+    with pytest.raises(Preempted) as ended:
         loop(first, send)
-        wrong.append("it was not told")
-    except Preempted as error:
-        ended = error.folder
     first.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     second = made(layout, mode, folder, 2, **options)
-    at = second.global_step
-    if ended is None or int(ended.name[5:]) != at:
-        wrong.append(f"ended at {ended}, went on from {at}")
-    if second.context.everyone(at) != [at] * world_size:
-        wrong.append("ranks went on from different steps")
+    at, wrong = second.global_step, []
+    if int(ended.value.folder.name[5:]) != at or second.context.everyone(at) != [at] * world_size:
+        wrong.append(f"ended at {ended.value.folder}, went on from {second.context.everyone(at)}")
     found = loop(second)
     if [one for one in expected if one[0] > at] != found and "gradient_accumulation" not in options:
         wrong.append("losses")
-    wrong += [name for name, value in held(second).items() if not torch.equal(value, weights[name])]
     second.close()
-    return wrong
+    values = weights_of(second)
+    return wrong + [name for name, value in weights_of(whole).items() if not torch.equal(value, values[name])]
 
 
-CELLS = [
-    ("dp2", "none", [0], {}),
-    ("dp2", "none", [1], {}),
-    ("dp2", "none", [0, 1], {"gradient_accumulation": 2}),
-    ("pp2", "none", [1], {"dropout": 0.0}),
-    ("zero1", "naive", [0], {}),
-    ("fsdp", "none", [1], {}),
-    ("tp2", "none", [0, 1], {}),
-]
-
-
-def cells(rank, world_size, folder):
-    found = {}
-    for number, (layout, mode, who, options) in enumerate(CELLS):
-        found[layout, *who] = told(rank, world_size, layout, mode, f"{folder}/{number}", who, options)
-    return {cell: wrong for cell, wrong in found.items() if wrong}
+CELLS = {
+    "rank 1": ("dp2", "none", [1], {}),
+    "both": ("dp2", "none", [0, 1], {"gradient_accumulation": 2}),
+    "pipeline": ("pp2", "none", [1], {"dropout": 0.0}),
+    "zero1": ("zero1", "naive", [0], {}),
+    "fsdp": ("fsdp", "none", [1], {}),
+    "tensor": ("tp2", "none", [0, 1], {}),
+}
 
 
 @pytest.mark.distributed
-def test_in_each_layout_and_on_any_rank(tmp_path):
-    assert run_ranks(cells, 2, str(tmp_path), timeout=200) == [{}, {}]
+@pytest.mark.parametrize(
+    "cell", [cell if cell == "rank 1" else pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS]
+)
+def test_all_ranks_save_after_the_same_step_and_resume_exactly(cell, tmp_path):
+    layout, mode, who, options = CELLS[cell]
+    job = (layout, mode, str(tmp_path / "checkpoints"), who, options)
+    assert run_ranks(tell_and_resume, 2, *job, timeout=100) == [[], []]
 
 
-def during_a_save(rank, world_size, folder):
-    """Told while rank 1 is slow to write in the background."""
-    write = progress.write
-
-    def slowly(path, content):
-        if rank == 1 and threading.current_thread().name == "halfmesh save":
-            time.sleep(0.5)
-        write(path, content)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "write", slowly)
-        engine = made("dp2", "none", folder, 1)
-
-        def send(step):
-            if step == 4 and rank == 0:
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            time.sleep(0.05)
-
-        with pytest.raises(Preempted) as ended:
-            loop(engine, send)
-        engine.close()
-    # How many steps pass until ranks have agreed is the machine's affair; what is there is whole, and ends with it.
-    names = sorted(os.listdir(folder))
-    *before, last = names
-    due = [f"step-{step:08d}" for step in range(4, engine.global_step + 1, 4)]
-    return last == ended.value.folder.name and [name for name in due if name != last] == before
-
-
-def own_loader(rank, world_size, folder):
+def own_loader(rank, folder):
     """Without engine.dataloader: the boundary is the next forward."""
     engine = made("dp2", "none", folder, 1)
     x = torch.randn(4, engine.model.first.in_features)
@@ -285,10 +115,10 @@ def own_loader(rank, world_size, folder):
     with pytest.raises(Preempted) as ended:
         train()
     engine.close()
-    return ended.value.folder.name == f"step-{engine.global_step:08d}"
+    assert ended.value.folder.name == f"step-{engine.global_step:08d}"
 
 
-def after_the_last_boundary(rank, world_size, folder):
+def after_the_last_boundary(rank, folder):
     """One rank is told in an evaluation that comes last: all save when they close."""
     engine = made("dp2", "none", folder, 1)
     loop(engine)
@@ -296,52 +126,143 @@ def after_the_last_boundary(rank, world_size, folder):
     if rank == 1:
         engine.preempt()
     engine.close()
-    return sorted(os.listdir(folder))[-1] == "step-00000037"
+    assert sorted(os.listdir(folder))[-1] == "step-00000037"
 
 
-def other_cases(rank, world_size, folder):
-    found = {}
-    for case in (during_a_save, own_loader, after_the_last_boundary):
-        found[case.__name__] = case(rank, world_size, f"{folder}/{case.__name__}")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Closed without an end, threads are gone, and two engines do not hear each other.
+def another_engine(rank, folder):
+    """Two engines do not hear each other."""
     first, second = (made("dp2", "none", f"{folder}/{name}", 1) for name in "ab")
     first.preempt()
     first.close()
-    found["another engine"] = len(loop(second)) == 36 and not second._closed
+    assert len(loop(second)) == 36
     second.close()
-    found["threads"] = [thread.name for thread in threading.enumerate() if "preemption" in thread.name] == []
-    return found
 
 
+def places_of_the_end(rank, world_size, folder):
+    for case in (own_loader, after_the_last_boundary, another_engine):
+        case(rank, f"{folder}/{case.__name__}")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_other_cases_on_two_ranks(tmp_path):
-    cases = ("during_a_save", "own_loader", "after_the_last_boundary")
-    expected = dict.fromkeys(cases, True) | {"another engine": True, "threads": True}
-    assert run_ranks(other_cases, 2, str(tmp_path), timeout=100) == [expected] * 2
+def test_where_a_run_ends(tmp_path):
+    run_ranks(places_of_the_end, 2, str(tmp_path), timeout=100)
 
 
 def sees_another_folder(rank, world_size, folder):
+    """`directory` is relative, and the ranks have started in different places."""
+    os.makedirs(f"{folder}/{rank}/checkpoints")
     engine = made("dp2", "none", None, 1)
-    engine.save(f"{folder}/0")
+    engine.save(f"{folder}/0/checkpoints")
     engine.close()
-    os.makedirs(f"{folder}/1", exist_ok=True)
-    here = f"{folder}/here-{rank}"
-    os.symlink(f"{folder}/{rank}", here)
-    link = f"{folder}/link"
-    with pytest.MonkeyPatch.context() as patch:
-        from halfmesh.engine.checkpointing import automatic
-
-        patch.setattr(automatic, "folder_of", lambda options: type(automatic.Path())(here))
-        try:
-            made("dp2", "none", link, 1)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+    os.chdir(f"{folder}/{rank}")
+    with pytest.raises(CheckpointError, match=r"has checkpoints, but not on rank\(s\) 1; give a folder that all"):
+        made("dp2", "none", "checkpoints", 1)
 
 
 @pytest.mark.distributed
-def test_a_folder_that_one_rank_does_not_see(tmp_path):
-    for words in run_ranks(sees_another_folder, 2, str(tmp_path)):
-        assert "has checkpoints, but not on rank(s) 1; give a folder that all machines share" in words
-        assert words.startswith("CheckpointError")
+def test_a_folder_that_one_rank_does_not_see_is_refused(tmp_path):
+    """Else that rank would begin anew."""
+    run_ranks(sees_another_folder, 2, str(tmp_path))
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def begin(launcher, **options):
+    return started(*launcher, checkpoint_program.__file__, json.dumps(options))
+
+
+def await_step(folder, rank, step, process):
+    """Until a rank has written that it has made a step."""
+    path, deadline = Path(folder) / f"rank-{rank}", time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if any(line.split()[0] == str(step) for line in lines):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"rank {rank} did not come to step {step}: {process.communicate(timeout=10)[0][-3000:]}")
+
+
+def make_folders(path):
+    for name in ("log", "checkpoints"):
+        (path / name).mkdir()
+    return {"log": str(path / "log"), "folder": str(path / "checkpoints"), "out": str(path / "weights.pt")}
+
+
+def assert_same_weights(first, second, tolerance=0.0):
+    first, second = torch.load(first), torch.load(second)
+    assert max((value - second[name]).abs().max().item() for name, value in first.items()) <= tolerance
+
+
+@pytest.mark.slow
+def test_one_process_ends_with_status_75_and_resumes(tmp_path):
+    """With a worker, and the signal to all of its processes, as torchrun and SLURM send it."""
+    options = make_folders(tmp_path) | {"workers": 1}
+    with begin((sys.executable,), **options, pause=0.05) as process:
+        await_step(options["log"], 0, 7, process)
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, output
+    assert "told to end (SIGTERM): saved to " in output.splitlines()[-1]
+    assert "Traceback" not in output
+    whole = checkpoint_program.main(str(tmp_path / "whole.pt"))
+    rest = checkpoint_program.main(**options)
+    assert 7 <= len(whole) - len(rest) <= 12
+    assert rest == whole[-len(rest) :]
+    assert_same_weights(options["out"], tmp_path / "whole.pt")
+
+
+def send_to_rank(rank, agent):
+    """SIGTERM to a rank that `agent` has started, with its workers where it has a process group of its own."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(") ")[2].split()[1])
+            environment = (path / "environ").read_bytes().split(b"\0")
+            if parent == agent and f"RANK={rank}".encode() in environment:
+                process = int(path.name)
+                (os.killpg if os.getpgid(process) == process else os.kill)(process, signal.SIGTERM)
+                return
+    raise AssertionError(f"rank {rank} is not there")
+
+
+def uninterrupted(rank, world_size, out):
+    return checkpoint_program.main(out)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
+    options = make_folders(tmp_path) | {"workers": 1}
+    with begin((*TORCHRUN, "--max-restarts", "1"), **options, pause=0.05) as process:
+        await_step(options["log"], 1, 7, process)
+        send_to_rank(1, process.pid)
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    logs = [(tmp_path / "log" / f"rank-{rank}").read_text().splitlines() for rank in range(2)]
+    (first, second), other = ([int(line.split()[1]) for line in log if line.startswith("from")] for log in logs)
+    assert [first, second] == other
+    assert first == 0
+    assert 7 <= second < 36
+    assert "[rank 0] told to end (SIGTERM on rank 1): saved to" in output
+    assert output.count("exitcode: 75") >= 1
+    assert not re.search(r"terminate called|left its loop|lost|DataLoader worker", output)
+    run_ranks(uninterrupted, 2, str(tmp_path / "whole.pt"))
+    assert_same_weights(options["out"], tmp_path / "whole.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_told_through_torchrun_and_resumed_with_one_process(tmp_path):
+    options = make_folders(tmp_path) | {"dropout": 0.0, "shuffle": False}
+    with begin(TORCHRUN, **options, pause=0.05) as process:
+        await_step(options["log"], 0, 7, process)
+        process.terminate()
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "[rank 0] told to end (SIGTERM on rank 0, 1): saved to" in output
+    rest = checkpoint_program.main(**options)
+    assert 0 < len(rest) < 30
+    checkpoint_program.main(str(tmp_path / "whole.pt"), dropout=0.0, shuffle=False)
+    assert_same_weights(options["out"], tmp_path / "whole.pt", 1e-5)

@@ -1,19 +1,18 @@
-"""Nothing of a source is dropped, whatever it holds; and what is written is the config that was converted."""
+"""Converting configs of other engines: what is read, that nothing of it runs, and that no key is dropped."""
 
 from __future__ import annotations
 
-import json
+import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 
-from halfmesh.config.load import load_config
-from halfmesh.migration import writing
-from halfmesh.migration.convert import Origin, convert
+import halfmesh
+from halfmesh import InputError
+from halfmesh.migration import colossalai
 from halfmesh.migration.origins import ORIGINS
-from halfmesh.migration.outcome import Converted, NotUnderstood, Without
-from halfmesh.migration.source import Code
+from halfmesh.migration.reading import read
+from tests.support.converting import Converted
 
 
 def flatten(data, path=()):
@@ -21,126 +20,188 @@ def flatten(data, path=()):
         if isinstance(value, dict) and value:
             yield from flatten(value, (*path, key))
         else:
-            yield (*path, key), value
+            yield (*path, key)
 
 
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 9),
-    st.sampled_from([64, 2**16, 0.5, 1.0, 2.0, 1e-3, float("inf"), float("nan"), 10**400]),
-    st.sampled_from(
-        ["auto", "naive", "torch", "apex", "O1", "O2", "dynamic", "fp16", "bf16", "cpu", "FSDP", "1d", "x\ny"]
-    ),
-    st.sampled_from([(), [], {}, [1, 2], [{"type": "X"}], Code("f(x)"), b"b", {1}]),
-)
-
-
-def known_names(origin: Origin) -> st.SearchStrategy[str]:
-    return st.sampled_from([name for name in origin.rules if not name.endswith("*")])
-
-
-def nested(names):
+def nested(values):
     """A dict in which each dotted name leads to its value."""
     data: dict = {}
-    for name, value in names:
+    for name, value in values.items():
         inner = data
         *parents, last = name.split(".")
         for parent in parents:
-            following = inner.get(parent)
-            if not isinstance(following, dict):
-                following = inner[parent] = {}
-            inner = following
+            if not isinstance(inner.get(parent), dict):
+                inner[parent] = {}
+            inner = inner[parent]
         inner[last] = value
     return data
 
 
-KEYS = st.one_of(
-    st.text(max_size=4), st.sampled_from(["A", "NUM", "a.b", "x y", "class"]), st.integers(0, 3), st.none()
-)
-ANYTHING = st.dictionaries(KEYS, st.recursive(VALUES, lambda more: st.dictionaries(KEYS, more, max_size=3)), max_size=4)
+VALUES = [None, True, False, -3, 0, 2, 64, 2**16, 0.5, 1e-3, 10**400, "auto", "naive", "apex", "O1", "O2", "dynamic"]
+VALUES += ["fp16", "bf16", "cpu", "FSDP", "1d", "x\ny", (), [], {}, [1, 2], [{"type": "X"}], b"b", {"a": {"b": 1}}]
+OWN = ["A", "NUM", "x y", "class", "", "x" * 300 + "a", "x" * 300 + "b", "x\nimport os", "fp17"]
 
 
-@pytest.mark.parametrize("name", ORIGINS)
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_every_key_is_in_exactly_one_list(name, data):
-    origin = ORIGINS[name]
-    source = nested(data.draw(st.lists(st.tuples(known_names(origin), VALUES), max_size=7)))
-    for key, value in data.draw(ANYTHING).items():
-        source.setdefault(key, value)
-    world_size = data.draw(st.sampled_from([None, 1, 4, 6]))
-    conversion = convert(origin, source, world_size)
-    lists = [conversion.of(kind) for kind in (Converted, Without, NotUnderstood)]
-    assert sum(map(len, lists)) == len(list(flatten(source))) == len(conversion.entries)
-    assert len({entry.key for entry in conversion.entries}) == len(conversion.entries), "two values under one name"
-    assert [repr(entry.value) for entry in conversion.entries] == [repr(value) for _, value in flatten(source)]
-    text = writing.as_python(conversion, "a file", origin.title)
-    writing.verify(text, conversion)
-    answer = json.loads(json.dumps(writing.as_json(conversion, text)))
-    keys = [row["key"] for part in ("converted", "without_equivalent", "not_understood") for row in answer[part]]
-    assert sorted(keys) == sorted(entry.key for entry in conversion.entries)
-    for entry in conversion.of(Without) + conversion.of(NotUnderstood):
-        assert entry.outcome.reason
-        assert all(len(line) <= 120 for line in text.splitlines() if line.startswith("#") and " " in line[5:])
-    for entry in conversion.of(Converted):
-        assert entry.outcome.settings or entry.outcome.says, entry
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_every_key_is_in_exactly_one_list(origin):
+    """Whatever a source holds; and what is written loads."""
+    chance = random.Random(origin)
+    known = [name for name in ORIGINS[origin].rules if not name.endswith("*")]
+    for _ in range(25):
+        names = chance.sample(known, min(len(known), chance.randint(0, 7))) + chance.sample(OWN, 2)
+        source = nested({name: chance.choice(VALUES) for name in names})
+        found = Converted(origin, source, chance.choice([None, 1, 4, 6]))
+        assert len(found.keys) == len(set(found.keys)) == len(list(flatten(source))), source
+        assert all(found.reasons.values())
+        for row in found.answer["converted"]:
+            assert row["to"] or row["says"], row
 
 
-@pytest.mark.parametrize("name", ORIGINS)
-def test_every_setting_comes_from_an_entry_or_a_default(name):
-    """A key that no value and no documented default asked for would be one that halfmesh made up."""
-    assert convert(ORIGINS[name], {}).entries == ()
-    assert convert(ORIGINS[name], {}).settings == ({"fp16": {"mode": "apex"}} if name == "apex" else {})
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_no_setting_is_made_up(origin):
+    found = Converted(origin, {})
+    assert (found.keys, found.config) == ([], {"fp16": {"mode": "apex"}} if origin == "apex" else {})
 
 
-@pytest.mark.parametrize("name", ORIGINS)
-def test_a_value_that_is_not_known_is_never_taken_for_a_text(name):
-    origin = ORIGINS[name]
-    for key, rule in origin.rules.items():
-        if not rule.any_value and not key.endswith("*"):
-            (entry,) = convert(origin, nested([(key, Code("args.x"))])).entries
-            assert isinstance(entry.outcome, NotUnderstood), key
-            assert entry.outcome.reason == "its value is known only when the file runs: args.x"
-
-
-def test_long_names_that_begin_alike():
-    source = {"x" * 300 + "a": 1, "x" * 300 + "b": 2}
-    assert [entry.value for entry in convert(ORIGINS["apex"], source).entries] == [1, 2]
-
-
-def test_two_names_for_one_key_that_contradict():
-    found = convert(ORIGINS["sagemaker"], {"partitions": 2, "pipeline_parallel_degree": 4, "microbatches": 8})
-    assert found.config.parallel.pipeline.size == 2
-    (entry,) = found.of(NotUnderstood)
-    assert entry.key == "pipeline_parallel_degree"
-    assert entry.outcome.reason == "it contradicts partitions, which sets parallel.pipeline.size, too"
-    agreed = convert(ORIGINS["sagemaker"], {"partitions": 2, "pipeline_parallel_degree": 2, "microbatches": 8})
-    assert not agreed.of(NotUnderstood)
-
-
-def test_a_value_that_halfmesh_refuses():
-    found = convert(ORIGINS["apex"], {"opt_level": "O2", "loss_scale": -1.0})
-    assert found.config.precision.options.opt_level == "O2"
-    (entry,) = found.of(NotUnderstood)
-    assert entry.key == "loss_scale"
-    assert entry.outcome.reason.startswith("halfmesh refuses it: fp16.loss_scale:")
+def test_values_that_clash_or_are_refused():
+    found = Converted("sagemaker", {"partitions": 2, "pipeline_parallel_degree": 4, "microbatches": 8})
+    assert found.config["parallel"]["pipeline"]["size"] == 2
+    reason = "it contradicts partitions, which sets parallel.pipeline.size, too"
+    assert found.reasons == {"pipeline_parallel_degree": reason}
+    found = Converted("apex", {"opt_level": "O2", "loss_scale": -1.0})
+    assert found.config["fp16"]["opt_level"] == "O2"
+    assert found.reasons["loss_scale"].startswith("halfmesh refuses it: fp16.loss_scale:")
 
 
 @pytest.mark.parametrize("world_size", [None, 4])
-def test_a_combination_that_halfmesh_refuses_is_found_whether_or_not_the_ranks_are_known(world_size):
+def test_a_combination_that_is_refused_is_found(world_size):
     source = {"fp16": {"mode": "apex"}, "parallel": {"tensor": {"size": 2, "mode": "1d"}}}
-    found = convert(ORIGINS["colossal"], source, world_size)
-    (finding,) = found.findings
+    (finding,) = Converted("colossal", source, world_size).findings
     assert "apex's contract has no verdict shared by all ranks" in finding
-    assert writing.as_json(found, "")["ok"] is False
-    data = {"sharded_data_parallel_degree": 4, "partitions": 2, "microbatches": 2}
-    assert convert(ORIGINS["sagemaker"], data, world_size and 8).findings == ()
 
 
-def test_what_is_written_cannot_break_out_of_its_comment(tmp_path):
-    source = {"x\nimport os": "y\nfp16 = 3", "NOTE": "a\nb"}
-    conversion = convert(ORIGINS["colossal"], source)
-    text = writing.as_python(conversion, "file\nfp16 = 3\x00", "Colossal-AI")
-    (tmp_path / "config.py").write_text(text)
-    assert load_config(tmp_path / "config.py").to_dict() == {"NOTE": "a\nb"}
+# --- what is read --------------------------------------------------------------------------------------------------
+
+COLOSSAL = """
+'''A docstring.'''
+import os
+from base import clip_grad_norm
+from colossalai.amp import AMP_TYPE
+
+open("ran", "w").close()
+STEPS: int = 4 * (2 + 1)
+STEPS += 1
+NAME = "a" + "b"
+fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2**10)
+parallel = dict(pipeline=2, tensor=dict(size=2, mode="1d"))
+NUM_MICRO_BATCHES = parallel["pipeline"] * 2
+PATH = f"./pp{parallel['pipeline']}/"
+DEVICES = os.cpu_count()
+HUGE = 2**2**100
+
+
+if STEPS > 3:
+    MORE = 1
+"""
+
+
+def test_assignments_are_read_and_nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.py").write_text(COLOSSAL)
+    found = Converted("colossal", "config.py")
+    assert not (tmp_path / "ran").exists()
+    assert found.config == {
+        "fp16": {"mode": "naive", "initial_scale": 1024.0},
+        "parallel": {"tensor": {"size": 2}, "pipeline": {"size": 2, "microbatches": 4}},
+        "STEPS": 13,
+        "NAME": "ab",
+        "PATH": "./pp2/",
+    }
+    assert found.rest == dict.fromkeys(
+        ("clip_grad_norm", "line 7", "DEVICES", "HUGE", "line 19", "MORE"), "not understood"
+    )
+    assert found.reasons["DEVICES"].startswith("its value is known only when the file runs: copy it by hand")
+
+
+@pytest.mark.parametrize(
+    ("origin", "script", "expected"),
+    [
+        (
+            "apex",
+            "LEVEL = 'O2'\nmodel, optimizer = amp.initialize(model, optimizer, opt_level=LEVEL, num_losses=2)\n",
+            {"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2}},
+        ),
+        (
+            "sagemaker",
+            "smp = {'enabled': True, 'parameters': {'partitions': 2, 'microbatches': 4}}\n"
+            "estimator = PyTorch(entry_point='t.py', distribution={'smdistributed': {'modelparallel': smp}})\n",
+            {"parallel": {"pipeline": {"size": 2, "microbatches": 4}}},
+        ),
+        ("sagemaker", "def main():\n    smp.init({'microbatches': 4})\n", {"gradient_accumulation": 4}),
+        (
+            "deepspeed",
+            "ds = {'fp16': {'enabled': True}}\nengine = deepspeed.initialize(model=model, config=ds)\n",
+            {"fp16": {"mode": "naive"}},
+        ),
+        ("accelerate", "accelerator = Accelerator(mixed_precision='fp16')\n", {"fp16": {"mode": "torch"}}),
+    ],
+)
+def test_the_call_in_a_script(origin, script, expected, tmp_path):
+    (tmp_path / "train.py").write_text(script)
+    found = Converted(origin, str(tmp_path / "train.py")).config
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_a_plain_no_in_yaml(tmp_path):
+    path = tmp_path / "default_config.yaml"
+    path.write_text("mixed_precision: no\ndistributed_type: NO\ndynamo_backend: NO\n")
+    found = Converted("accelerate", str(path))
+    assert (found.config, found.rest) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("confg.json", r"there is no such file; did you mean 'config.json'\?"),
+        ("a=1 b", "'?b'?: expected key=value pairs, such as opt_level"),
+        ("wrong.py", "it cannot be read"),
+        ("twice.json", "is given twice"),
+        ("deep.json", "nested too deep"),
+        ("two_calls.py", "different arguments, in lines 1, 2"),
+    ],
+)
+def test_what_cannot_be_read(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "config.json": "{}",
+        "wrong.py": "a = (",
+        "twice.json": '{"a": 1, "a": 2}',
+        "deep.json": '{"a":' * 100_000 + "1" + "}" * 100_000,
+        "two_calls.py": "amp.initialize(a, b, True, 'O1')\namp.initialize(a, b, True, 'O2')\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        read(given, "apex")
+
+
+# --- Colossal-AI's names -------------------------------------------------------------------------------------------
+
+
+def test_colossal_ais_loop_with_its_names():
+    """Its scheduler is called per batch, and counts updates."""
+    colossalai.launch_from_torch({"gradient_accumulation": 2}, device="cpu", verbose=False)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    data = halfmesh.get_dataloader(torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1)))
+    engine, batches, _, scheduler = colossalai.initialize(model, optimizer, torch.nn.MSELoss(), data, lr_scheduler=plan)
+    rates = []
+    for x, y in batches:
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+    engine.close()
+    colossalai.global_context.destroy()

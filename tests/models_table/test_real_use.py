@@ -1,114 +1,179 @@
-"""Batches of different lengths, labels that do not count, frozen layers, dropout, recomputation, checkpoints."""
+"""What users do with these models: batches of different lengths, frozen layers, recomputation, cached outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 import halfmesh
 from tests.support.models import MODES
-from tests.support.ranks import RankFailure, run_jobs
+from tests.support.ranks import run_ranks
 
-from . import real_use as use
-from .zoo import SUBJECTS
+from .cells import LAYOUTS, Samples, call, make_optimizer
+from .zoo import LENGTH, SAMPLES, SUBJECTS, UPDATES, WORDS, Batch, Subject, text
 
 for package in ("timm", "torchvision", "transformers"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.distributed
 
-JOBS: dict[str, Callable[..., Any]] = {
-    **{f"lengths {layout}": partial(use.lengths, layout=layout) for layout in ("data", "fsdp", "tensor", "pipeline")},
-    **{
-        f"weighted {layout} {count}": partial(use.weighted, layout=layout, accumulation=count)
-        for layout, count in (("data", 2), ("fsdp", 1), ("tensor", 2), ("pipeline", 2))
-    },
-    **{
-        f"frozen {name} {layout}": partial(use.frozen, name=name, layout=layout)
-        for name in ("BERT, classification", "timm ViT")
-        for layout in ("zero1", "fsdp", "tensor", "pipeline")
-    },
-    **{
-        f"recomputed {layout} {reentrant}": partial(use.recomputed, layout=layout, reentrant=reentrant)
-        for layout, reentrant in (
-            ("fsdp", False),
-            ("fsdp", True),
-            ("tensor", True),
-            ("tensor", False),
-            ("pipeline", False),
-        )
-    },
-    **{f"masks {name}": partial(use.masks, name=name) for name in ("GPT-2", "BERT, classification", "T5")},
-    **{f"drop_path {layout}": partial(use.drop_path, layout=layout) for layout in ("tensor", "pipeline")},
-    **{f"saved {name}": partial(use.saved, name=name) for name in ("GPT-2", "T5")},
-}
+Weights = dict[str, torch.Tensor]
+LR = 0.01
+slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """What each job returned on its two ranks; all run in one launch."""
-    return dict(zip(JOBS, run_jobs(list(JOBS.values()), 2), strict=True))
+def slow_but_first(*cases: Any) -> list[Any]:
+    """The first case is in the default tier."""
+    return [cases[0], *(pytest.param(*(case if isinstance(case, tuple) else [case]), marks=slow) for case in cases[1:])]
 
 
-def named(kind: str) -> list[str]:
-    return [name for name in JOBS if name.startswith(f"{kind} ")]
+def make_engine(name: str, layout: str, model: nn.Module, data: Any, criterion: Any = None) -> halfmesh.Engine:
+    """An engine over the parameters of `model` that train. `data`: a loader, or samples."""
+    place = LAYOUTS[layout]
+    if not isinstance(data, DataLoader):
+        data = DataLoader(data, SAMPLES // place.data)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], LR)
+    config = place.config(SUBJECTS[name])
+    return halfmesh.initialize(model, optimizer, criterion, data, config, device="cpu")
 
 
-def of(results: dict[str, Any], job: str) -> Any:
-    found = results[job]
-    assert not isinstance(found, RankFailure), str(found)
-    return found
+def run(engine: halfmesh.Engine, own_loss: bool) -> None:
+    """An epoch, and the end."""
+    for batch in engine.dataloader:
+        engine.zero_grad()
+        output = engine(**batch) if own_loss else call(engine, batch)
+        engine.backward(output.loss if own_loss else engine.criterion(output, batch["labels"]))
+        engine.step()
+    engine.close()
 
 
-@pytest.mark.parametrize("job", named("lengths"))
-def test_batches_of_different_lengths(job, results):
-    for lengths, apart in of(results, job):
+def weights_of(model: nn.Module) -> Weights:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def by_hand(model: nn.Module, subject: Subject) -> Weights:
+    """Plain torch, all samples of an update at once."""
+    data = subject.data()
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], LR)
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        batch = {n: v[update * SAMPLES : (update + 1) * SAMPLES] for n, v in data.items()}
+        subject.criterion(call(model, batch), batch["labels"]).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def largest_difference(a: Weights, b: Weights) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# -- batches of different lengths ------------------------------------------------------------------------------------
+
+
+class Shortest:
+    """Makes batches as long as their longest text, as transformers' DataCollatorWithPadding does."""
+
+    def __init__(self) -> None:
+        self.lengths: set[int] = set()
+
+    def __call__(self, items: list[Batch]) -> Batch:
+        length = max(int(item["attention_mask"].sum()) for item in items)
+        self.lengths.add(length)
+        return {n: torch.stack([i[n][:length] if i[n].dim() else i[n] for i in items]) for n in items[0]}
+
+
+def lengths(rank: int, world_size: int, layout: str) -> tuple[set[int], float]:
+    """Which lengths batches had, and how far the weights are from those that padding to one length gives."""
+    name = "BERT, classification"
+    subject, place = SUBJECTS[name], LAYOUTS[layout]
+    model, collate = subject.make(), Shortest()
+    loader = DataLoader(Samples(subject.data()), SAMPLES // place.data, collate_fn=collate)
+    own = place.pipeline == 1
+    engine = make_engine(name, layout, model, loader, None if own else subject.criterion)
+    run(engine, own)
+    expected = by_hand(subject.make(), subject)
+    return collate.lengths, largest_difference(weights_of(model), expected)
+
+
+@pytest.mark.parametrize("layout", slow_but_first("data", "fsdp", "tensor", "pipeline"))
+def test_batches_of_different_lengths(layout):
+    for found, apart in run_ranks(lengths, 2, layout):
         assert apart < 1e-6
-        assert len(lengths) > 1
+        assert len(found) > 1
 
 
-@pytest.mark.parametrize("job", named("weighted"))
-def test_labels_that_do_not_count(job, results):
-    for apart in of(results, job):
-        assert apart < 1e-6
+# -- frozen ----------------------------------------------------------------------------------------------------------
+
+TRAINED = ("layer.1.", "classifier", "blocks.1.", "head.", "layer4.", "fc.")
 
 
-@pytest.mark.parametrize("job", named("frozen"))
-def test_a_frozen_backbone(job, results):
-    for apart, those in of(results, job):
+def freeze(model: nn.Module) -> nn.Module:
+    """All but the last block and the head."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(part in name for part in TRAINED))
+    return model
+
+
+def frozen(rank: int, world_size: int, name: str, layout: str) -> tuple[float, bool]:
+    """How far the weights are from those of one process; whether those that train moved, and no others."""
+    subject = SUBJECTS[name]
+    model = freeze(subject.make())
+    start = weights_of(model)
+    run(make_engine(name, layout, model, Samples(subject.data()), subject.criterion), own_loss=False)
+    expected = by_hand(freeze(subject.make()), subject)
+    weights = weights_of(model)
+    moved = {name for name, _ in model.named_parameters() if not torch.equal(weights[name], start[name])}
+    return largest_difference(weights, expected), moved == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", ["BERT, classification", pytest.param("timm ViT", marks=slow)])
+@pytest.mark.parametrize("layout", slow_but_first("zero1", "fsdp", "tensor", "pipeline"))
+def test_a_frozen_backbone(name, layout):
+    for apart, those in run_ranks(frozen, 2, name, layout):
         assert apart < 1e-6
         assert those
 
 
-@pytest.mark.parametrize("job", named("recomputed"))
-def test_transformers_own_gradient_checkpointing_with_dropout(job, results):
-    assert of(results, job) == [0.0, 0.0]
+# -- dropout and recomputation ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("job", named("masks"))
-def test_what_is_dropped_agrees_where_activations_are_whole(job, results):
-    (weights, first), (others, second) = of(results, job)
-    assert weights == others
-    same = {name for name in first if torch.equal(first[name], second[name])}
-    assert len(same) > 2
-    assert first.keys() - same == {name for name in first if "DenseReluDense" in name}  # divided, in T5 alone
+def _dropping_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "vocab_size": WORDS}
+    return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2, bos_token_id=None, eos_token_id=None))
 
 
-@pytest.mark.parametrize("job", named("drop_path"))
-def test_stochastic_depth_of_timm(job, results):
-    first, second = of(results, job)
-    assert first == second
+def recomputed(rank: int, world_size: int, layout: str, reentrant: bool) -> float:
+    """How far transformers' gradient checkpointing is from none, with dropout."""
+    found = []
+    for checkpoints in (False, True):
+        model = _dropping_gpt2()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        own = LAYOUTS[layout].pipeline == 1
+        criterion = None if own else SUBJECTS["GPT-2"].criterion
+        run(make_engine("GPT-2", layout, model, Samples(text()), criterion), own)
+        found.append(weights_of(model))
+    return largest_difference(*found)
 
 
-@pytest.mark.parametrize("job", named("saved"))
-def test_checkpoints_of_divided_models_load_elsewhere(job, results):
-    assert of(results, job) == [(0.0, 0.0)] * 2
+@pytest.mark.parametrize(
+    ("layout", "reentrant"), slow_but_first(("tensor", False), ("fsdp", True), ("fsdp", False), ("pipeline", False))
+)
+def test_transformers_own_gradient_checkpointing_with_dropout(layout, reentrant):
+    assert run_ranks(recomputed, 2, layout, reentrant) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("mode", ["none", "naive_fp16", "torch_bf16", "apex_o1", "apex_o2"])
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "naive_fp16", "torch_bf16"])
 def test_what_a_model_of_transformers_returns_is_what_it_returns_by_itself(mode):
     from transformers import BatchEncoding
     from transformers.cache_utils import DynamicCache
@@ -124,9 +189,8 @@ def test_what_a_model_of_transformers_returns_is_what_it_returns_by_itself(mode)
     assert output.hidden_states is None
     assert type(output.past_key_values) is DynamicCache
     half = {"naive_fp16": torch.float16, "torch_bf16": torch.bfloat16}.get(mode, torch.float32)
-    if "apex" not in mode:
-        assert output.past_key_values.layers[0].keys.dtype == half
-        assert output.logits.dtype == (torch.float32 if mode == "naive_fp16" else half)
+    assert output.past_key_values.layers[0].keys.dtype == half
+    assert output.logits.dtype == (torch.float32 if mode == "naive_fp16" else half)
     assert output.loss.dtype == torch.float32
     engine.backward(output.loss)
     engine.step()

@@ -26,29 +26,18 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and how it is used.
-
-    Attributes:
-        build: makes the model.
-        data: all samples, by name of the model's argument; `labels` among them.
-        criterion: called as criterion(output, labels).
-        lr: so high that a wrong gradient moves the weights visibly.
-        own_loss: whether the model takes `labels`, and returns a loss.
-        batch_norm: whether what is normalised depends on the other samples of a rank and a microbatch.
-        points: split points for two stages, if no partitioner knows the model.
-        refused: what layouts with "tensor" or "pipeline" are refused with.
-        half: modes in half precision, each with the layout that it is tried in. (With BatchNorm and ReLU over so few
-            samples rounding grows too fast to compare.)
-    """
+    """A model, and how it is used."""
 
     build: Callable[[], nn.Module]
-    data: Callable[[], Batch]
-    criterion: Callable[[Any, torch.Tensor], torch.Tensor]
-    lr: float
-    own_loss: bool = False
-    batch_norm: bool = False
-    points: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
+    data: Callable[[], Batch]  # all samples, by name of the model's argument; `labels` among them
+    criterion: Callable[[Any, torch.Tensor], torch.Tensor]  # called as criterion(output, labels)
+    lr: float  # so high that a wrong gradient moves the weights visibly
+    own_loss: bool = False  # whether the model takes `labels`, and returns a loss
+    batch_norm: bool = False  # what is normalised depends on the other samples of a rank and a microbatch
+    points: tuple[str, ...] = ()  # split points for two stages, if no partitioner knows the model
+    refused: Mapping[str, str] = field(default_factory=dict)  # what "tensor" or "pipeline" is refused with
+    # Modes in half precision, each with the layout that it is tried in. (With BatchNorm and ReLU over so few samples
+    # rounding grows too fast to compare.)
     half: tuple[tuple[str, str], ...] = ()
 
     def make(self, seed: int = 0) -> nn.Module:
@@ -217,50 +206,27 @@ def t5() -> nn.Module:
 CONVOLUTIONS = "Convolutions are not divided over tensor ranks, and most of this model is in them; leave tensor at 1"
 HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
 
+LINEAR = "its layers are Conv2d, and Linear ones can be divided; build the model with those"
+NO_PARTITION = "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"
+RESNET: dict[str, Any] = {"batch_norm": True, "points": ("layer3",), "refused": {"tensor": CONVOLUTIONS}}
+CONVNEXT: dict[str, Any] = {"points": ("stages.2",), "refused": {"tensor": LINEAR}}
+WORDY: dict[str, Any] = {"own_loss": True, "half": HALF}
+T5_HALF = (("naive_fp16", "tensor"), ("naive_bf16", "fsdp"))
+
 SUBJECTS = {
     "timm ViT": Subject(timm_vit, images, classify, 0.001, half=HALF[:2]),
     "timm ConvNeXt": Subject(
-        timm_convnext,
-        images,
-        classify,
-        0.004,
-        points=("stages.2",),
-        refused={"tensor": "its layers are Conv2d, and Linear ones can be divided; build the model with those"},
-        half=(("naive_fp16", "data"), ("naive_bf16", "pipeline")),
+        timm_convnext, images, classify, 0.004, half=(("naive_fp16", "data"), HALF[1]), **CONVNEXT
     ),
-    "timm ResNet": Subject(
-        timm_resnet,
-        images,
-        classify,
-        0.002,
-        batch_norm=True,
-        points=("layer3",),
-        refused={"tensor": CONVOLUTIONS},
-    ),
-    "torchvision ResNet": Subject(
-        torchvision_resnet,
-        images,
-        classify,
-        0.0005,
-        batch_norm=True,
-        points=("layer3",),
-        refused={"tensor": CONVOLUTIONS},
-    ),
+    "timm ResNet": Subject(timm_resnet, images, classify, 0.002, **RESNET),
+    "torchvision ResNet": Subject(torchvision_resnet, images, classify, 0.0005, **RESNET),
     "torchvision ViT": Subject(
         torchvision_vit, images, classify, 0.0005, points=("encoder.layers.encoder_layer_1",), half=HALF
     ),
     "torchvision Swin": Subject(torchvision_swin, images, classify, 0.01, points=("features.3",), half=HALF),
-    "GPT-2": Subject(gpt2, text, next_word, 0.01, own_loss=True, half=HALF),
-    "Llama": Subject(llama, text, next_word, 0.01, own_loss=True, half=HALF),
-    "BERT, classification": Subject(bert_classifier, padded_text, classify, 0.01, own_loss=True, half=HALF),
-    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, 0.01, own_loss=True, half=HALF),
-    "T5": Subject(
-        t5,
-        translations,
-        per_word,
-        0.01,
-        own_loss=True,
-        refused={"pipeline": "no partitioner knows T5ForConditionalGeneration; split points cannot cut it either"},
-        half=(("naive_fp16", "tensor"), ("naive_bf16", "fsdp")),
-    ),
+    "GPT-2": Subject(gpt2, text, next_word, 0.01, **WORDY),
+    "Llama": Subject(llama, text, next_word, 0.01, **WORDY),
+    "BERT, classification": Subject(bert_classifier, padded_text, classify, 0.01, **WORDY),
+    "BERT, masked words": Subject(bert_masked, hidden_words, per_word, 0.01, **WORDY),
+    "T5": Subject(t5, translations, per_word, 0.01, own_loss=True, refused={"pipeline": NO_PARTITION}, half=T5_HALF),
 }

@@ -1,35 +1,30 @@
-"""What is computed again in backward is what was computed before, and changes nothing."""
+"""Activations that are computed again or wait on the host: the same bits as without, and less memory."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from halfmesh.errors import InputError
 from halfmesh.parallel import recompute
-from halfmesh.parallel.recompute import Checkpointed
+from tests.support import compiling
+from tests.support.models import BF16_TORCH, CLASSES, FEATURES, MODES, full_weights, make_engine, make_loader
+from tests.support.saved_memory import bytes_left
 
-WIDTH = 32
-
-
-class Block(nn.Module):
-    """Normalises, drops, and has a keyword."""
-
-    def __init__(self, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.norm = norm or nn.LayerNorm(WIDTH)
-        self.drop = nn.Dropout(0.4)
-
-    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
-        return x + scale * self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
+WIDTH = 16
+FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
+EVERY = {"activation_checkpoint": {"every": 2}}
+PATTERNS = {"activation_checkpoint": {"patterns": ["blocks.*.norm", "blocks.1", "head"]}}
+OFFLOAD = {"activation_offload": True}
+KEYS = {"full": FULL, "selective": SELECTIVE, "every": EVERY, "patterns": PATTERNS}
+KEYS |= {"offload": OFFLOAD, "full, offload": FULL | OFFLOAD}
 
 
 class Counting(nn.Module):
@@ -38,271 +33,263 @@ class Counting(nn.Module):
     def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.register_buffer("factor", torch.ones(()))
-        self.register_buffer("table", torch.arange(float(WIDTH)))
-        self.in_place = in_place
-        self.moves = True
+        self.in_place, self.moves = in_place, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.moves:
-            if self.in_place:
-                self.factor.mul_(2)
-            else:
-                self.factor = self.factor * 2
-        return x * self.factor.clone() + self.table
+        if self.moves and self.in_place:
+            self.factor.mul_(1.125)
+        elif self.moves:
+            self.factor = self.factor * 1.125
+        return x * self.factor.clone()
 
 
-def make(norm: nn.Module | None = None) -> Block:
-    torch.manual_seed(0)
-    return Block(copy.deepcopy(norm))
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: nn.LayerNorm(WIDTH),
+    "batch": lambda: nn.BatchNorm1d(WIDTH),
+    "batch, cumulative": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "batch, frozen": lambda: nn.BatchNorm1d(WIDTH),
+    "instance": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, WIDTH)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+    ),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "buffer in place": lambda: Counting(in_place=True),
+    "buffer replaced": lambda: Counting(in_place=False),
+}
 
 
-def grads_of(block: Block, calls: int = 2, before_backward: Any = lambda: None, **kwargs: Any) -> dict[str, Any]:
-    """Gradients and buffers after `calls` forwards and a backward through all of them."""
+class Block(nn.Module):
+    """Normalises, drops, and is given a tensor by name."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = NORMS[norm](), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.drop = nn.Dropout(0.3)
+        if norm == "batch, frozen":
+            self.norm.eval()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return x + scale * self.drop(self.down(self.drop(nn.functional.gelu(self.up(self.norm(x))))))
+
+
+class Deep(nn.Module):
+    def __init__(self, norm: str = "batch") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=self.scale)
+        return self.head(x)
+
+
+def trained(keys, model: nn.Module | None = None, calls: int = 1, between: Any = None, twice: bool = False):
+    """What a few updates lead to, and the random number after them.
+
+    Args:
+        calls: forwards before each backward.
+        between: is called with the model between the first forward and backward.
+        twice: goes backward through each graph two times.
+    """
+    engine = make_engine(keys, model=model or Deep())
     torch.manual_seed(1)
-    xs = [torch.randn(8, WIDTH, requires_grad=True) for _ in range(calls)]
-    loss = sum(block(x, **kwargs).square().sum() for x in xs)
-    torch.rand(3)
-    before_backward()
-    loss.backward()
-    found = {name: param.grad.clone() for name, param in block.named_parameters()}
-    found |= {f"x{number}": x.grad for number, x in enumerate(xs)}
-    found |= {name: buffer.clone() for name, buffer in block.named_buffers()}
-    return found | {"next": torch.rand(3)}
+    for x, y in engine.dataloader:
+        loss = sum(engine.criterion(engine(x), y) for _ in range(calls))
+        if between is not None:
+            between(engine.model)
+            between = None
+        if twice:
+            engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        engine.step()
+    found = full_weights(engine) | {"next": torch.rand(3)}
+    engine.close()
+    return found
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
-def saved_bytes(call: Any) -> int:
-    """The bytes of what waits for backward, each memory once."""
-    alive = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        call()
-    return sum(alive.values())
+# -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-NORMS = {
-    "layer": nn.LayerNorm(WIDTH),
-    "batch": nn.BatchNorm1d(WIDTH),
-    "batch, cumulative": nn.BatchNorm1d(WIDTH, momentum=None),
-    "spectral": nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    "in place": Counting(in_place=True),
-    "replaced": Counting(in_place=False),
-}
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_trains_as_without(mode):
+    config = MODES[mode] | {"gradient_accumulation": 2, "clip_grad_norm": 0.5}
+    expected = trained(config)
+    for keys in KEYS.values():
+        assert_same(trained(config | keys), expected)
 
 
-@pytest.mark.parametrize("keep_products", [False, True])
+@pytest.mark.parametrize("keys", [FULL, SELECTIVE], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-def test_gradients_and_buffers(norm, keep_products):
-    expected = grads_of(make(NORMS[norm]))
-    block = make(NORMS[norm])
-    Checkpointed(block, keep_products)
-    assert_equal(grads_of(block), expected)
-    assert_equal(grads_of(block, calls=1), grads_of_second(norm))
+def test_buffers_change_as_without(norm, keys):
+    assert_same(trained(keys, Deep(norm), calls=2), trained({}, Deep(norm), calls=2))
 
 
-def grads_of_second(norm: str) -> dict[str, Any]:
-    block = make(NORMS[norm])
-    grads_of(block)
-    return grads_of(block, calls=1)
-
-
-def test_instance_norm():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv1d(2, 2, 3), nn.InstanceNorm1d(2, track_running_stats=True))
-    block = copy.deepcopy(plain)
-    Checkpointed(block, keep_products=False)
-    x = torch.randn(4, 2, 8)
-    for module in (plain, block):
-        module(x).square().sum().backward()
-    assert torch.equal(block[1].running_mean, plain[1].running_mean)
-    assert torch.equal(block[0].weight.grad, plain[0].weight.grad)
+@pytest.mark.parametrize("keys", [FULL, SELECTIVE, OFFLOAD], ids=str)
+def test_modules_train_in_backward_as_they_did_in_the_forward(keys):
+    options = {"between": lambda model: model.blocks[0].eval()}
+    assert_same(trained(keys, **options), trained({}, **options))
 
 
 def test_backward_twice_through_one_graph():
-    block, plain = make(NORMS["in place"]), make(NORMS["in place"])
-    Checkpointed(block, keep_products=False)
-    for module in (plain, block):
-        torch.manual_seed(1)
-        loss = module(torch.randn(8, WIDTH)).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert torch.equal(block.up.weight.grad, plain.up.weight.grad)
+    expected = trained({}, twice=True)
+    for keys in (FULL, OFFLOAD):
+        assert_same(trained(keys, twice=True), expected)
 
 
-def test_a_buffer_that_changes_in_some_calls():
-    block = make(Counting(in_place=True))
-    Checkpointed(block, keep_products=False)
-    block.norm.moves = False
-    grads_of(block)
-    block.norm.moves = True
-    with pytest.raises(
-        InputError, match=r"Block changes its buffer norm.factor in some calls and not in others.*leave"
-    ):
-        block(torch.randn(8, WIDTH))
+class OwnScope(nn.Module):
+    """A block of the model leaves autocast."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
 
-def test_modules_train_as_they_did_in_the_forward():
-    expected = grads_of(make())
-    block = make()
-    Checkpointed(block, keep_products=False)
-    assert_equal(grads_of(block, before_backward=block.eval), expected)
-    assert not block.training
-    assert not block.drop.training
-
-
-def test_a_frozen_norm_keeps_its_statistics():
-    """One that does not train reads them, in both computations."""
-    block, plain = make(NORMS["batch"]), make(NORMS["batch"])
-    Checkpointed(block, keep_products=False)
-    block.norm.eval()
-    plain.norm.eval()
-    assert_equal(grads_of(block), grads_of(plain))
-    assert block.norm.num_batches_tracked == 0
-
-
-@pytest.mark.parametrize("keep_products", [False, True])
-def test_keywords_are_kept_for_backward_like_other_arguments(keep_products):
-    """torch itself saves none of them, and does not look there for the device of random numbers."""
-    grads = []
-    for module in (make(), make()):
-        scale = torch.full((WIDTH,), 2.0, requires_grad=True)
-        if grads:
-            Checkpointed(module, keep_products)
-        grads.append(grads_of(module, scale=scale) | {"scale": scale.grad})
-    assert_equal(grads[1], grads[0])
-    block = make()
-    Checkpointed(block, keep_products)
-    large = torch.randn(1000, 1)
-    x = torch.randn(8, WIDTH)
-    if not keep_products:
-        assert saved_bytes(lambda: block(x, scale=large[0])) == large.nbytes + x.nbytes
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        with torch.autocast("cpu", enabled=False):
+            return self.blocks[1](x.float())
 
 
 def test_casts_are_those_of_the_forward():
-    """Of a scope of the user's within the engine's, too, when backward runs outside of both."""
-    grads = []
-    for module in (make(), make()):
-        if grads:
-            Checkpointed(module, keep_products=False)
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(x)
-            with torch.autocast("cpu", enabled=False):
-                y = module(y.float())
-        y.float().sum().backward()
-        grads.append({name: param.grad for name, param in module.named_parameters()})
-    assert_equal(grads[1], grads[0])
-
-
-def test_only_while_training_with_gradients():
-    block = make(NORMS["batch"])
-    Checkpointed(block, keep_products=False)
-    x = torch.randn(8, WIDTH)
-    whole = saved_bytes(lambda: make()(x))
-    assert saved_bytes(lambda: block(x)) == x.nbytes
-    with torch.no_grad():
-        assert not block(x).requires_grad
-    block.eval()
-    assert saved_bytes(lambda: block(x)) > x.nbytes
-    assert whole > 10 * x.nbytes
-
-
-def test_selective_keeps_products_and_no_more():
-    kept: list[str] = []
-    policy = recompute._policy
-
-    def watch(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        decision = policy(context, op, *args, **kwargs)
-        if decision == CheckpointPolicy.MUST_SAVE and not context.is_recompute:  # before 2.15 it asks again
-            kept.append(str(op))
-        return decision
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "_policy", watch)
-        block = make()
-        Checkpointed(block, keep_products=True)
-        grads_of(block, calls=1)
-    assert kept == ["aten.addmm.default"] * 2
+    for keys in (FULL, SELECTIVE):
+        assert_same(trained(BF16_TORCH | keys, OwnScope()), trained(BF16_TORCH, OwnScope()))
 
 
 def test_attention_is_kept_unless_it_drops():
-    """What is not computed again draws no random numbers, and those after it would be others."""
-    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    q = torch.zeros(1)
+    """What is not computed again draws no random numbers, and those after it would be others (on a GPU)."""
+    attend, q = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1)
     save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     assert recompute._policy(None, attend, q, q, q) == save
-    assert recompute._policy(None, attend, q, q, q, 0.0, True) == save
     assert recompute._policy(None, attend, q, q, q, 0.1, True) == again
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
     assert recompute._policy(None, efficient, q, q, q, None, True) == save
     assert recompute._policy(None, efficient, q, q, q, None, True, 0.1) == again
-    assert recompute._policy(None, attend, q, q, q, dropout_p=0.1) == again
-    assert recompute._policy(None, torch.ops.aten.gelu.default, q) == again
-    for op in recompute._attentions():
-        assert recompute._policy(None, op, q, q, q) == save
 
 
-def test_the_module_stays_what_it_is():
-    block = make()
-    before = list(vars(block)), list(block.state_dict()), [name for name, _ in block.named_modules()]
-    signature = inspect.signature(block.forward)
-    seen = []
-    block.register_forward_pre_hook(lambda *_: seen.append("before"))
-    block.register_forward_hook(lambda *_: seen.append("after"))
-    block.register_full_backward_hook(lambda *_: seen.append("backward"))
-    forward = Checkpointed(block, keep_products=False)
-    assert (type(block), inspect.signature(block.forward)) == (Block, signature)
-    grads_of(block, calls=1)
-    assert seen == ["before", "after", "backward"]
-    assert (list(block.state_dict()), [name for name, _ in block.named_modules()]) == before[1:]
-    forward.remove()
-    assert list(vars(block)) == before[0]
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Copied(Block):
-    pass
+def bytes_of(keys) -> int:
+    engine = make_engine(keys, model=Deep())
+    x = torch.randn(512, FEATURES)
+    engine(x)
+    return bytes_left(lambda: engine(x))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
-def test_copies_compute_by_themselves(duplicate):
-    torch.manual_seed(0)
-    block = Copied()
-    Checkpointed(block, keep_products=True)
-    clone = duplicate(block)
-    again = duplicate(clone)
-    for other in (clone, again):
-        assert other.forward.__self__ is other
-        nn.init.zeros_(other.down.weight)
-        nn.init.zeros_(other.down.bias)
-        x = torch.randn(2, WIDTH)
-        assert torch.equal(other(x), x)
-        assert not torch.equal(block(x), x)
+@pytest.mark.parametrize("mode", [{}, MODES["naive_bf16"]], ids=str)
+def test_saved_bytes(mode):
+    left = {name: bytes_of(mode | KEYS[name]) for name in ("full", "selective", "every", "patterns")}
+    left["off"] = bytes_of(mode)
+    assert left["full"] < left["selective"] < left["off"]
+    assert left["full"] < left["every"] < left["off"]
+    assert left["full"] < left["patterns"] < left["off"]
+    size = 2 if mode else 4
+    inputs = 512 * (4 * WIDTH + WIDTH) * size  # of four blocks and the head
+    batch = 512 * FEATURES * 2 if mode else 0  # the engine's cast of it
+    assert left["full"] == inputs + batch
 
 
-def own_forward(x: torch.Tensor) -> torch.Tensor:
-    return x.sin().sin().sin()
+class Copies(TorchDispatchMode):
+    """The shapes of tensors that are cloned: on the CPU that is how they are moved to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten.clone.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
-def test_a_forward_of_the_users_own():
-    block = make()
-    block.forward = own_forward
-    forward = Checkpointed(block, keep_products=False)
-    x = torch.randn(2, WIDTH, requires_grad=True)
-    assert saved_bytes(lambda: block(x)) == x.nbytes
-    assert torch.equal(block(x), own_forward(x))
-    assert copy.deepcopy(block).forward is own_forward
-    forward.remove()
-    assert block.forward is own_forward
+def test_what_is_offloaded(caplog):
+    x = torch.randn(512, FEATURES)
+    engine = make_engine(FULL | OFFLOAD, model=Deep())
+    assert "activation_offload is of no use on a CPU" in caplog.text
+    engine(x)  # finds out which buffers change
+    with Copies() as copies:
+        engine(x)
+    assert copies.shapes == [(512, WIDTH)] * 4, "the inputs of the blocks"
+    engine = make_engine(OFFLOAD, model=Deep())
+    with Copies() as copies:
+        output = engine(x)
+        engine.criterion(output, torch.zeros(512, dtype=torch.int64))
+    assert {(512, FEATURES), (512, 64), (512, WIDTH)} <= set(copies.shapes)
+    assert all(shape[0] == 512 for shape in copies.shapes), "no weights, and no statistics"
+    assert (512, CLASSES) not in copies.shapes, "the criterion's stays"
+    with torch.no_grad(), Copies() as copies:
+        engine(x)
+    assert not copies.shapes
+
+
+class Exponential(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).exp()
+
+
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_a_change_in_place_after_the_forward(rows):
+    """What was copied to the host does not feel it. What is too small for that does, and it is found out."""
+    engine = make_engine(OFFLOAD, model=Exponential(2, 2))
+    x = torch.ones(rows, 2)
+    output = engine(x)
+    loss = (output * 2).sum()
+    expected = (2 * output.detach().clone()).sum(0)
+    with torch.no_grad():
+        output.zero_()
+    if rows == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
+    else:
+        engine.backward(loss)
+        torch.testing.assert_close(engine.model.bias.grad, expected)
+
+
+# -- the module, and what is refused ---------------------------------------------------------------------------------
+
+
+def test_the_model_stays_what_it_is():
+    model, seen = Deep(), []
+    names, attributes = list(model.state_dict()), [list(vars(module)) for module in model.modules()]
+    handles = [
+        model.blocks[0].register_forward_hook(lambda *_: seen.append("forward")),
+        model.blocks[0].register_full_backward_hook(lambda *_: seen.append("backward")),
+    ]
+    engine = make_engine(FULL, model=model)
+    x, y = next(iter(engine.dataloader))
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    assert seen == ["forward", "backward"]
+    assert list(model.state_dict()) == names
+    clone = copy.deepcopy(model)
+    nn.init.zeros_(clone.head.weight)
+    nn.init.zeros_(clone.head.bias)
+    assert not clone(x).any()
+    assert model(x).any(), "a copy computes by itself"
+    for handle in handles:
+        handle.remove()
+    engine.close()
+    assert [list(vars(module)) for module in model.modules()] == attributes
+
+
+def test_a_buffer_that_changes_in_some_calls_is_refused():
+    engine = make_engine(FULL, model=Deep("buffer in place"))
+    x = torch.randn(8, FEATURES)
+    norm = engine.model.blocks[0].norm
+    norm.moves = False
+    engine(x)
+    norm.moves = True
+    with pytest.raises(InputError, match=r"Block changes its buffer norm.factor in some calls and not in others"):
+        engine(x)
 
 
 class Caching(nn.Linear):
@@ -310,12 +297,46 @@ class Caching(nn.Linear):
         return super().forward(x)
 
 
-def test_a_cache_is_refused():
-    block = Caching(2, 2)
-    Checkpointed(block, keep_products=False)
-    block(torch.zeros(2), past_key_values=None)
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Caching(2, 2)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        return self.layer(x, past_key_values=cache)
+
+
+def test_a_cache_is_refused_in_training():
+    engine = make_engine({"activation_checkpoint": {"patterns": ["layer"]}}, model=Cached())
+    engine(torch.zeros(2))
     with pytest.raises(InputError, match=r"Caching was called with past_key_values.*twice.*use_cache=False"):
-        block(torch.zeros(2), past_key_values=[])
-    with torch.no_grad():
-        block(torch.zeros(2), past_key_values=[])
-    block.eval()(torch.zeros(2), past_key_values=[])
+        engine(torch.zeros(2), cache=[])
+    engine.eval()(torch.zeros(2), cache=[])
+
+
+# -- with others -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", {"every": 2}, {"patterns": ["blocks.[01]", "head"]}], ids=str)
+def test_compiled(form):
+    """What is computed again is compiled, too."""
+    compiled = {"compile": {"backend": compiling.NAME}}
+    with compiling.watched() as watch:
+        expected = trained({"compile": {"backend": compiling.NAME, "scope": "blocks"}})
+        without = watch.forwards
+    with compiling.watched() as watch:
+        found = trained(compiled | {"activation_checkpoint": form})
+    assert_same(found, expected)
+    assert without == 4 * len(make_loader())
+    assert watch.forwards == (4 + (4 if form == "full" else 2)) * len(make_loader())
+
+
+@pytest.mark.slow
+def test_offloaded_and_compiled():
+    compiled = {"compile": {"backend": compiling.NAME}}
+    with compiling.watched():
+        expected = trained(compiled)
+    with compiling.watched() as watch:
+        assert_same(trained(compiled | OFFLOAD), expected)
+    assert watch.forwards == len(make_loader())

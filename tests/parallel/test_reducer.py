@@ -1,470 +1,204 @@
-"""The reducer alone: what it sends, when, and what the shards hold afterwards. torch DDP is the oracle."""
+"""Gradients of data ranks are averaged exactly: in any dtype and layout, used by all ranks, by some or by none."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import logging.handlers
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from halfmesh import torch_private
-from halfmesh.errors import InputError
-from halfmesh.parallel.reducer import ReduceOptions, Reducer
-from halfmesh.shard import ParamShard
+from tests.support.models import full_weights, make_engine, said
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
-TINY = 1  # bytes: one bucket per parameter
+TINY = {"parallel": {"data": {"bucket_mb": 1e-6}}}  # one bucket for each parameter
 
 
-def make_model(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """One without a gradient stays as it is, one with a gradient of zero decays."""
+    return torch.optim.SGD(params, lr=1.0, weight_decay=0.1)
 
 
-def make_reducer(model: nn.Module, **options) -> tuple[Reducer, list[ParamShard]]:
-    shards = [ParamShard(name, p) for name, p in model.named_parameters()]
-    group = dist.group.WORLD
-    assert group is not None
-    return Reducer(shards, dict(model.named_buffers()), group, ReduceOptions(**options)), shards
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
 
 
-def batch(rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank + 1))
-
-
-def backward(model: nn.Module, x: torch.Tensor) -> None:
-    model(x).square().mean().backward()
-
-
-def equals_ddp(rank: int, world_size: int) -> dict[str, float]:
-    model, other = make_model(), make_model()
-    ddp = DistributedDataParallel(other)
-    differences = {}
-    for bucket_bytes in (TINY, 25 * 2**20):
-        reducer, shards = make_reducer(model, bucket_bytes=bucket_bytes)
-        for shard in shards:
-            shard.clear_grad()
-        ddp.zero_grad()
-        reducer.open(last=True)
-        backward(model, batch(rank))
-        reducer.finish()
-        backward(ddp, batch(rank))
-        pairs = zip(model.parameters(), other.parameters(), strict=True)
-        differences[f"bucket {bucket_bytes}"] = max((p.grad - q.grad).abs().max().item() for p, q in pairs)
-        reducer.close()
-    return differences
-
-
-def test_bitwise_equal_to_ddp():
-    for result in run_ranks(equals_ddp, 2):
-        assert result == {"bucket 1": 0.0, f"bucket {25 * 2**20}": 0.0}
-
-
-def counts(rank: int, world_size: int) -> dict:
-    model = make_model()
-    reducer, shards = make_reducer(model, bucket_bytes=TINY)
-    launched = []
-    original = reducer._all_reduce
-    reducer._all_reduce = lambda flat, divide=True: (launched.append(flat.numel()), original(flat, divide))[1]
-    for _ in range(2):  # microbatches before the last send nothing
-        backward(model, batch(rank))
-    before = reducer.collectives
-    reducer.open(last=True)
-    backward(model, batch(rank))
-    in_backward = reducer.collectives
-    reducer.finish()
-    return {
-        "before": before,
-        "in_backward": in_backward,
-        "in_all": reducer.collectives,
-        "bytes": reducer.bytes_reduced,
-        "order": launched,
-        "buckets": len(shards),
-    }
-
-
-def test_one_reduction_per_update_in_order_and_in_backward():
-    first, second = run_ranks(counts, 2)
-    assert first == second
-    sizes = [3, 24, 8, 8, 8, 48]  # the model's parameters, last first
-    assert first["before"] == 0
-    assert first["in_backward"] == first["buckets"] - 1 == 5  # the last one waits for hooks of its last parameter
-    assert first["in_all"] == 7  # and one for BatchNorm's statistics
-    assert first["order"] == [size + 1 for size in sizes] + [16]
-    assert first["bytes"] == 4 * (sum(sizes) + 6 + 16)
-
-
-def late_hooks(rank: int, world_size: int) -> list[dict[str, object]]:
-    """Hooks that were registered after the reducer's, with one bucket for each parameter and one for all."""
-    found = []
-    for bucket_bytes in (TINY, 25 * 2**20):
-        model, other, seen = make_model(), make_model(), []
-        reducer, shards = make_reducer(model, bucket_bytes=bucket_bytes)
-
-        def change(param: nn.Parameter, seen: list[bool] = seen) -> None:
-            seen.append(param.grad is not None)
-            if param.grad is not None:
-                param.grad.clamp_(-0.01, 0.01)
-
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(change)
-        reducer.open(last=True)
-        backward(model, batch(rank))
-        reducer.finish()
-        backward(other, batch(rank))
-        for param in other.parameters():
-            param.grad.clamp_(-0.01, 0.01)
-            dist.all_reduce(param.grad)
-        expected = [param.grad / world_size for param in other.parameters()]
-        found.append({"seen": seen, "grads": [shard.take_grad() for shard in shards], "expected": expected})
+def half_precision(rank: int, world_size: int) -> dict[str, list[float]]:
+    """fp16 gradients of 40000: their fp16 sum is inf."""
+    found = {}
+    for dtype in ("float32", "float16", "bfloat16"):
+        config = {"fp16": {"mode": "naive", "initial_scale": 1.0}, "parallel": {"data": {"reduce_dtype": dtype}}}
+        engine = make_engine(config, model=Scaled(), optimizer=sgd)
+        engine.backward(engine(torch.full((4,), 40000.0)).float().sum())
+        engine.step()
+        found[dtype] = full_weights(engine)["weight"].tolist()
     return found
 
 
-def test_hooks_that_were_registered_later_change_what_is_sent():
-    for one in itertools.chain(*run_ranks(late_hooks, 2)):
-        assert one["seen"] == [True] * 6
-        torch.testing.assert_close(one["grads"], one["expected"])
+def test_half_precision_gradients_do_not_overflow():
+    expected = {"float32": [-40000.0] * 4, "float16": [-40000.0] * 4, "bfloat16": [-39936.0] * 4}
+    assert run_ranks(half_precision, 2) == [expected] * 2
 
 
-def unarmed(rank: int, world_size: int) -> list[torch.Tensor]:
-    """A cycle that is closed after its last backward: everything is sent in finish."""
-    model = make_model()
-    reducer, _ = make_reducer(model, max_inflight=1, bucket_bytes=TINY)
-    backward(model, batch(rank))
-    mine = [p.grad.clone() for p in model.parameters()]
-    reducer.finish()
-    gathered: list = [None] * world_size
-    dist.all_gather_object(gathered, mine)
-    expected = [torch.stack(grads).mean(0) for grads in zip(*gathered, strict=True)]
-    return [(p.grad - e).abs().max() for p, e in zip(model.parameters(), expected, strict=True)]
+def make_conv() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(36, 2))
+    return model.double().to(memory_format=torch.channels_last)
 
 
-def test_unarmed_backward_is_reduced_in_finish():
-    for differences in run_ranks(unarmed, 3):
-        assert max(differences) < 1e-6
+def images(rank: int) -> torch.Tensor:
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return x.to(memory_format=torch.channels_last)
+
+
+def convolve(rank: int, world_size: int) -> list[torch.Tensor]:
+    engine = make_engine(model=make_conv(), optimizer=sgd)
+    engine.backward(engine(images(rank)).square().mean())
+    engine.step()
+    return [param.detach() for param in engine.model.parameters()]
+
+
+def test_double_precision_and_channels_last():
+    model = make_conv()
+    optimizer = sgd(model.parameters())
+    (sum(model(images(rank)).square().mean() for rank in range(2)) / 2).backward()
+    optimizer.step()
+    for found in run_ranks(convolve, 2):
+        torch.testing.assert_close(found, [param.detach() for param in model.parameters()], rtol=1e-13, atol=1e-13)
 
 
 class Branches(nn.Module):
+    """Layers beside each other, of which some may be used."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.common = nn.Linear(6, 6)
-        self.sometimes = nn.Linear(6, 6)
-        self.never = nn.Linear(6, 6)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers[0].requires_grad_(False)
 
-    def forward(self, x, use):
-        x = self.frozen(self.common(x))
-        return self.sometimes(x) if use else x
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        return sum(layer(x) for layer in self.layers[:used])
 
 
-def unused(rank: int, world_size: int) -> dict[str, torch.Tensor | None]:
+UPDATES = ((4, 4), (4, 3), (3, 3), (4, 4))  # how many layers rank 0 uses, and rank 1
+
+
+def samples(rank: int, microbatch: int) -> torch.Tensor:
+    return torch.full((2, 4), float(rank + 1 + microbatch))
+
+
+def use_some(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    engine = make_engine({"gradient_accumulation": 2}, model=Branches(), optimizer=sgd)
+    for number, used in enumerate(UPDATES):
+        engine.model.layers[0].requires_grad_(number > 1)
+        for microbatch in range(2):
+            engine.backward(engine(samples(rank, microbatch), used[rank]).square().mean() / 10)
+            engine.step()
+    return full_weights(engine)
+
+
+def test_frozen_layers_and_layers_that_some_ranks_or_none_use():
     model = Branches()
-    reducer, shards = make_reducer(model)
-    reducer.open(last=True)
-    model(batch(rank), use=rank == 0).sum().backward()
-    local = model.sometimes.weight.grad.clone() if rank == 0 else None
-    del local
-    reducer.finish()
-    return {shard.name: shard.param.grad for shard in shards}
+    optimizer = sgd(model.parameters())
+    for number, used in enumerate(UPDATES):
+        optimizer.zero_grad()
+        model.layers[0].requires_grad_(number > 1)
+        cells = ((rank, microbatch) for rank in range(2) for microbatch in range(2))
+        (sum(model(samples(*cell), used[cell[0]]).square().mean() / 10 for cell in cells) / 4).backward()
+        optimizer.step()
+    first, second = run_ranks(use_some, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, model.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_unused_and_frozen_parameters():
-    first, second = run_ranks(unused, 2)
-    model = Branches()
-    (model(batch(0), True).sum() / 2).backward()
-    torch.testing.assert_close(first["sometimes.weight"], model.sometimes.weight.grad)
-    assert first["never.weight"] is None
-    assert first["frozen.weight"] is None
-    assert second["never.weight"] is None
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
+class Codebook(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("constant", torch.ones(2))
+        self.register_buffer("codes", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.codes.add_(x.mean(0))
+        return super().forward(x) * self.constant
 
 
-def half_precision(rank: int, world_size: int) -> dict[str, tuple]:
-    """fp16 gradients of 40000: their fp16 sum is inf."""
-    results = {}
-    for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
-        param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
-        shard = ParamShard("p", param)
-        reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions(dtype=dtype))
-        reducer.open(last=True)
-        (param * 40000).sum().backward()
-        reducer.finish()
-        grad = shard.take_grad()
-        results[name] = (grad.tolist(), grad.dtype, reducer.bytes_reduced)
-    return results
-
-
-def test_half_precision_gradients_do_not_overflow():
-    for result in run_ranks(half_precision, 2):
-        assert result == {
-            "fp32": ([40000.0] * 4, torch.float32, 20),
-            "fp16": ([40000.0] * 4, torch.float16, 10),
-            "bf16": ([39936.0] * 4, torch.bfloat16, 10),
-        }
-
-
-def sums(rank: int, world_size: int) -> list[float]:
-    param = nn.Parameter(torch.zeros(2))
-    shard = ParamShard("p", param)
-    reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions(mean=False))
-    (param * (rank + 1)).sum().backward()
-    reducer.finish()
-    return param.grad.tolist()
-
-
-def test_sum_instead_of_mean():
-    assert run_ranks(sums, 2) == [[3.0, 3.0]] * 2
-
-
-def twice(rank: int, world_size: int) -> list[float]:
-    """Two backwards before one update, both armed: the second adds to what is already averaged."""
-    results = []
-    for dtype in (torch.float32, torch.float16):
-        param = nn.Parameter(torch.zeros(2, dtype=dtype))
-        shard = ParamShard("p", param)
-        reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions())
-        for factor in (1.0, 10.0):
-            reducer.open(last=True)
-            (param * factor * (rank + 1)).sum().backward()
-            reducer.finish()
-        results.append(shard.take_grad().tolist())
-        reducer.close()
-    return results
-
-
-def test_two_backwards_before_an_update():
-    assert run_ranks(twice, 2) == [[[16.5, 16.5], [16.5, 16.5]]] * 2
-
-
-def channels_last(rank: int, world_size: int) -> bool:
-    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    reducer, _ = make_reducer(conv)
-    reducer.open(last=True)
-    conv(torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
-    reducer.finish()
-    return conv.weight.grad.stride() == conv.weight.stride()
-
-
-def test_gradients_keep_the_parameters_strides():
-    assert run_ranks(channels_last, 2) == [True, True]
-
-
-def statistics(rank: int, world_size: int) -> tuple[list[float], int]:
+def buffers(rank: int, world_size: int) -> tuple[list[float], int, str]:
     norm = nn.BatchNorm1d(2)
-    reducer, _ = make_reducer(norm)
-    reducer.open(last=True)
-    norm(torch.full((4, 2), 10.0 * rank)).sum().backward()
-    reducer.finish()
-    return norm.running_mean.tolist(), int(norm.num_batches_tracked)
+    engine = make_engine(model=nn.Sequential(norm, Codebook()))
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("halfmesh").addHandler(handler)
+    for number in range(3):
+        engine.backward(engine(torch.full((4, 2), 10.0 * rank)).sum())
+        engine.step()
+        if number == 0:
+            statistics = norm.running_mean.tolist(), int(norm.num_batches_tracked)
+    logging.getLogger("halfmesh").removeHandler(handler)
+    return *statistics, "\n".join(record.getMessage() for record in handler.buffer)
 
 
-def test_batchnorm_statistics_are_averaged():
-    assert run_ranks(statistics, 2) == [([0.5, 0.5], 1)] * 2  # the mean of 0 and 0.1 * 10
+def test_batchnorm_statistics_are_averaged_and_other_buffers_that_change_are_named_once():
+    first, second = run_ranks(buffers, 2)
+    assert first[:2] == second[:2] == ([0.5, 0.5], 1)  # the mean of 0 and 0.1 * 10
+    assert first[2].count("the buffers 1.codes change during training, on each data rank from its own batches") == 1
+    assert "constant" not in first[2]
+    assert second[2] == ""
+
+
+class Twice(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run = super().forward
+        return checkpoint(run, checkpoint(run, x, use_reentrant=True), use_reentrant=True)
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    messages = []
-    embedding = nn.Embedding(4, 3, sparse=True)
-    reducer, _ = make_reducer(embedding)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(InputError) as caught:
-        reducer.finish()
-    messages.append(str(caught.value))
-    linear = nn.Linear(2, 2)
-    reducer, _ = make_reducer(linear, bucket_bytes=TINY)
-    reducer.open(last=True)
-    x = torch.ones(1, 2, requires_grad=True)
-    with pytest.raises(InputError) as caught:
-        checkpoint(linear, checkpoint(linear, x, use_reentrant=True), use_reentrant=True).sum().backward()
-    messages.append(str(caught.value))
-    return messages
+    embedding = make_engine(model=nn.Embedding(4, 3, sparse=True), optimizer=sgd)
+    twice = make_engine(TINY, model=Twice(2, 2))
+    output = twice(torch.ones(1, 2, requires_grad=True)).sum()
+    return [said(embedding.backward, embedding(torch.tensor([1])).sum()), said(twice.backward, output)]
 
 
-def test_refusals():
+def test_gradients_that_cannot_be_averaged_are_refused():
     for sparse, reentrant in run_ranks(refusals, 2):
         assert "gradient of 'weight' is sparse" in sparse
-        assert "sparse=False" in sparse
         assert "arrived twice in one backward" in reentrant
         assert "use_reentrant=False" in reentrant
 
 
-def recover(rank: int, world_size: int) -> list[bool]:
-    """Unfreezing a parameter: the reducer notices, and takes it in."""
-    model = Branches()
-    reducer, shards = make_reducer(model)
-    covered = [reducer.covers(shards)]
-    model.frozen.requires_grad_(True)
-    covered.append(reducer.covers(shards))
-    reducer.cover(shards)
-    covered.append(reducer.covers(shards))
-    reducer.open(last=True)
-    model(batch(rank), True).sum().backward()
-    reducer.finish()
-    gathered: list = [None] * world_size
-    dist.all_gather_object(gathered, model.frozen.weight.grad)
-    return [*covered, torch.equal(gathered[0], gathered[1])]
-
-
-def test_unfrozen_parameters_are_taken_in():
-    assert run_ranks(recover, 2) == [[True, False, True, True]] * 2
-
-
-def own_buffers(rank: int, world_size: int) -> str:
-    class Codebook(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_buffer("constant", torch.ones(2))
-            self.register_buffer("codes", torch.zeros(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.codes.add_(x.mean(0))
-            return super().forward(x) * self.constant
-
-    model = nn.Sequential(Codebook(), nn.BatchNorm1d(2))
-    reducer, _ = make_reducer(model)
-    handler = logging.handlers.BufferingHandler(100)
-    logging.getLogger("halfmesh").addHandler(handler)
-    for _ in range(3):
-        reducer.open(last=True)
-        model(torch.randn(4, 2)).sum().backward()
-        reducer.finish()
-    return "\n".join(record.getMessage() for record in handler.buffer)
-
-
-def test_buffers_that_each_rank_changes_for_itself_are_named_once():
-    first, second = run_ranks(own_buffers, 2)
-    assert first.count("the buffers 0.codes change during training, on each data rank from its own batches") == 1
-    assert "constant" not in first
-    assert second == ""
-
-
-def doubles(rank: int, world_size: int) -> tuple[list[float], int]:
-    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
-    shards = [ParamShard(f"p{i}", p) for i, p in enumerate(params)]
-    reducer = Reducer(shards, {}, dist.group.WORLD, ReduceOptions())
-    (params[0] * (1 + rank * 1e-12) + params[1]).sum().backward()
-    reducer.finish()
-    return params[0].grad.tolist(), reducer.collectives
-
-
-def test_double_gradients_are_reduced_in_double():
-    assert run_ranks(doubles, 2) == [([1 + 5e-13] * 2, 2)] * 2
-
-
-def views(rank: int, world_size: int) -> dict[str, object]:
-    """Three updates; the last layer of the second is not used by rank 1, that of the third by nobody."""
+def make_chain() -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-    reducer, shards = make_reducer(layers)
-    copies, inner = [], torch_private.foreach_copy_
-    torch_private.foreach_copy_ = lambda targets, sources: (copies.append(len(targets)), inner(targets, sources))
-    storages, kept, found = [], [], []
-    for update in range(3):
-        used = list(layers)[: 2 if update == 2 or (update == 1 and rank == 1) else 3]
-        for microbatch in range(2):
-            reducer.open(last=microbatch == 1)
-            x = torch.full((2, 4), float(rank + 1 + microbatch))
-            sum(layer(x).square().sum() for layer in used).backward()
-        reducer.finish()
-        grads = [shard.take_grad() for shard in shards]
-        storages.append(len({g.untyped_storage().data_ptr() for g in grads if g is not None}))
-        found.append([None if g is None else g.clone() for g in grads])
-        kept.append(grads)  # as one does who looks at them later
-        for shard in shards:
-            shard.clear_grad()
-        reducer.forget()
-    torch_private.foreach_copy_ = inner
-    reducer.close()
-
-    expected = []
-    for update in range(3):
-        layers.zero_grad()
-        for other in range(world_size):
-            used = list(layers)[: 2 if update == 2 or (update == 1 and other == 1) else 3]
-            for microbatch in range(2):
-                x = torch.full((2, 4), float(other + 1 + microbatch))
-                (sum(layer(x).square().sum() for layer in used) / world_size).backward()
-        expected.append([None if p.grad is None else p.grad.clone() for p in layers.parameters()])
-    return {"copies": copies, "storages": storages, "found": found, "kept": kept, "expected": expected}
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
 
 
-def test_gradients_are_parts_of_buckets():
-    """One copy of all into the bucket, none out of it, and none for the microbatches before the last. What is kept of
-    an update stays what it was, and what nobody used has no gradient."""
-    for rank, result in enumerate(run_ranks(views, 2)):
-        assert result["copies"] == [6, 6 if rank == 0 else 4, 4]
-        assert result["storages"] == [1, 1, 1]
-        torch.testing.assert_close(result["found"], result["expected"])
-        torch.testing.assert_close(result["kept"], result["expected"])
-
-
-def broken_off(rank: int, world_size: int) -> dict[str, object]:
+def broken_off(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """A backward fails on all ranks after its first buckets were sent; the next one is complete."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    reducer, shards = make_reducer(model, bucket_bytes=TINY)
-    x = torch.full((2, 4), float(rank + 1))
+    engine = make_engine(TINY, model=make_chain(), optimizer=sgd)
 
     def fail(_: torch.Tensor) -> None:
         raise LookupError("no gradient")
 
-    handle = model[0].weight.register_hook(fail)
-    reducer.open(last=True)
-    with contextlib.suppress(LookupError):
-        (model(x).sum() * 1e6).backward()
-    sent = reducer.collectives
+    handle = engine.model[0].weight.register_hook(fail)
+    with pytest.raises(LookupError):
+        engine.backward(engine(samples(rank, 0)).sum() * 1e6)
     handle.remove()
-    for shard in shards:
-        shard.clear_grad()
-    reducer.forget()
-    reducer.open(last=True)
-    model(x).sum().backward()
-    reducer.finish()
-    found = [p.grad.clone() for p in model.parameters()]
-    reducer.close()
-    model.zero_grad()
-    for other in range(world_size):
-        (model(torch.full((2, 4), float(other + 1))).sum() / world_size).backward()
-    expected = [p.grad for p in model.parameters()]
-    return {"sent": sent, "found": found, "expected": expected}
+    engine.zero_grad()
+    engine.backward(engine(samples(rank, 0)).sum())
+    engine.step()
+    return full_weights(engine)
 
 
 def test_an_error_in_backward_leaves_nothing_behind():
-    for result in run_ranks(broken_off, 2):
-        assert result["sent"] >= 4
-        torch.testing.assert_close(result["found"], result["expected"])
-
-
-def others(rank: int, world_size: int) -> list[list[float]]:
-    """Gradients that others put in place of the buckets' parts, before and after a backward."""
-    results = []
-    for when in ("before", "between", "after"):
-        param = nn.Parameter(torch.zeros(2))
-        shard = ParamShard("p", param)
-        reducer = Reducer([shard], {}, dist.group.WORLD, ReduceOptions())
-        if when == "before":
-            param.grad = torch.full((2,), 100.0)
-        for _ in range(2):
-            reducer.open(last=False)
-            (param * (rank + 1)).sum().backward()
-            if when == "between":
-                param.grad = param.grad * 10
-        if when == "after":
-            param.grad = torch.full((2,), float(rank))
-        reducer.finish()
-        results.append(shard.take_grad().tolist())
-        reducer.close()
-    return results
-
-
-def test_gradients_of_others_take_part():
-    assert run_ranks(others, 2) == [[[103.0] * 2, [165.0] * 2, [0.5] * 2]] * 2
+    model = make_chain()
+    optimizer = sgd(model.parameters())
+    (sum(model(samples(rank, 0)).sum() for rank in range(2)) / 2).backward()
+    optimizer.step()
+    for found in run_ranks(broken_off, 2):
+        torch.testing.assert_close(found, model.state_dict())

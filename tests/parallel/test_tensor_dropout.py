@@ -1,4 +1,4 @@
-"""Dropout in a divided model: the masks themselves, and that activation checkpointing meets the same ones again."""
+"""Dropout in a divided model: which ranks drop alike, and that activation checkpointing meets the same masks again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 WORDS, LENGTH, WIDTH, HEADS = 16, 8, 16, 4
-Checkpointed = Callable[..., torch.Tensor]
+Run = Callable[..., torch.Tensor]
 
 
 class Attention(nn.Module):
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, run: Checkpointed) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.Dropout(0.5)
         self.run = run
@@ -48,7 +48,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, run: Checkpointed) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.norm1, self.attention, self.drop1 = nn.LayerNorm(WIDTH), Attention(), nn.Dropout(0.5)
         self.norm2, self.mlp, self.drop2 = nn.LayerNorm(WIDTH), MLP(run), nn.Dropout(0.5)
@@ -60,14 +60,18 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Args: what is checkpointed ("block", "attention", "mlp", "hidden"), and with which `use_reentrant`."""
+    """
+    Args:
+        part: what is checkpointed: "block", "attention", "mlp", "hidden".
+        options: of torch's `checkpoint`.
+    """
 
-    def __init__(self, part: str = "", reentrant: bool = False) -> None:
+    def __init__(self, part: str = "", **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
 
         def run(name: str, call: Any, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(call, x, use_reentrant=reentrant) if name == part and self.training else call(x)
+            return checkpoint(call, x, **options) if name == part and self.training else call(x)
 
         self.words, self.drop = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.5)
         self.blocks = nn.ModuleList(Block(run) for _ in range(2))
@@ -82,35 +86,24 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+ENDS = {"blocks.0": "sequence_begin", "norm": "sequence_end"}
+BLOCK = {"attention": "heads(num_heads)", "attention.[qkv]": "colwise", "attention.out": "rowwise"}
+BLOCK |= {"mlp.up": "colwise", "mlp.down": "rowwise"}
+INSIDE = {"attention": "region", "mlp": "region", "norm?": "sequence", "drop?": "sequence"}
 PLANS = {
-    "decoder": LayerPlan(
-        (Decoder,),
-        {"words": "vocab", "head": "vocab"},
-        sequence={"blocks.0": "sequence_begin", "norm": "sequence_end"},
-    ),
-    "block": LayerPlan(
-        (Block,),
-        {
-            "attention": "heads(num_heads)",
-            "attention.[qkv]": "colwise",
-            "attention.out": "rowwise",
-            "mlp.up": "colwise",
-            "mlp.down": "rowwise",
-        },
-        sequence={"attention": "region", "mlp": "region", "norm?": "sequence", "drop?": "sequence"},
-    ),
+    "decoder": LayerPlan((Decoder,), {"words": "vocab", "head": "vocab"}, sequence=ENDS),
+    "block": LayerPlan((Block,), BLOCK, sequence=INSIDE),
 }
 
 
-def make_engine(sequence: bool, mode: str = "none", model: Decoder | None = None, **more: Any) -> halfmesh.Engine:
+def make_engine(sequence: bool, mode: str = "none", model: Decoder | None = None) -> halfmesh.Engine:
     for name, plan in PLANS.items():
         TENSOR_PLANS.register(name, plan, override=True)
-    config = {**MODES[mode], "parallel": {"tensor": {"size": 2, "sequence_parallel": sequence}}, **more}
     return halfmesh.initialize(
         model or Decoder(),
         lambda params: torch.optim.SGD(params, lr=0.1),
         lambda output, ids: nn.functional.cross_entropy(output.flatten(0, 1).float(), ids.flatten()),
-        config=config,
+        config={**MODES[mode], "parallel": {"tensor": {"size": 2, "sequence_parallel": sequence}}},
         device="cpu",
     )
 
@@ -119,15 +112,22 @@ def ids() -> torch.Tensor:
     return torch.randint(WORDS, (3, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
+def update(engine: halfmesh.Engine) -> None:
+    engine.backward(engine.criterion(engine(ids()), ids()))
+    engine.step()
+
+
 def masks(rank: int, world_size: int, sequence: bool) -> dict[str, torch.Tensor]:
-    """What each dropout drops in two forwards; the input is the same on all ranks."""
+    """What each dropout drops in two forwards, between which rank 1 draws numbers of its own."""
     found: dict[str, torch.Tensor] = {}
+    calls: list[int] = []
     engine = make_engine(sequence)
 
     def note(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             assert (args[0] != 0).all()
-            found[f"{name} {call}"] = output == 0
+            if module.training:
+                found[f"{name} {len(calls)}"] = output == 0
 
         return hook
 
@@ -135,36 +135,33 @@ def masks(rank: int, world_size: int, sequence: bool) -> dict[str, torch.Tensor]
         if isinstance(module, nn.Dropout):
             module.register_forward_hook(note(name))
     for call in range(2):
-        engine.backward(engine.criterion(engine(ids()), ids()))
-        engine.step()
-        found[f"after {call}"] = torch.rand(4)
+        calls.append(call)
+        state = torch.get_rng_state()
+        update(engine)
+        assert torch.equal(torch.get_rng_state(), state), "outside as if the model had drawn nothing"
+        if rank == 1:
+            torch.rand(3)
     state = torch.get_rng_state()
-    call = 9
     with torch.no_grad():
         engine.eval()(ids())
-    found = {name: value for name, value in found.items() if not name.endswith(" 9")}
     assert torch.equal(torch.get_rng_state(), state), "evaluation draws nothing"
     return found
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_masks(sequence):
+    """Ranks of a tensor group drop alike where activations are whole, and differently where they are divided."""
     ranks = run_ranks(masks, 4, sequence)  # (dp, tp): 0 0, 0 1, 1 0, 1 1
     divided = ("attention.drop", "mlp.drop", *(("drop1", "drop2") if sequence else ()))
-    names = list(ranks[0])
-    assert len(names) == 2 * (1 + 2 * 4 + 1)
-    for name in names:
+    assert len(ranks[0]) == 2 * (1 + 2 * 4)
+    for name in ranks[0]:
         first, second, third, fourth = (found[name] for found in ranks)
-        if name.startswith("blocks") and name.split()[0].split(".", 2)[2] in divided:
-            assert not torch.equal(first, second), name
-            assert not torch.equal(third, fourth), name
-        else:
-            assert torch.equal(first, second), name
-            assert torch.equal(third, fourth), name
+        differ = name.startswith("blocks") and name.split()[0].split(".", 2)[2] in divided
+        assert torch.equal(first, second) != differ, name
+        assert torch.equal(third, fourth) != differ, name
         assert not torch.equal(first, third), name
         assert not torch.equal(second, fourth), name
-        if not name.startswith("after"):
-            assert 0.25 < first.float().mean() < 0.75, name
+        assert 0.25 < first.float().mean() < 0.75, name
     shapes = {name.split()[0]: tuple(mask.shape) for name, mask in ranks[0].items()}
     assert shapes["drop"] == (3, LENGTH, WIDTH)
     assert shapes["blocks.0.drop1"] == (3, LENGTH // 2 if sequence else LENGTH, WIDTH)
@@ -176,93 +173,70 @@ def test_masks(sequence):
             assert len(torch.stack(alike).unique(dim=0)) == len(alike)
 
 
-PARTS = {"none": ("block", "attention", "mlp", "hidden"), "torch_bf16": ("block", "hidden")}
-
-
-def checkpointed(rank: int, world_size: int, sequence: bool) -> dict[Any, Any]:
+def checkpointed(rank: int, world_size: int, sequence: bool, mode: str, parts: tuple[str, ...]) -> dict[Any, Any]:
     """Losses, gradients and the next random number, with and without activation checkpointing."""
     found = {}
-    for mode, parts in PARTS.items():
-        for part, reentrant in [("", False), *((part, kind) for part in parts for kind in (False, True))]:
-            engine = make_engine(sequence, mode, Decoder(part, reentrant))
-            losses, grads = [], {}
-            for _ in range(2):
-                # Two forwards before the first backward.
-                outputs = [engine(ids()), engine(ids())]
-                loss = sum(engine.criterion(output, ids()) for output in outputs)
-                engine.backward(loss)
-                grads = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
-                engine.step()
-                losses.append(loss.item())
-            assert not engine._division.tensor.axis.fork.is_open
-            found[mode, part, reentrant] = losses, grads, torch.rand(3)
-            engine.close()
+    for part, reentrant in [("", False), *((part, kind) for part in parts for kind in (False, True))]:
+        engine = make_engine(sequence, mode, Decoder(part, use_reentrant=reentrant))
+        losses = []
+        for _ in range(2):
+            outputs = [engine(ids()), engine(ids())]  # two forwards before the first backward
+            loss = sum(engine.criterion(output, ids()) for output in outputs)
+            engine.backward(loss)
+            grads = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
+            engine.step()
+            losses.append(loss.item())
+        found[part, reentrant] = losses, grads, torch.rand(3)
+        engine.close()
     return found
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_activation_checkpointing_repeats_the_masks(sequence):
-    for found in run_ranks(checkpointed, 2, sequence):
-        for mode, parts in PARTS.items():
-            losses, grads, after = found[mode, "", False]
-            assert losses[0] != losses[1]
-            for part in parts:
-                for reentrant in (False, True):
-                    got = found[mode, part, reentrant]
-                    assert got[0] == losses, (mode, part, reentrant)
-                    assert torch.equal(got[2], after), (mode, part, reentrant)
-                    assert got[1].keys() == grads.keys()
-                    for name, grad in grads.items():
-                        torch.testing.assert_close(
-                            got[1][name], grad, rtol=1e-5, atol=1e-6, msg=f"{mode} {part} {name}"
-                        )
+@pytest.mark.parametrize(
+    ("mode", "sequence", "parts"),
+    [
+        ("none", False, ("block", "hidden")),
+        ("none", True, ("attention",)),
+        pytest.param("none", False, ("attention", "mlp"), marks=pytest.mark.slow),
+        pytest.param("none", True, ("block", "mlp", "hidden"), marks=pytest.mark.slow),
+        ("torch_bf16", True, ("block", "hidden")),
+    ],
+)
+def test_activation_checkpointing_repeats_the_masks(mode, sequence, parts):
+    for found in run_ranks(checkpointed, 2, sequence, mode, parts):
+        losses, grads, after = found.pop(("", False))
+        assert losses[0] != losses[1]
+        assert len(found) == 2 * len(parts)
+        for case, got in found.items():
+            assert got[0] == losses, case
+            assert torch.equal(got[2], after), case
+            assert got[1].keys() == grads.keys()
+            for name, grad in grads.items():
+                torch.testing.assert_close(got[1][name], grad, rtol=1e-5, atol=1e-6, msg=f"{case} {name}")
 
 
-def careless(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Checkpointing that does not care for random numbers leaves a fork open after backward."""
-    model = Decoder()
-    mlp = model.blocks[0].mlp
-    mlp.run = lambda _, call, x: checkpoint(call, x, use_reentrant=False, preserve_rng_state=False)
-    engine = make_engine(sequence=False, model=model)
-    found: list[torch.Tensor] = []
+def interrupted(rank: int, world_size: int) -> list[Any]:
+    """What is drawn where activations are whole, after a backward that left the order of random numbers, and after an
+    error between divided layers."""
+    engine = make_engine(False, model=Decoder("hidden", use_reentrant=False, preserve_rng_state=False))
+    found: list[Any] = []
     engine.model.drop.register_forward_hook(lambda _, args, output: found.append(output == 0))
-    left_open = []
     for _ in range(3):
-        engine.backward(engine.criterion(engine(ids()), ids()))
-        left_open.append(engine._division.tensor.axis.fork.is_open)
-        engine.step()
-    assert left_open == [True] * 3
-    return found
-
-
-def test_a_fork_that_a_backward_leaves_open():
-    first, second = run_ranks(careless, 2)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(first[0], first[1])
-
-
-class BrokenError(RuntimeError):
-    pass
-
-
-def broken(rank: int, world_size: int) -> list[bool]:
-    """An error between divided layers, on all ranks: afterwards they draw in common again."""
-    engine = make_engine(sequence=False)
-    found = []
+        update(engine)
 
     def fail(*_: Any) -> None:
-        found.append(engine._division.tensor.axis.fork.is_open)
-        raise BrokenError
+        raise LookupError("between divided layers")
 
     handle = engine.model.blocks[0].mlp.drop.register_forward_hook(fail)
-    with pytest.raises(BrokenError):
+    with pytest.raises(LookupError):
         engine(ids())
     handle.remove()
-    return [*found, engine._division.tensor.axis.fork.is_open, torch.rand(1).item()]
+    engine(ids())
+    return [*found, torch.rand(3)]
 
 
-def test_an_error_within_a_fork():
-    first, second = run_ranks(broken, 2)
-    assert first == second
-    assert first[:2] == [True, False]
+def test_ranks_draw_alike_again_whatever_interrupts_a_divided_layer():
+    first, second = run_ranks(interrupted, 2)
+    assert len(first) == 6
+    assert not torch.equal(first[0], first[1])
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)

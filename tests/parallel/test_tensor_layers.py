@@ -1,104 +1,33 @@
-"""Each divided layer beside the whole one: outputs, dtypes, gradients, and what it refuses."""
+"""Divided layers beside whole ones: outputs, updates, dtypes, and inputs that they refuse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from halfmesh.parallel import collectives
+from tests.support.models import MODES, make_engine
 from tests.support.ranks import run_ranks
-from tests.support.tensor_parity import divide, join_grads, parity, random, refusal
+from tests.support.tensor_parity import apart, divide, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
 
 WORDS = 12
-
-
-def mlp(bias: bool = True) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6, bias), nn.GELU(), nn.Linear(6, 8, bias), nn.Tanh(), nn.Linear(8, 6, bias))
-
-
 MLP_PLAN = {"2": "colwise", "4": "rowwise"}
-SHAPES = ((4,), (3, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4))
+WORDS_PLAN = {"words": "vocab", "head": "vocab"}
 
 
-def linear_layers(rank: int, world_size: int) -> dict:
-    found = {}
-    for bias in (True, False):
-        for shape in SHAPES:
-            found[bias, shape] = parity(mlp(bias).double(), lambda m, shape=shape: m(random(*shape)), MLP_PLAN)
-        gathered = {"0": "colwise_gather", "2": "rowwise_split", "4": "colwise_gather"}
-        found[bias, "gather"] = parity(mlp(bias).double(), lambda m: m(random(2, 3, 4)), gathered)
-    for frozen in ("weight", "bias"):
-        model = mlp().double()
-        for layer in model[2], model[4]:
-            getattr(layer, frozen).requires_grad_(False)
-        found[frozen] = parity(model, lambda m: m(random(3, 4)), MLP_PLAN)
-    return found
-
-
-def test_linear_layers():
-    for found in run_ranks(linear_layers, 2):
-        for cell, result in found.items():
-            assert max(result.output, result.grads) < 1e-14, cell
-            assert result.missing == [], cell
-
-
-def misfits(rank: int, world_size: int) -> list[str]:
-    model, split = mlp(), mlp()
-    divide(model, {"4": "rowwise"})
-    divide(split, {"2": "rowwise_split"})
-    return [refusal(lambda: model(random(3, 4, dtype=torch.float32))), refusal(lambda: split[2](torch.ones(3, 8)))]
-
-
-def test_whole_features_are_refused_where_parts_are_awaited():
-    for first, second in run_ranks(misfits, 2):
-        assert first == (
-            "InputError: a 'rowwise' layer takes this rank's 4 features, but 8 came; give the layer before it the "
-            "style 'colwise', or this one 'rowwise_split' if its input is whole"
-        )
-        assert second.startswith("InputError: a 'rowwise' layer takes this rank's 3 features, but 4 came; ")
-
-
-def dtypes(rank: int, world_size: int) -> dict:
-    """(output dtype, how far from the whole model's), in half precision of every kind."""
-    found = {}
-    x, ids = random(3, 4, dtype=torch.float32), torch.arange(WORDS)
-    for dtype in (torch.float16, torch.bfloat16):
-        for name, plan in (("mlp", MLP_PLAN), ("gather", {"2": "colwise_gather"}), ("split", {"2": "rowwise_split"})):
-            with torch.autocast("cpu", dtype):
-                expected = mlp()(x)
-                model = mlp()
-                divide(model, plan)
-                found["autocast", dtype, name] = (model(x).dtype, expected.dtype, _apart(model(x), expected))
-            model, whole = mlp().to(dtype), mlp().to(dtype)
-            divide(model, plan)
-            found["cast", dtype, name] = (
-                model(x.to(dtype)).dtype,
-                dtype,
-                _apart(model(x.to(dtype)), whole(x.to(dtype))),
-            )
-        for cast in (False, True):
-            torch.manual_seed(0)
-            embedding = nn.Sequential(nn.Embedding(WORDS, 4)).to(dtype if cast else torch.float32)
-            with torch.autocast("cpu", dtype, enabled=not cast):
-                expected = embedding(ids)
-                divide(embedding, {"0": "vocab"})
-                found["words", dtype, cast] = (embedding(ids).dtype, expected.dtype, _apart(embedding(ids), expected))
-    return found
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-def test_dtypes_are_those_of_the_whole_model():
-    for found in run_ranks(dtypes, 2):
-        for cell, (dtype, expected, apart) in found.items():
-            assert dtype == expected, cell
-            assert apart <= (0 if cell[0] == "words" else 0.02), cell
+def mlp(bias: bool = True, frozen: str = "") -> nn.Sequential:
+    torch.manual_seed(0)
+    linear = [nn.Linear(4, 6, bias), nn.Linear(6, 8, bias), nn.Linear(8, 6, bias)]
+    for layer in linear[1:] if frozen else ():
+        getattr(layer, frozen).requires_grad_(False)
+    return nn.Sequential(linear[0], nn.GELU(), linear[1], nn.Tanh(), linear[2])
 
 
 class Language(nn.Module):
@@ -111,115 +40,212 @@ class Language(nn.Module):
         self.head = nn.Linear(6, WORDS, bias=bias)
         if tied:
             self.head.weight = self.words.weight
-        self.double()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.words(ids).tanh())
 
 
-WORDS_PLAN = {"words": "vocab", "head": "vocab"}
+class Renamed(nn.Linear):
+    """Computes what nn.Linear does."""
 
 
-def words(rank: int, world_size: int) -> dict:
-    found: dict = {"parity": {}}
+class Attention(nn.Module):
+    """Heads that are counted, three projections in one weight, a norm over each head."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads, self.fast = 4, True
+        self.qkv, self.q_norm, self.proj = nn.Linear(8, 24, bias), nn.LayerNorm(2), Renamed(8, 8, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, 2)).unbind(-3)
+        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), k, v))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+
+ATTENTION_PLAN = {"q_norm": "partial", "qkv": "fused_colwise(3)", "proj": "rowwise"}
+ATTENTION_PLAN |= {"": "heads(num_heads)", "*": "off(fast, not_there)"}
+
+
+class Projections(nn.Module):
+    """Three layers on one input, perhaps computed again in backward."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.out = nn.Linear(4, 4), nn.Linear(8, 4)
+        self.q, self.k, self.v = (nn.Linear(4, 8) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return self.out(self._run(self.q, x) * self._run(self.k, x).sigmoid() + self._run(self.v, x))
+
+    def _run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+PROJECTIONS_PLAN = {"[qkv]": "colwise", "out": "rowwise"}
+
+
+class Edited(nn.Module):
+    """Changes its input in place between two layers that use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.leaf, self.out = nn.Linear(4, 4), nn.Linear(8, 4)
+        self.first, self.second = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+        self.first.weight.requires_grad_(False)  # else torch refuses: its input is needed for the weight's gradient
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.leaf(x)
+        y = self.first(x)
+        x.mul_(2.0).add_(1.0)
+        return self.out(y + self.second(x))
+
+
+class Layer(nn.Module):
+    """A layer between divided sequences. `named`: it passes activations by name."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.norm, self.drop, self.named = nn.LayerNorm(4), nn.Dropout(0.0), named
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.drop(self.mlp(input=normed) if self.named else self.mlp(normed))
+
+
+def sequence_model(named: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(Layer(named), Layer(named))
+    return nn.Sequential(nn.Linear(4, 4), layers, nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+SEQUENCE_PLAN = {"1.0": "sequence_begin", "1.*.norm": "sequence", "1.*.drop": "sequence", "2": "sequence_end"}
+SEQUENCE_PLAN |= {"1.*.mlp": "region(input)", "1.*.mlp.0": "colwise", "1.*.mlp.2": "rowwise"}
+
+
+def pairs() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, str], bool]]:
+    """Models for two ranks: name, model, input, plan, and whether the sequence is divided, too."""
+    for shape in ((4,), (3, 4), (2, 3, 4), (0, 4)):
+        yield f"shape {shape}", mlp(), random(*shape), MLP_PLAN, False
+    yield "transposed", mlp(), random(4, 3, 2).permute(2, 1, 0), MLP_PLAN, False
+    gathered = {"0": "colwise_gather", "2": "rowwise_split", "4": "colwise_gather"}
+    for bias in (True, False):
+        yield f"bias {bias}", mlp(bias), random(3, 4), MLP_PLAN, False
+        yield f"gathered, bias {bias}", mlp(bias), random(2, 3, 4), gathered, False
+        yield f"attention, bias {bias}", Attention(bias), random(2, 3, 8), ATTENTION_PLAN, False
+    for frozen in ("weight", "bias"):
+        yield f"frozen {frozen}", mlp(frozen=frozen), random(3, 4), MLP_PLAN, False
+    for reentrant in (None, True, False):
+        yield f"shared input, {reentrant}", Projections(reentrant), random(3, 4), PROJECTIONS_PLAN, False
+    yield "edited", Edited(), random(3, 4), {"first": "colwise", "second": "colwise", "out": "rowwise"}, False
+    for named in (True, False):
+        yield f"sequence, named {named}", sequence_model(named), random(2, 6, 4), SEQUENCE_PLAN, True
+
+
+def trios() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, str], bool]]:
+    """Models for three ranks."""
     ids = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0))
     for tied in (True, False):
         for padding in (None, 0, 5, WORDS - 1, -1):
             for bias in (True, False):
-                cell = parity(Language(tied, padding, bias), lambda m: m(ids), WORDS_PLAN)
-                found["parity"][tied, padding, bias] = cell
-    for kind in (torch.int32, torch.int64):
-        for shape in ((), (1,), (0,), (2, 2, 2)):
-            few = torch.full(shape, 7, dtype=kind)
-            model = Language()
-            expected = model(few)
-            divide(model, WORDS_PLAN)
-            found[kind, shape] = bool(torch.allclose(model(few), expected))
-    model = Language(tied=False, padding_idx=7)
-    tensor = divide(model, WORDS_PLAN)
-    model(torch.full((4,), 7)).sum().backward()
-    found["padding grad"] = join_grads(model, tensor)["words.weight"][7].abs().sum().item()
-    for bad in (-1, WORDS, WORDS + 100, -WORDS):
-        found["bad", bad] = refusal(lambda bad=bad: model(torch.tensor([[1, bad]])))
-    found["fine"] = tuple(model(ids).shape)
+                yield f"{tied} {padding} {bias}", Language(tied, padding, bias), ids, WORDS_PLAN, False
+    for shape in ((), (0,), (2, 2, 2)):
+        yield f"shape {shape}", Language(), torch.full(shape, 7, dtype=torch.int32), WORDS_PLAN, False
+
+
+def all_parities(rank: int, world_size: int, models: Callable[[], Iterator[tuple[Any, ...]]]) -> dict[str, float]:
+    found = {}
+    for name, model, x, plan, sequence in models():
+        found[name] = parity(model.double(), lambda m, x=x: m(x), plan, sequence)
     return found
 
 
-def test_words():
-    for found in run_ranks(words, 3):
-        for cell, result in found.pop("parity").items():
-            assert max(result.output, result.grads) < 1e-14, cell
-            assert result.missing == [], cell
-        assert found.pop("padding grad") == 0
-        assert found.pop("fine") == (3, 5, WORDS)
-        bad = [found.pop(key) for key in list(found) if key[0] == "bad"]
-        assert bad == ["IndexError: index out of range in self"] * 4, "on every rank, as in one process"
-        assert all(found.values()), found
+@pytest.mark.parametrize(("models", "size"), [(pairs, 2), (trios, 3)])
+def test_outputs_and_updates_are_those_of_whole_layers(models, size):
+    for found in run_ranks(all_parities, size, models):
+        assert len(found) == len(list(models()))
+        assert max(found.values()) < 1e-14, found
 
 
-def local_sizes(rank: int, world_size: int) -> list[str]:
-    model, language = mlp(), Language()
-    divide(model, MLP_PLAN)
-    divide(language, WORDS_PLAN)
-    return [*(str(model[i]) for i in (0, 2, 4)), str(language.words), str(language.head)]
+def dtypes(rank: int, world_size: int) -> dict[str, tuple[bool, float]]:
+    """Whether the output has the dtype of a whole model's, and how far it is from that."""
+    cases: dict[str, tuple[Callable[[], nn.Module], dict[str, str], torch.Tensor]] = {
+        "mlp": (mlp, MLP_PLAN, random(3, 4, dtype=torch.float32)),
+        "gather": (mlp, {"2": "colwise_gather"}, random(3, 4, dtype=torch.float32)),
+        "split": (mlp, {"2": "rowwise_split"}, random(3, 4, dtype=torch.float32)),
+        "words": (lambda: nn.Sequential(nn.Embedding(WORDS, 4)), {"0": "vocab"}, torch.arange(WORDS)),
+    }
+    found = {}
+    for mode in ("torch_fp16", "torch_bf16", "naive_fp16", "naive_bf16"):
+        for name, (make, plan, x) in cases.items():
+            torch.manual_seed(0)
+            expected = make_engine(MODES[mode], model=make())(x)
+            torch.manual_seed(0)
+            output = divide(make(), plan, **MODES[mode])(x)
+            found[f"{mode} {name}"] = output.dtype == expected.dtype, apart(output.float(), expected.float())
+    return found
 
 
-def test_a_layer_shows_what_this_rank_has():
-    assert run_ranks(local_sizes, 2)[1] == [
-        "Linear(in_features=4, out_features=6, bias=True)",
-        "ColwiseLinear(in_features=6, out_features=4, bias=True)",
-        "RowwiseLinear(in_features=4, out_features=6, bias=True)",
-        "VocabEmbedding(6, 6)",
-        "ColwiseLinear(in_features=6, out_features=6, bias=False)",
-    ]
+def test_dtypes_are_those_of_the_whole_model():
+    for found in run_ranks(dtypes, 2):
+        for case, (same_dtype, difference) in found.items():
+            assert same_dtype, case
+            assert difference <= (0 if "words" in case else 0.02), case
 
 
-def forks(rank: int, world_size: int) -> list[bool]:
-    """Whether a fork is open: after `colwise`, after `rowwise`, in evaluation, and after an error between them."""
-    model = mlp()
-    tensor = divide(model, MLP_PLAN)
-    seen: list[bool] = []
-    for layer in (model[3], model[4]):
-        layer.register_forward_hook(lambda *_: seen.append(tensor.axis.fork.is_open))
-    x = random(3, 4, dtype=torch.float32)
-    model(x)
-    model.eval()(x)
-    model.train()
-
-    def fail(*_: object) -> None:
-        assert tensor.axis.fork.is_open
-        raise RuntimeError("in the middle")
-
-    handle = model[3].register_forward_hook(fail)
-    message = refusal(lambda: model(x))
-    handle.remove()
-    seen += [message == "RuntimeError: in the middle", not tensor.axis.fork.is_open, tensor.axis._copied is None]
-    gathering = mlp()
-    other = divide(gathering, {"0": "colwise_gather"})
-    gathering[0].register_forward_hook(lambda *_: seen.append(not other.axis.fork.is_open))
-    gathering(x)
-    return seen
+def sums(call: Callable[[], Any]) -> int:
+    """How many all-reduces `call` starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls, plain = [], dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda *args, **kwargs: calls.append(1) or plain(*args, **kwargs))
+        call()
+    return len(calls)
 
 
-def test_where_random_numbers_part():
-    after = [True, False, False, False, True]  # the last one: the hook before the one that fails
-    assert run_ranks(forks, 2) == [[*after, True, True, True, True]] * 2
+def shared_inputs(rank: int, world_size: int) -> list[int]:
+    engine, x = divide(Projections().double(), PROJECTIONS_PLAN), random(3, 4)
+    outputs: list[torch.Tensor] = []
+    counts = [sums(lambda: outputs.append(engine(x))), sums(lambda: engine.backward(outputs[0].sum()))]
+    both = engine(x) + engine(x)
+    counts.append(sums(lambda: engine.backward(both.sum())))
+    engine.model.before.requires_grad_(False)
+    frozen_below = engine(x)
+    return [*counts, sums(lambda: engine.backward(frozen_below.sum()))]
 
 
-def region(rank: int, world_size: int) -> float:
-    """In a region the layers leave the sequence to what is around them."""
-    torch.manual_seed(0)
-    model, x = mlp().double(), random(2, 4, 4)
-    expected = model(x)
-    tensor = divide(model, MLP_PLAN)
-    for layer in (model[2], model[4]):
-        layer.in_region = True
-    part = x  # whole in, divided out
-    for layer in model:
-        part = layer(part)
-    assert part.shape == (2, 2, 6)
-    return (collectives.gather(part, 1, tensor.axis.group) - expected).abs().max().item()
+def test_layers_that_share_an_input_share_one_sum():
+    assert run_ranks(shared_inputs, 2) == [[1, 1, 2, 0]] * 2
 
 
-def test_within_a_region_the_output_is_divided_along_the_sequence():
-    assert max(run_ranks(region, 2)) < 1e-15
+def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
+    x, found = random(3, 4, dtype=torch.float32), {}
+    found["whole features"] = refusal(lambda: divide(mlp(), {"4": "rowwise"})(x))
+    found["sequence"] = refusal(lambda: divide(sequence_model(), SEQUENCE_PLAN, True)(random(2, 5, 4).float()))
+    for bad in (-1, WORDS, -WORDS):
+        engine = divide(Language(), WORDS_PLAN)
+        found[f"word {bad}"] = refusal(lambda e=engine, bad=bad: e(torch.tensor([[1, bad]])))
+    x.requires_grad_()
+    output = divide(mlp(), MLP_PLAN)(x)
+    (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    found["a gradient of a gradient"] = refusal(lambda: grad.sum().backward())
+    return found
+
+
+def test_inputs_that_cannot_be_right_are_refused_on_every_rank():
+    words = {
+        "whole features": "takes this rank's 4 features, but 8 came; give the layer before it the style 'colwise'",
+        "sequence": "a sequence of 5 cannot be divided by tensor=2, as sequence_parallel=True has to; pad it to 6",
+        **{f"word {bad}": "IndexError: index out of range in self" for bad in (-1, WORDS, -WORDS)},
+        "a gradient of a gradient": "marked with @once_differentiable",
+    }
+    for found in run_ranks(wrong_inputs, 2):
+        assert found.keys() == words.keys()
+        for case, message in found.items():
+            assert words[case] in message, case

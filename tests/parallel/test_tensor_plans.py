@@ -1,15 +1,19 @@
-"""Which module gets which style: registered plans, patterns, and mistakes in them."""
+"""Tensor plans: which layers they divide, and every reason why a plan does not fit a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
 
+from halfmesh import TENSOR_PLANS, LayerPlan
 from halfmesh.errors import InputError
-from halfmesh.parallel.registries import TENSOR_PLANS
-from halfmesh.parallel.tensor_plans import LayerPlan, assign, generalise
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import divide, refused
 
 
 class FeedForward(nn.Module):
@@ -21,7 +25,7 @@ class FeedForward(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
-class Gated(FeedForward):
+class Doubled(FeedForward):
     """Computes something else."""
 
     def forward(self, x):
@@ -31,15 +35,12 @@ class Gated(FeedForward):
 class Wider(FeedForward):
     """Made otherwise, computes the same."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = 3
-
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **counts: int) -> None:
         super().__init__()
-        self.num_heads = 4
+        for name, count in (counts or {"num_heads": 4}).items():
+            setattr(self, name, count)
         self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
 
     def forward(self, x):
@@ -47,165 +48,160 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, mlp: type[nn.Module] = FeedForward) -> None:
+    def __init__(self, mlp: type[nn.Module]) -> None:
         super().__init__()
         self.attention, self.norm, self.mlp = Attention(), nn.LayerNorm(4), mlp()
 
 
 class Model(nn.Module):
-    def __init__(self, mlp: type[nn.Module] = FeedForward) -> None:
+    def __init__(self, mlp: type[nn.Module] = FeedForward, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(mlp) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(mlp) for _ in range(blocks))
         self.head = nn.Linear(4, 2)
 
 
-MLP_PLAN = LayerPlan(
-    layers=(FeedForward,),
-    styles={"up": "colwise", "down": "rowwise"},
-    sequence={"": "region", "act": "sequence"},
-)
+class Language(nn.Module):
+    """An embedding, a block, and a head with the embedding's weight."""
+
+    def __init__(self, tied: bool = True, **counts: int) -> None:
+        super().__init__()
+        self.words, self.attention, self.head = nn.Embedding(12, 4), Attention(**counts), nn.Linear(4, 12)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.attention(self.words(ids)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.other = nn.MultiheadAttention(8, 4)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, frozen_norms: bool = False) -> None:
+        super().__init__()
+        self.neck = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.tail = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        for layer in self.layers:
+            layer.norm.requires_grad_(not frozen_norms)
+
+
+MLP_PLAN = LayerPlan((FeedForward,), {"up": "colwise", "down": "rowwise"})
 ATTENTION_PLAN = LayerPlan(
-    layers=(f"{Attention.__module__}.{Attention.__qualname__}",),
-    styles={"": "heads(num_heads)", "qkv": "fused_colwise(3)", "out": "rowwise"},
+    (f"{Attention.__module__}.{Attention.__qualname__}",),
+    {"": "heads(num_heads)", "qkv": "fused_colwise(3)", "out": "rowwise"},
 )
+LANGUAGE = {"attention.qkv": "fused_colwise(3)", "attention.out": "rowwise"}
+MLPS = {"layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+SEQUENCE = {"layers.0": "sequence_begin", "norm": "sequence_end", **MLPS}
+SEQUENCE |= {"layers.*.mlp": "region", "layers.*.norm": "sequence", "layers.*.other": "partial"}
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    TENSOR_PLANS.register("my_mlp", MLP_PLAN)
-    TENSOR_PLANS.register("my_attention", ATTENTION_PLAN)
-    yield
-    TENSOR_PLANS.unregister("my_mlp")
-    TENSOR_PLANS.unregister("my_attention")
+def without(name: str) -> dict[str, str]:
+    return {pattern: style for pattern, style in SEQUENCE.items() if pattern != name}
 
 
-def styles(model: nn.Module, plan: str | Mapping[str, str] = "auto", sequence: bool = False) -> dict[str, str]:
-    """The style of each module that has one; asserts that nothing is wrong."""
-    assignments, problems = assign(model, plan, sequence)
-    assert problems == []
-    return {a.name: a.text for a in assignments}
+@contextmanager
+def registered(**plans: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, plan in plans.items():
+            TENSOR_PLANS.register(name, plan)
+            stack.callback(TENSOR_PLANS.unregister, name)
+        yield
 
 
-def wrong(model: nn.Module, plan: str | Mapping[str, str]) -> list[str]:
-    return assign(model, plan, False)[1]
+# -- what is divided -------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.usefixtures("registered")
-def test_registered_plans_find_their_layers():
-    mlps = {f"blocks.{i}.mlp.{name}": style for i in (0, 1) for name, style in MLP_PLAN.styles.items()}
-    heads = {f"blocks.{i}.attention": "heads(num_heads)" for i in (0, 1)}
-    qkv = {f"blocks.{i}.attention.qkv": "fused_colwise(3)" for i in (0, 1)}
-    out = {f"blocks.{i}.attention.out": "rowwise" for i in (0, 1)}
-    assert styles(Model()) == {**mlps, **heads, **qkv, **out}
-    assert styles(Model(), "my_mlp") == mlps
-    assert styles(Model(), "My_MLP") == mlps
-    assert styles(Model(), {"": "auto"}) == styles(Model(), {"*": "auto"}) == styles(Model())
-    # The layer itself.
-    assert styles(FeedForward()) == MLP_PLAN.styles
-
-
-@pytest.mark.usefixtures("registered")
-def test_sequence_parallelism_adds_to_a_plan():
-    assert styles(FeedForward(), sequence=True) == {"up": "colwise", "down": "rowwise", "": "region", "act": "sequence"}
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_derived_class_with_another_forward_is_not_known():
-    assert "blocks.0.mlp.up" in styles(Model(Wider))
-    assert not any("mlp" in name for name in styles(Model(Gated)))
-    assert styles(Model(Gated))["blocks.1.attention.out"] == "rowwise"
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_class_of_the_same_name_elsewhere_is_not_known():
-    other = type("Attention", (nn.Module,), {"__module__": "elsewhere", "forward": lambda self, x: x})
-    assert styles(nn.Sequential(other())) == {}
-
-
-@pytest.mark.usefixtures("registered")
-def test_auto_for_some_modules():
-    assert set(styles(Model(), {"blocks.1": "auto"})) == {
-        *("blocks.1.mlp.up", "blocks.1.mlp.down"),
-        *("blocks.1.attention", "blocks.1.attention.qkv", "blocks.1.attention.out"),
-    }
-    assert set(styles(Model(), {"blocks.*.mlp": "auto"})) == {
-        f"blocks.{i}.mlp.{n}" for i in (0, 1) for n in ("up", "down")
-    }
-    chosen = styles(Model(), {"*.mlp": "auto", "head": "colwise_gather"})
-    assert chosen["head"] == "colwise_gather"
-    assert len(chosen) == 5
-    # blocks.1 is not below blocks.10.
-    many = nn.Module()
-    many.blocks = nn.ModuleList(Block() for _ in range(12))
-    assert {name.split(".")[1] for name in styles(many, {"blocks.1": "auto"})} == {"1"}
-
-
-def test_short_cuts_above_are_switched_off():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(4, 4))
-    for pattern in ("0.layers.1", "0.layers.1.linear1"):
-        chosen = styles(model, {pattern: "auto"})
-        assert chosen["0"] == "off(use_nested_tensor)"
-        assert "0.layers.1.linear1" in chosen
-        assert not any(name.startswith("0.layers.0") for name in chosen)
-    assert "1" not in styles(model, {"": "auto"})
-
-
-def test_patterns():
-    assert styles(Model(), {"blocks.*.mlp.up": "colwise"}) == {f"blocks.{i}.mlp.up": "colwise" for i in (0, 1)}
-    assert styles(Model(), {"*.up": " colwise "}) == {f"blocks.{i}.mlp.up": " colwise " for i in (0, 1)}
-    assert styles(Model(), {"blocks.[0].mlp.up": "colwise", "head": "colwise_gather"}) == {
-        "blocks.0.mlp.up": "colwise",
-        "head": "colwise_gather",
-    }
-    assert styles(Model(), {"*": "heads()"}).keys() == dict(Model().named_modules()).keys()
-
-
-HAS = "it has blocks, blocks.*, blocks.*.attention, blocks.*.attention.out, blocks.*.attention.qkv, blocks.*.mlp, "
-MISTAKES = [
-    (
-        {"blocks.*.mpl.up": "colwise"},
-        ["the pattern 'blocks.*.mpl.up' matches no module; did you mean 'blocks.*.mlp.up'?"],
+MLP, HEADS, BOTH = ["mlp.down", "mlp.up"], ["attention.out", "attention.qkv"], range(2)
+ALL = [f"blocks.{i}.{name}" for i in BOTH for name in HEADS + MLP]
+TAIL = {"tail.0": "colwise", "tail.1": "rowwise"}
+NECK = {"neck.0": "colwise", "neck.1": "rowwise"}
+DIVIDED: dict[str, tuple[Callable[[], nn.Module], Any, list[str] | None]] = {
+    "auto": (Model, "auto", ALL),
+    "by name": (Model, "my_mlp", [f"blocks.{i}.{name}" for i in BOTH for name in MLP]),
+    "auto everywhere": (Model, {"*": "auto"}, ALL),
+    "auto in a block": (lambda: Model(blocks=11), {"blocks.1": "auto"}, [f"blocks.1.{name}" for name in HEADS + MLP]),
+    "auto and a pattern": (
+        Model,
+        {"*.mlp": "auto", "head": "colwise_gather"},
+        [*(f"blocks.{i}.{name}" for i in BOTH for name in MLP), "head"],
     ),
-    ({"block.0.mlp": "auto"}, ["the pattern 'block.0.mlp' matches no module; did you mean 'blocks.*.mlp'?"]),
-    ({"layers.3.mlp": "auto"}, ["the pattern 'layers.3.mlp' matches no module; did you mean 'blocks.*.mlp'?"]),
-    ({"zzz": "colwise"}, [f"the pattern 'zzz' matches no module; {HAS}blocks.*.mlp.act, blocks.*.mlp.down"]),
-    (
-        {"head": "colwize"},
-        ["plan 'head', module 'head': no tensor style named 'colwize'; did you mean 'colwise'?; registered: colwise, "],
+    "the layer itself": (FeedForward, "auto", ["down", "up"]),
+    "a derived class": (lambda: Model(Wider), "auto", ALL),
+    "a derived class with another forward": (
+        lambda: Model(Doubled),
+        "auto",
+        [f"blocks.{i}.{name}" for i in BOTH for name in HEADS],
     ),
-    (
-        {"head": "fused_colwise"},
-        ["plan 'head', module 'head': the style 'fused_colwise' does not take these arguments: FusedColwise."],
+    "a pattern": (Model, {"blocks.[0].mlp.up": " Colwise_Gather "}, ["blocks.0.mlp.up"]),
+    "the same twice": (Model, {"head": "colwise_gather", "he*": "colwise_gather"}, ["head"]),
+    "words": (Language, "auto", ["attention.out", "attention.qkv", "head", "words"]),
+    "words not tied": (lambda: Language(tied=False), "auto", ["attention.out", "attention.qkv", "words"]),
+    "tied by patterns": (
+        Language,
+        {"words": "vocab", "head": "colwise_gather"},
+        ["head", "words"],
     ),
-    (
-        {"head": "colwise", "h*": "rowwise"},
-        ["'head' is divided in two ways: colwise by plan 'head', rowwise by plan 'h*'; leave one of them out"],
+    "heads() from the shape": (
+        lambda: Language(num_kv_heads=4),
+        {**LANGUAGE, "attention": "heads()"},
+        ["attention.out", "attention.qkv"],
     ),
-    (
-        {"*.attention": "heads(num_heads)", "blocks.0.*": "heads(num_heads, width)"},
-        [
-            "'blocks.0.attention' has its num_heads divided twice: heads(num_heads) by plan '*.attention', "
-            "heads(num_heads, width) by plan 'blocks.0.*'; leave one of them out"
-        ],
-    ),
-    (
-        {"head": "colwise", "nothing": "rowwise", "noone": "auto"},
-        ["the pattern 'nothing' matches no module; it has", "the pattern 'noone' matches no module; it has"],
-    ),
-]
+    "no count of heads": (lambda: Language(head_dim=4), LANGUAGE, ["attention.out", "attention.qkv"]),
+    "frozen norms": (lambda: Decoder(True), without("layers.*.norm"), None),
+    "beyond the sequence": (Decoder, {**SEQUENCE, **TAIL, **NECK}, None),
+}
 
 
-@pytest.mark.parametrize(("plan", "messages"), MISTAKES)
-def test_mistakes_in_patterns(plan, messages):
-    found = wrong(Model(), plan)
-    assert len(found) == len(messages)
-    for message, expected in zip(found, messages, strict=True):
-        assert message.startswith(expected)
+def divided(rank: int, world_size: int) -> tuple[dict[str, list[str]], int]:
+    """The modules whose weights are divided."""
+    found = {}
+    words = LayerPlan((Language,), {"words": "vocab"})
+    with registered(my_mlp=MLP_PLAN, my_attention=ATTENTION_PLAN, words=words):
+        for name, (make, plan, _) in DIVIDED.items():
+            model = make()
+            sizes = {n: m.weight.shape for n, m in model.named_modules() if hasattr(m, "weight")}
+            divide(model, plan, make is Decoder or name == "frozen norms")
+            modules = dict(model.named_modules())
+            found[name] = sorted(n for n, shape in sizes.items() if modules[n].weight.shape != shape)
+        model = Model()
+        divide(model)
+    return found, model.blocks[1].attention.num_heads
 
 
-def test_the_same_style_twice_is_once():
-    assert styles(Model(), {"head": "colwise_gather", "he*": "colwise_gather"}) == {"head": "colwise_gather"}
+@pytest.mark.distributed
+def test_which_layers_are_divided():
+    for found, heads in run_ranks(divided, 2):
+        assert heads == 2
+        for name, (*_, expected) in DIVIDED.items():
+            assert expected is None or found[name] == sorted(expected), name
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_patterns_that_fit_nothing_or_each_other():
+    heads = {"*.attention": "heads(num_heads)", "blocks.0.*": "heads(num_heads, width)"}
+    for plan, words in [
+        ({"blocks.*.mpl.up": "colwise"}, "'blocks.*.mpl.up' matches no module; did you mean 'blocks.*.mlp.up'?"),
+        ({"layers.3.mlp": "auto"}, "'layers.3.mlp' matches no module; did you mean 'blocks.*.mlp'?"),
+        ({"zzz": "colwise"}, "the pattern 'zzz' matches no module; it has blocks, blocks.*, blocks.*.attention"),
+        ({"head": "fused_colwise"}, "module 'head': the style 'fused_colwise' does not take these arguments"),
+        ({"head": "fused_colwise(0)"}, "0 projections cannot be fused"),
+        ({"head": "fused_colwise(3"}, "'fused_colwise(3' is not a style; write a name"),
+        ({"head": "colwise(3)"}, "the style 'colwise(3)' does not take these arguments"),
+        ({"head": "colwise", "h*": "rowwise"}, "'head' is divided in two ways: colwise by plan 'head', rowwise by"),
+        (heads, "'blocks.0.attention' has its num_heads divided twice: heads(num_heads) by plan '*.attention'"),
+    ]:
+        assert words in refused(Model(), plan), plan
 
 
 class Careless:
@@ -213,60 +209,104 @@ class Careless:
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
         yield "blocks.0.mlp.upp", "colwise"
-        yield "head", "colwise"
-
-
-class Fussy:
-    def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
-        yield "head", "rowwise"
         raise InputError("the head is too small")
 
 
-def test_plans_of_other_kinds():
-    TENSOR_PLANS.register("careless", Careless())
-    TENSOR_PLANS.register("fussy", Fussy())
-    try:
-        assert wrong(Model(), "careless") == [
-            "plan 'careless' names 'blocks.0.mlp.upp', which the model has not; did you mean 'blocks.*.mlp.up'?"
-        ]
-        assignments, problems = assign(Model(), "fussy", False)
-        assert (assignments, problems) == ([], ["the head is too small"])
-        assert "the head is too small" in wrong(Model(), "auto")
-    finally:
-        TENSOR_PLANS.unregister("careless")
-        TENSOR_PLANS.unregister("fussy")
+def test_registered_plans_that_cannot_be_followed():
+    gathered = LayerPlan((FeedForward,), {"up": "colwise_gather"})
+    few = LayerPlan((Attention,), {"qkv": "colwise"}, find_problem=lambda layer: f"{layer.num_heads} are too few")
+    with registered(careless=Careless()):
+        assert "the head is too small" in refused(Model(), "careless")
+    with registered(names=SimpleNamespace(styles_in=lambda model, sequence: iter([("blocks.0.mlp.upp", "colwise")]))):
+        assert "plan 'names' names 'blocks.0.mlp.upp', which the model has not; did you" in refused(Model(), "names")
+    with registered(my_mlp=MLP_PLAN, other_mlp=gathered):
+        assert "choose one (parallel.tensor.plan='other_mlp')" in refused(FeedForward())
+    with registered(few=few):
+        assert "blocks.0.attention (Attention): 4 are too few" in refused(Model())
 
 
-@pytest.mark.usefixtures("registered")
-def test_two_plans_for_one_layer():
-    TENSOR_PLANS.register("other_mlp", LayerPlan((FeedForward,), {"up": "colwise_gather"}))
-    try:
-        assert wrong(FeedForward(), "auto") == [
-            "'up' is divided in two ways: colwise by plan 'my_mlp', colwise_gather by plan 'other_mlp'; choose one "
-            "(parallel.tensor.plan='other_mlp')"
-        ]
-        assert styles(FeedForward(), "other_mlp") == {"up": "colwise_gather"}
-    finally:
-        TENSOR_PLANS.unregister("other_mlp")
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Linear(30, 40)) for _ in range(3))
+        self.scale = nn.Parameter(nn.Linear(3, 3).weight)
+        self.tail = nn.Linear(4, 2)
 
 
-def test_a_layer_that_its_plan_refuses():
-    plan = LayerPlan((Attention,), {"qkv": "colwise"}, find_problem=lambda layer: f"{layer.num_heads} are too few")
-    with pytest.raises(InputError, match=r"^blocks\.0\.attention \(Attention\): 4 are too few$"):
-        list(plan.styles_in(Model(), False))
-    with pytest.raises(InputError, match=r"^the model \(Attention\): 4 are too few$"):
-        list(plan.styles_in(Attention(), False))
+def test_a_model_that_no_plan_knows_is_told_its_largest_layers():
+    message = refused(Strange())
+    assert "no plan is registered for any layer of Strange. Its largest layers: layers.*.* (Linear)" in message
+    assert "tail (Linear) with 10 numbers, the model itself (Strange) with 9 numbers. Write one: parallel =" in message
+    assert "plan 'timm_mlp' divides nothing of Strange" in refused(Strange(), "timm_mlp")
+    sequential = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 2)))
+    assert "0 (Linear) with 40 numbers, 2.0 (Linear) with 18 numbers" in refused(sequential)
 
 
-def test_an_assignment_reads_well():
-    (assignment,), _ = assign(Model(), {"head": "colwise"}, False)
-    assert str(assignment) == "head (colwise, from plan 'head')"
-    (assignment,), _ = assign(nn.Linear(2, 2), {"": "colwise"}, False)
-    assert str(assignment) == "the model (colwise, from plan '')"
+def test_a_model_that_is_compiled_already():
+    model, part = Language(), Language()
+    model.compile(backend="eager")
+    part.attention.compile(backend="eager")
+    for compiled in (model, part):
+        assert "the model is compiled, and its layers cannot be divided any more" in refused(compiled, LANGUAGE)
 
 
-def test_generalise():
-    assert generalise("blocks.12.mlp.fc1") == "blocks.*.mlp.fc1"
-    assert generalise("blocks.12.3") == "blocks.*.*"
-    assert generalise("fc1") == "fc1"
-    assert generalise("") == ""
+def test_shared_weights_are_divided_alike_or_refused():
+    assert "one weight is shared by words.weight (whole) and head.weight (dim 0), which would divide it" in refused(
+        Language(head_dim=1), {**LANGUAGE, "head": "colwise_gather"}
+    )
+    message = refused(Language(head_dim=1), {**LANGUAGE, "words": "vocab", "head": "rowwise_split"})
+    assert "words.weight (dim 0) and head.weight (dim 1)" in message
+
+
+@pytest.mark.parametrize("name", ["num_heads", "n_head", "nhead", "num_kv_heads", "heads"])
+def test_counts_of_heads_that_nobody_divides(name):
+    words = f"'attention' has {name}=4, and its features are divided; add 'attention': 'heads({name})' if its forward"
+    assert words in refused(Language(**{name: 4}), LANGUAGE)
+
+
+def test_all_problems_are_told_together():
+    plan = {**LANGUAGE, "attention": "heads(num_heads)", "head": "colwise_gather"}
+    message = refused(Language(num_heads=3), plan, size=8)
+    assert "attention (heads(num_heads), from plan 'attention'): 3 num_heads are not divisible by tensor=8" in message
+    assert "head (colwise_gather, from plan 'head'): 12 output features are not divisible by tensor=8" in message
+
+
+OUTSIDE = "under sequence_parallel=True it has to be in a 'region'"
+WHOLE = "it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its modules"
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        *(
+            (plan, "no plan says where the sequence is divided")
+            for plan in (without("layers.0"), without("norm"), MLPS)
+        ),
+        (without("layers.*.mlp"), f"layers.0.mlp.0 (colwise, from plan 'layers.*.mlp.0'): {OUTSIDE}"),
+        ({**SEQUENCE, **NECK, "neck": "region"}, f"neck (region, from plan 'neck'): {WHOLE}"),
+        ({**SEQUENCE, **TAIL, "tail": "region"}, f"tail (region, from plan 'tail'): {WHOLE}"),
+        (
+            {**SEQUENCE, "layers.*.other": "attention", "layers.*.other.out_proj": "rowwise"},
+            "sequence_parallel=True does not know torch.nn.MultiheadAttention",
+        ),
+        (without("layers.*.norm"), "layers.0.norm.weight is in a layer whose activations are divided along the"),
+    ],
+)
+def test_sequence_parallelism_needs_to_know_all_that_lies_between(plan, words):
+    assert words in refused(Decoder(), plan, sequence_parallel=True)
+
+
+class Uneven:
+    """A config whose layers have different numbers of heads."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise RuntimeError("'num_attention_heads' is a per-layer attribute")
+
+
+def test_models_that_bring_a_plan_with_heads_that_do_not_fit():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.tp_plan, model.config = {"0": "colwise"}, Uneven()
+    assert "the model's config does not say one num_attention_heads for all layers" in refused(model)
+    model.config = SimpleNamespace(num_attention_heads=3, num_key_value_heads=None)
+    assert "3 config.num_attention_heads are not divisible by tensor=2; tensor can be 1, 3" in refused(model)

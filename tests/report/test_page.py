@@ -1,12 +1,11 @@
-"""The page: what stands in it, that it is text which runs cannot change, and how large it is; the command."""
+"""The report: what is read of a run's folder, also where it is damaged; what stands on the page; the command."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import re
-import subprocess
-import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -15,17 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import halfmesh
+from halfmesh import InputError
 from halfmesh.cli import app
-from halfmesh.report.chart import SIZES, Chart, Line, draw
-from halfmesh.report.markup import escape, tag
-from halfmesh.report.mesh import draw_mesh
-from halfmesh.report.page import make_page
-from halfmesh.report.run import Series, read_runs
-from tests.support.report_runs import make_config, make_plan, make_records, write_run
-
-
-def page_of(*folders):
-    return make_page(read_runs(list(folders)))
+from tests.support.report_runs import PRECISION, data_of, make_config, make_plan, make_records, page_of, write_run
 
 
 def find_svgs(page):
@@ -36,35 +27,31 @@ def section(page, key):
     return re.search(rf'<section id="{key}".*?</section>', page, re.DOTALL).group()
 
 
+# --- what is on the page -------------------------------------------------------------------------------------------
+
+
 def test_all_sections(tmp_path):
     page = page_of(write_run(tmp_path / "one"))
-    keys = re.findall(r'<section id="([\w-]+)"', page)
     charts = ["loss", "lr", "loss_scale", "grad_norm", "throughput", "memory"]
+    keys = re.findall(r'<section id="([\w-]+)"', page)
     assert keys == ["summary", "plan", *charts, "skips", "mesh", "precision", "config"]
-    assert "1 h 1 min" in section(page, "summary")
-    assert "8 x NVIDIA H200" in section(page, "summary")
-    assert "mode naive, compute float16" in section(page, "plan")
-    assert "3-4, 57, 200-202" in section(page, "skips")
-    assert "plan, without activations: 3.0 GiB" in section(page, "memory")
-    assert ">Memory, GiB<" in section(page, "memory")
-    assert "blocks.0-5" in section(page, "mesh")
-    assert "more than 5% of the gradients of blocks.1" in section(page, "precision")
-    assert "NUM_EPOCHS" in section(page, "config")
+    for key, words in {
+        "summary": "8 x NVIDIA H200",
+        "plan": "mode naive, compute float16",
+        "skips": "3-4, 57, 200-202",
+        "memory": "plan, without activations: 3.0 GiB",
+        "mesh": "blocks.0-5",
+        "precision": "more than 5% of the gradients of blocks.1",
+        "config": "NUM_EPOCHS",
+    }.items():
+        assert words in section(page, key)
 
 
-def test_other_records_are_drawn_too(tmp_path):
-    page = page_of(write_run(tmp_path / "one", records=[{"step": 1, "eval_acc<u>racy": 0.5}, {"step": 2, "mfu": 0.4}]))
-    assert "eval_acc&lt;u&gt;racy" in section(page, "other-0")
-    assert ">mfu<" in section(page, "other-1")
-    assert "Not recorded: give fit the hook &quot;memory&quot;" in section(page, "memory")
-
-
-def test_gaps_are_gaps():
-    values = [1.0, 2.0, None, 3.0, None, 4.0, 5.0]
-    chart = Chart("loss", "Loss", [Line("train", Series(list(range(7)), values))], 6)
-    for size in SIZES:
-        picture = ET.fromstring(draw(chart, size))
-        (path,) = [p.get("d") for p in picture.iter("path")]
+def test_gaps_are_gaps(tmp_path):
+    values = [1.0, 2.0, math.nan, 3.0, None, 4.0, 5.0]
+    records = [{"step": step, "loss": value} for step, value in enumerate(values)]
+    for picture in find_svgs(section(page_of(write_run(tmp_path / "one", records=records)), "loss")):
+        (path,) = [p.get("d") for p in picture.iter("path") if "line" in p.get("class")]
         assert path.count("M") == 2
         assert len(re.findall(r"\d+\.\d \d+\.\d", path)) == 4
         assert len(list(picture.iter("circle"))) == 1  # the value between two gaps
@@ -85,20 +72,19 @@ def test_every_skipped_update_has_its_mark(tmp_path, count):
         assert all(min(abs(mark - x) for mark in marks) < 0.11 for x in wanted)
 
 
-def test_where_there_is_no_loss_scale_skips_are_marked_at_the_loss(tmp_path):
-    page = page_of(write_run(tmp_path / "one", records=[{"step": 5, "loss": 1.0, "skipped": [3]}]))
-    assert "skipped updates" in section(page, "loss")
-    assert "skipped updates" not in section(page, "loss_scale")
-
-
-def test_a_loss_that_is_not_scaled(tmp_path):
-    """The Trainer records a scale of 1 then."""
-    plan = make_plan()
-    plan["plans"][0]["values"]["loss_scale"] = None
-    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", plan=plan)
-    assert "Not recorded: the loss is scaled in fp16 only" in section(page_of(two), "loss_scale")
-    paths = [p.get("class") for p in find_svgs(section(page_of(one, two), "loss_scale"))[-1].iter("path")]
-    assert paths == ["skip k0", "skip k1", "line s0"]
+def test_several_runs_side_by_side(tmp_path):
+    config = {"bf16": {"mode": "naive"}, "LR": 1}
+    one = write_run(tmp_path / "one", make_config(config={"LR": 0}))
+    two = write_run(tmp_path / "two", make_config(config=config, settings={"bf16": {"mode": "naive"}, "seed": 7}))
+    page = page_of(one, two)
+    assert '<th scope="row">LR</th><td>0</td><td>1</td>' in section(page, "config")
+    styles = {p.get("class") for p in find_svgs(section(page, "loss"))[-1].iter("path")}
+    assert styles == {"line s0", "line s0 eval", "line s1", "line s1 eval"}
+    assert page.count("3-4, 57, 200-202") == 2
+    done = CliRunner().invoke(app, ["report", str(one), str(two), "--json"])
+    differences = json.loads(done.stdout)["differences"]
+    assert differences["seed"] == ["1024", "7"]
+    assert differences["bf16.mode"] == [None, "naive"]
 
 
 def test_nothing_of_a_run_is_markup(tmp_path):
@@ -114,66 +100,85 @@ def test_nothing_of_a_run_is_markup(tmp_path):
     assert page.count("<script") == page.count("</script>") == 2
     assert "\x07" not in page
     assert "&lt;b&gt;bold&lt;/b&gt;" in section(page, "config")
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page).group(1))
-    assert any("<b>one" in line["label"] for chart in data.values() for line in chart["lines"])
-
-
-def test_escaping():
-    assert escape("a<b>&\"'\ud800\x00\n") == "a&lt;b&gt;&amp;&quot;&#x27;?\N{REPLACEMENT CHARACTER}\n"
-    assert tag("p", "<", tag("b", "x"), [None, ">"], class_='a"b') == '<p class="a&quot;b">&lt;<b>x</b>&gt;</p>'
-
-
-def test_nothing_is_loaded(tmp_path):
-    page = page_of(write_run(tmp_path / "one"))
-    assert not re.search(r"https?:|@import|url\(|src=|<img|<iframe", page)
-    assert "default-src 'none'".replace("'", "&#x27;") in page
-
-
-def test_what_the_page_is_made_of_is_packaged():
-    root = Path(__file__).resolve().parents[2]
-    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["halfmesh"]
-    here = {
-        f"report/{path.name}" for path in (root / "halfmesh" / "report").iterdir() if path.suffix in (".css", ".js")
-    }
-    assert here
-    assert here <= set(packaged)
+    assert not re.search(r"https?:|@import|url\(|src=|<img|<iframe", page), "it loads nothing"
 
 
 def test_a_huge_run_is_a_small_page(tmp_path):
-    skipped = list(range(1, 100_001, 2))
-    records = make_records(steps=100_000, every=1, skipped=skipped)
-    for number, record in enumerate(records):
-        record |= {f"layer_{n}": (number * n) % 17 for n in range(4)}
+    records = make_records(steps=100_000, every=1, skipped=list(range(1, 100_001, 2)))
     records[70_000]["loss"] = 987.5
     page = page_of(write_run(tmp_path / "one", records=records))
     assert len(page.encode()) < 3_000_000
     assert "99997, 99999" in section(page, "skips")
-    assert "highest 987.5" in section(page, "loss")
+    assert "highest 987.5" in section(page, "loss"), "thinning keeps extremes"
 
 
-def test_several_runs_side_by_side(tmp_path):
-    folders = [write_run(tmp_path / name, make_config(config={"LR": n})) for n, name in enumerate(["one", "two", "x"])]
-    page = page_of(*folders)
-    assert '<th scope="row">LR</th><td>0</td><td>1</td><td>2</td>' in section(page, "config")
-    loss = find_svgs(section(page, "loss"))[-1]
-    styles = {p.get("class") for p in loss.iter("path")}
-    assert styles == {"line s0", "line s0 eval", "line s1", "line s1 eval", "line s2", "line s2 eval"}
-    assert page.count("3-4, 57, 200-202") == 3
-    assert "one train" in section(page, "loss")
+# --- what is read --------------------------------------------------------------------------------------------------
 
 
-def test_the_mesh():
-    assert draw_mesh({}) is None
-    assert draw_mesh({"values": {"mesh": {"pp": 2, "dp": 1, "tp": 1}, "ranks": [{}]}}) is None
-    plan = make_plan(pp=2, dp=16, tp=2)["plans"][0]
-    words = [text.text for text in ET.fromstring(draw_mesh(plan)).iter("text")]
-    assert [word for word in words if word.startswith("rank ")] == [
-        f"rank {stage * 32 + column}" for stage in range(2) for column in (0, 1, 2, 3, 4, 5, 31)
+def test_a_killed_run(tmp_path):
+    folder = write_run(tmp_path / "one", precision=None)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 410, "loss": 0.')
+    (folder / "plan.json").unlink()
+    (folder / "config.json").write_text('{"sessions": [')
+    run = data_of(folder)
+    assert (run["last_step"], run["skipped"]) == (400, [3, 4, 57, 200, 201, 202])
+    assert run["notes"] == [
+        "the last line of metrics.jsonl was cut off, as when a run is killed, and is left out",
+        "config.json cannot be read (JSONDecodeError)",
+        "plan.json is missing",
     ]
-    assert {"dp 0, tp 1", "dp 15, tp 1", "pp 1", "...", "tensor 2/2", "3.0 GiB", "blocks.6-11, a_mod …"} <= set(words)
+    page = page_of(folder)
+    assert all(note in page for note in run["notes"])
+    assert "3-4, 57, 200-202" in page
 
 
-# -- the command -------------------------------------------------------------------------------------------------
+def test_lines_that_are_no_records(tmp_path):
+    lines = ["[1, 2]", '{"loss": 3}', '{"step": "x"}', '{"step": -1}', "\x00\x00", '{"step": 1e999}']
+    lines += ['{"step": 2, "loss": 1.5, "note": "text", "flag": true}', "", '{"step": 1, "loss": NaN}']
+    folder = write_run(tmp_path / "one", records=[])
+    assert "has no records" in data_of(folder)["notes"][0]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    run = data_of(folder)
+    assert run["notes"] == ["6 line(s) of metrics.jsonl are no records, and are left out"]
+    assert run["series"] == {"loss": {"step": [1, 2], "value": [None, 1.5]}}
+
+
+def test_any_damage_makes_a_page(tmp_path):
+    """Some values anywhere in the files are something else."""
+    odd = [None, [], {}, "", "text", "</script>", -1, 0, 1.5, True, 10**400, 1e308, -1e308, math.inf, math.nan, [[]]]
+    odd += [[None], {"a": {}}, "\ud800", "\x00", 5e-324, 10**18, ["1"], "2026-99-99"]
+
+    def spoil(value):
+        if chance.random() < 0.12:
+            return chance.choice(odd)
+        if isinstance(value, dict):
+            return {key: spoil(item) for key, item in value.items()}
+        return [spoil(item) for item in value] if isinstance(value, list) else value
+
+    for seed in range(40):
+        chance = random.Random(seed)
+        records = [spoil(record) for record in make_records(steps=60, every=3)]
+        folder = write_run(tmp_path / str(seed), spoil(make_config()), spoil(make_plan()), records, spoil(PRECISION))
+        assert page_of(folder).count("</script>") == 2
+        data_of(folder)
+
+
+def test_what_is_no_run(tmp_path):
+    write_run(tmp_path / "first")
+    write_run(tmp_path / "second")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "frist": r"there is no folder .*frist; did you mean '.*first'\?",
+        "empty": r"empty is no run's folder: it has none of config\.json, .*; runs beside it: .*first",
+        "first/metrics.jsonl": r"is a file, but a run is a folder; give .*first",
+        ".": "holds runs and is none itself: give first, second",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            page_of(tmp_path / name)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def test_the_command(tmp_path, monkeypatch):
@@ -186,56 +191,27 @@ def test_the_command(tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "halfmesh report: there is no folder frist; did you mean 'first'?" in done.output
     assert not (tmp_path / "other.html").exists()
-    assert (
-        "halfmesh report runs/first runs/second --out report.html"
-        in CliRunner().invoke(app, ["report", "--help"]).output
-    )
 
 
-def test_json(tmp_path):
-    folder = write_run(tmp_path / "first", records=[{"step": 1, "loss": float("inf")}, {"step": 2, "loss": 0.5}])
-    done = CliRunner().invoke(app, ["report", str(folder), "--json"])
-    (run,) = json.loads(done.stdout)["runs"]
-    assert run["series"]["loss"] == {"step": [1, 2], "value": [None, 0.5]}
-    assert (run["skipped"], run["last_step"]) == ([], 2)
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_only_reports_are_written_anew(tmp_path):
+def test_only_reports_are_replaced(tmp_path):
     run, out = write_run(tmp_path / "first"), tmp_path / "deep" / "report.html"
     assert halfmesh.write_report(run, out=out) == out
     halfmesh.write_report(run, run, out=out)
-    assert "2 runs" in out.read_text() or "first (1)" in out.read_text()
     out.write_text("mine")
-    with pytest.raises(halfmesh.InputError, match="is there, and is no report; give another name"):
+    with pytest.raises(InputError, match="is there, and is no report; give another name"):
         halfmesh.write_report(run, out=out)
-    assert out.read_text() == "mine"
     assert CliRunner().invoke(app, ["report", str(run), "--out", str(out)]).exit_code == 1
+    assert out.read_text() == "mine"
     assert CliRunner().invoke(app, ["report", str(run), "--out", str(out), "--force"]).exit_code == 0
     assert "halfmesh report" in out.read_text()
-    with pytest.raises(halfmesh.InputError, match="is a folder; name a file in it"):
+    with pytest.raises(InputError, match="is a folder; name a file in it"):
         halfmesh.write_report(run, out=tmp_path)
-    with pytest.raises(halfmesh.InputError, match="cannot be written"):
-        halfmesh.write_report(run, out=out / "below.html")
 
 
-def test_reports_need_no_torch(tmp_path):
-    folder = write_run(tmp_path / "first")
-    code = (
-        "import sys; from halfmesh.cli import app; app(['report', sys.argv[1], '--json'], standalone_mode=False); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(folder)], stdout=subprocess.DEVNULL).returncode == 0
-
-
-def test_json_is_json_whatever_the_files_hold(tmp_path):
-    folder = write_run(tmp_path / "run", make_config(config={"LIMIT": math.inf, "MANY": 10**400}))
-    (folder / "precision.json").write_text('{"report": {"skipped": NaN}}')
-    result = CliRunner().invoke(app, ["report", str(folder), "--json"])
-    assert result.exit_code == 0
-
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
-    data = json.loads(result.stdout, parse_constant=refuse)
-    assert data["runs"][0]["sessions"][0]["config"]["LIMIT"] == "inf"
+def test_what_the_page_is_made_of_is_packaged():
+    root = Path(__file__).resolve().parents[2]
+    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["halfmesh"]
+    files = (root / "halfmesh").rglob("*")
+    here = {str(path.relative_to(root / "halfmesh")) for path in files if path.suffix in (".css", ".js")}
+    assert here
+    assert here <= set(packaged)

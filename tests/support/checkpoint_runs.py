@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,7 @@ def make_engine(
     lr_scheduler: Any = None,
     optimizer: Any = None,
     model: Any = None,
+    criterion: Any = nn.functional.cross_entropy,
     **config: Any,
 ) -> halfmesh.Engine:
     """`batch`: samples of all data ranks together."""
@@ -88,7 +92,7 @@ def make_engine(
     return halfmesh.initialize(
         Net(dropout, seed) if model is None else model,
         optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01)),
-        nn.functional.cross_entropy,
+        criterion,
         loader,
         {**FP16[mode], "parallel": parallel, **config},
         lr_scheduler=lr_scheduler,
@@ -117,12 +121,49 @@ def train(
                 return seen
 
 
+def whole_state(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
+    """Closes the engine. The whole model's state and the optimizer's, in full precision, as they are given back."""
+    model, optimizer = engine.model, engine.optimizer
+    engine.close()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    names = {param: name for name, param in model.named_parameters()}
+    for param, state in optimizer.state.items():
+        found |= {f"{names[param]} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
+    return found
+
+
+def weights(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
+    """Of a model in one process: its weights in full precision, copied."""
+    return {name: value.clone() for name, value in engine.model.state_dict().items()}
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that are not the same to the bit."""
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
 def change_manifest(place: Path, *without: str, **changes: Any) -> dict[str, Any]:
     """Its content before. The new one has a sha256 that is its own: whoever writes there can do that."""
-    from halfmesh.engine.checkpointing.folder import digest_of
-
     path = place / "manifest.json"
     content: dict[str, Any] = json.loads(path.read_text())
     changed = {key: value for key, value in (content | changes).items() if key not in {"sha256", *without}}
-    path.write_text(json.dumps(changed | {"sha256": digest_of(changed)}))
+    digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(changed | {"sha256": digest}))
     return content
+
+
+class Gate:
+    """Holds up saves in the background at their first file, until it is opened; or makes them fail there."""
+
+    def __init__(self, patch: Any, error: OSError | None = None) -> None:
+        self.open = threading.Event()
+        self._sync, self._error = os.fsync, error
+        patch.setattr(os, "fsync", self._wait)
+
+    def _wait(self, descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.open.wait(20)
+            if self._error is not None:
+                raise self._error
+        self._sync(descriptor)

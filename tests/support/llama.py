@@ -123,10 +123,6 @@ def wide() -> object:
     return _with_batch(Llama(2048, 8, 16, 8, 8192, 256, length=32), 1, 32)
 
 
-def b8() -> object:
-    return _with_batch(Llama(4096, 32, 32, 8, 14336, 128256), 8, 4096)
-
-
 def b70() -> object:
     return _with_batch(Llama(8192, 80, 64, 8, 28672, 128256), 16, 4096)
 

@@ -102,6 +102,21 @@ def make_engine(
     return halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device="cpu", **options)
 
 
+def linear_engine(
+    config: Any = None, samples: int = 12, *, evaluated: int = 6, lr: float = 0.1, **options: Any
+) -> halfmesh.Engine:
+    """One layer, trained and evaluated in batches of 4: three updates an epoch."""
+    torch.manual_seed(0)
+    options.setdefault("eval_dataloader", make_loader(evaluated, 4) if evaluated else None)
+    return make_engine(
+        config,
+        model=nn.Linear(FEATURES, CLASSES),
+        optimizer=lambda params: torch.optim.SGD(params, lr=lr),
+        loader=make_loader(samples, 4),
+        **options,
+    )
+
+
 def train(engine: halfmesh.Engine, epochs: int = 1, max_batches: int | None = None) -> list[Any]:
     """The loop of the README. Returns what each step returned."""
     results = []
@@ -114,6 +129,17 @@ def train(engine: halfmesh.Engine, epochs: int = 1, max_batches: int | None = No
             if len(results) == max_batches:
                 return results
     return results
+
+
+def step_on(engine: halfmesh.Engine, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """One microbatch, without `zero_grad`. Returns what the step returned."""
+    engine.backward(engine.criterion(engine(x), y))
+    return engine.step()
+
+
+def summed_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A criterion for `loss_reduction="weighted"`."""
+    return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""Pieces of a model run one after another in one process, each with nothing but what it says that it uses."""
+"""What tests of pipelines share: a model in pieces in one process, and an engine whose model is cut into stages."""
 
 from __future__ import annotations
 
@@ -9,52 +9,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfmesh.parallel.pipeline.partition import Entry, all_entries, find_pieces
-from halfmesh.parallel.pipeline.pieces import Call, Piece
+import halfmesh
+from halfmesh import Call, Piece
+from halfmesh.parallel.pipeline.partition import find_pieces, resolve
 from halfmesh.tree import map_tensors
 
+from .models import CLASSES, FEATURES, make_engine
 
-def only(model: nn.Module, piece: Piece) -> nn.Module:
-    """A copy of `model` in which everything that `piece` does not use is None."""
-    alone = copy.deepcopy(model)
-    modules = dict(alone.named_modules(remove_duplicate=False))
-    entries = dict(all_entries(alone))
-    kept = {id(tensor) for entry, tensor in entries.items() if _is_used(entry, [piece])}
-    for (path, name), tensor in entries.items():
-        if id(tensor) not in kept:
-            setattr(modules[path], name, None)
-    return alone
+# -- pieces in one process -------------------------------------------------------------------------------------------
+
+
+def pieces_of(model: nn.Module, partition: Any = "auto") -> Sequence[Piece]:
+    """What `parallel.pipeline.partition`, or a partitioner, makes of `model`."""
+    return partition.pieces_of(model) if hasattr(partition, "pieces_of") else find_pieces(model, partition)
+
+
+def stages_of(
+    model: nn.Module, size: int, chunks: int = 1, partition: Any = "auto"
+) -> tuple[list[str], tuple[float, ...], list[str]]:
+    """Names of the stages and what each costs, and the reasons why there are none."""
+    found, problems = resolve(model, size, chunks, partition)
+    return (found.names, found.costs, problems) if found else ([], (), problems)
 
 
 def compose(model: nn.Module, pieces: Sequence[Piece], *args: Any, **kwargs: Any) -> Any:
-    """The output of all pieces on `model` itself."""
-    call, carry = Call(args, kwargs), None
-    for piece in pieces:
-        if piece.prepare is not None:
-            piece.prepare(model, call)
-        carry = piece.run(model, call.afresh(), carry)
-    return carry
-
-
-def compose_alone(model: nn.Module, pieces: Sequence[Piece], *args: Any, **kwargs: Any) -> Any:
-    """The output where each piece has the modules that it uses, and no other."""
-    call, carry = Call(args, kwargs), None
-    for piece in pieces:
-        if piece.prepare is not None:
-            piece.prepare(model, call)
-        carry = piece.run(only(model, piece), call.afresh(), carry)
-    return carry
-
-
-def unused(model: nn.Module, pieces: Sequence[Piece]) -> list[str]:
-    """Names of the parameters and buffers that no piece uses."""
-    return [".".join(filter(None, entry)) for entry, _ in all_entries(model) if not _is_used(entry, pieces)]
+    """The output of all pieces, one after another on `model` itself."""
+    return _compose(model, pieces, args, kwargs, _whole)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
     """Trees of the same type with bitwise equal tensors."""
     assert type(found) is type(expected)
-    a, b = _tensors(found), _tensors(expected)
+    a, b = tensors_of(found), tensors_of(expected)
     assert len(a) == len(b) > 0
     for one, other in zip(a, b, strict=True):
         assert one.dtype == other.dtype
@@ -62,13 +48,10 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 def check_pieces(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    partition: str | Sequence[str] = "auto",
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, partition: Any = "auto"
 ) -> Sequence[Piece]:
-    """The pieces of `model`, which compute what it computes and use all that it has."""
-    pieces = find_pieces(model, partition)
+    """The pieces of `model`, which compute bit by bit what it computes, each with what it says that it uses only."""
+    pieces = pieces_of(model, partition)
     given = dict(kwargs or {})
     modes = {module: module.training for module in model.modules()}
     for training in (True, False):
@@ -76,24 +59,90 @@ def check_pieces(
             module.training = mode and training
         torch.manual_seed(1)
         expected = copy.deepcopy(model)(*copy.deepcopy(args), **given)
-        torch.manual_seed(1)
-        alone = compose_alone(model, pieces, *copy.deepcopy(args), **given)
-        torch.manual_seed(1)
-        together = compose(copy.deepcopy(model), pieces, *copy.deepcopy(args), **given)
-        assert_equal(alone, expected)
-        assert_equal(together, expected)
+        for view in (_whole, _only):
+            torch.manual_seed(1)
+            assert_equal(_compose(copy.deepcopy(model), pieces, copy.deepcopy(args), given, view), expected)
     for module, mode in modes.items():
         module.training = mode
-    assert unused(model, pieces) == []
+    assert [name for name, _ in _tensors_by_name(model) if not _is_used(name, pieces)] == []
     return pieces
 
 
-def _is_used(entry: Entry, pieces: Sequence[Piece]) -> bool:
-    name = ".".join(filter(None, entry))
+def _compose(model: nn.Module, pieces: Sequence[Piece], args: Any, kwargs: Any, view: Any) -> Any:
+    call, carry = Call(args, kwargs), None
+    for piece in pieces:
+        if piece.prepare is not None:
+            piece.prepare(model, call)
+        carry = piece.run(view(model, piece), call.afresh(), carry)
+    return carry
+
+
+def _whole(model: nn.Module, piece: Piece) -> nn.Module:
+    return model
+
+
+def _only(model: nn.Module, piece: Piece) -> nn.Module:
+    """A copy of `model` in which everything that `piece` does not use is None."""
+    alone = copy.deepcopy(model)
+    modules = dict(alone.named_modules(remove_duplicate=False))
+    tensors = _tensors_by_name(alone)
+    kept = {id(tensor) for name, tensor in tensors if _is_used(name, [piece])}
+    for name, tensor in tensors:
+        if id(tensor) not in kept:
+            path, _, own = name.rpartition(".")
+            setattr(modules[path], own, None)
+    return alone
+
+
+def _tensors_by_name(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _is_used(name: str, pieces: Sequence[Piece]) -> bool:
     return any(name == use or name.startswith(f"{use}.") for piece in pieces for use in piece.uses)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, in order."""
     found: list[torch.Tensor] = []
     map_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
     return found
+
+
+# -- an engine under a pipeline --------------------------------------------------------------------------------------
+
+SCHEDULES = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}}
+"""With what two ranks need for each."""
+
+
+class Deep(nn.Sequential):
+    """A row of layers, with dropout or BatchNorm where they are wanted."""
+
+    def __init__(self, *between: nn.Module, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        layers = [nn.Linear(FEATURES, 16), nn.GELU(), nn.Linear(16, 16), *between, nn.LayerNorm(16), nn.GELU()]
+        super().__init__(*layers, nn.Linear(16, CLASSES))
+
+
+def pipe(size: int = 2, microbatches: int | None = 2, **options: Any) -> dict[str, Any]:
+    """A config."""
+    return {"parallel": {"pipeline": {"size": size, "microbatches": microbatches, **options}}}
+
+
+def make(config: Any = None, model: nn.Module | None = None, **options: Any) -> halfmesh.Engine:
+    return make_engine(pipe() if config is None else config, model=Deep() if model is None else model, **options)
+
+
+def step(engine: halfmesh.Engine, x: Any, y: Any) -> tuple[Any, Any, Any]:
+    """One turn of the README's loop: output, loss, and what step returned."""
+    engine.zero_grad()
+    output = engine(x)
+    loss = engine.criterion(output, y)
+    engine.backward(loss)
+    return output, loss, engine.step()
+
+
+def whole(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
+    """The model's state after the engine is closed."""
+    engine.close()
+    return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}

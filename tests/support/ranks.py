@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -54,7 +54,8 @@ ECHOES = (
     "remote process exited",
 )
 GRACE_S = 2.0  # after the first error: time for the others to report theirs, which may be the reason of it
-NOT_CONNECTED = "Gloo connectFullMesh failed"  # torch's words where a group could not be made
+NOT_CONNECTED = "Gloo connectFullMesh failed"  # torch's words where sockets missed each other on a busy machine
+ATTEMPTS = 3  # to make a group
 LAUNCHES = os.environ.get("COUNT_LAUNCHES")
 """A file to which each launch of a team adds a line: its world size, and the test for which it was started."""
 
@@ -102,26 +103,14 @@ def run_ranks(
             is not the echo of another rank's end is reported. All processes of the team are killed.
     """
     call = pickle.dumps((fn, args, kwargs, timeout, init))
-    reports = _reports(call, world_size, timeout, fresh)
-    if init and any(NOT_CONNECTED in report.error for report in reports):
-        reports = _reports(call, world_size, timeout, fresh)  # once more: gloo's sockets sometimes miss each other
+    for _ in range(ATTEMPTS):
+        reports = _reports(call, world_size, timeout, fresh)
+        if not init or not any(NOT_CONNECTED in report.error for report in reports):
+            break
     failures = [report for report in reports if report.result is None]
     if failures:
         _raise_first(failures, world_size)
     return [pickle.loads(report.result or b"") for report in sorted(reports, key=lambda report: report.rank)]
-
-
-def run_jobs(
-    jobs: Sequence[Callable[[int, int], Any]], world_size: int, timeout: float = 60
-) -> list[list[Any] | RankFailure]:
-    """What each job returned on all ranks, or how it failed. `timeout` is that of each job."""
-    results: list[list[Any] | RankFailure] = []
-    for job in jobs:
-        try:
-            results.append(run_ranks(job, world_size, timeout=timeout))
-        except RankFailure as error:
-            results.append(error)
-    return results
 
 
 def free_port() -> int:

@@ -13,12 +13,7 @@ from tests.support import llama
 from tests.support.real_memory import RealTracker
 
 
-def measure_all(rank: int, world_size: int, configs: dict[str, dict[str, Any]]) -> dict[str, tuple[int, int, int]]:
-    """`measure` of one config after the other."""
-    return {name: measure(config) for name, config in configs.items()}
-
-
-def measure(config: dict[str, Any]) -> tuple[int, int, int]:
+def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes between two updates and at most within one, and elements of the parameters, of a run of `llama.small`."""
     torch.manual_seed(0)
     model, (inputs, targets), criterion = llama.small()

@@ -1,9 +1,16 @@
-"""Folders of runs that nobody has trained."""
+"""Folders of runs that nobody has trained, and what the report says of them."""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import halfmesh
+from halfmesh.cli import app
 
 
 def make_config(**changes):
@@ -99,3 +106,21 @@ def write_run(folder, config=None, plan=None, records=None, precision=PRECISION)
     if precision is not None:
         (folder / "precision.json").write_text(json.dumps(precision))
     return folder
+
+
+def page_of(*folders):
+    """The page about runs, as text."""
+    with tempfile.TemporaryDirectory() as place:
+        return halfmesh.write_report(*folders, out=Path(place) / "report.html").read_text()
+
+
+def data_of(folder):
+    """What `halfmesh report --json` says of a run."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    done = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads(done.stdout, parse_constant=refuse)["runs"]
+    return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from functools import partial
 
 import torch
@@ -45,7 +44,6 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
-    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
     "unfused": partial(torch.optim.Adam, lr=1e-2, foreach=False),
 }
 MODES = {
@@ -57,9 +55,9 @@ MODES = {
 }
 
 
-def batch(rank: int, step: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(rows, FEATURES, generator=generator), torch.randint(4, (rows,), generator=generator)
+    return torch.randn(4, FEATURES, generator=generator), torch.randint(4, (4,), generator=generator)
 
 
 def make_engine(data, optimizer="adamw", warm=0, model=None, **config):
@@ -79,17 +77,17 @@ def make_engine(data, optimizer="adamw", warm=0, model=None, **config):
     )
 
 
-def take_step(engine, rank, step, poison=False):
+def take_step(engine, rank, step):
     x, y = batch(rank, step)
     engine.zero_grad()
-    loss = engine.criterion(engine(x * math.inf if poison else x), y)
+    loss = engine.criterion(engine(x), y)
     engine.backward(loss)
     return engine.step()
 
 
-def train(engine, rank, steps=4, first=0, accumulation=1):
+def train(engine, rank, steps=4, accumulation=1):
     results = []
-    for step in range(first, first + steps):
+    for step in range(steps):
         for micro in range(accumulation):
             result = take_step(engine, rank, step * accumulation + micro)
         results.append((result.grad_norm, result.loss_scale, result.skipped))
@@ -148,16 +146,14 @@ def all_equal(model):
     return all(torch.equal(flat, other) for other in everyone)
 
 
-# Sums of other order; RMSprop divides by what is nearly 0 in the first steps.
-TOLERANCE = 2e-6
-LOOSER = {"rmsprop": 1e-4}
+TOLERANCE = 2e-6  # sums of other order
 
 
 def largest(found, **looser):
-    """The largest difference of all cases, each over its tolerance. `looser`: tolerances by a word of the case."""
+    """The largest difference of all cases, each over its tolerance. `looser`: tolerances by words of the case."""
     worst = 0.0
     for case, (weights, norm) in found.items():
-        limit = max([TOLERANCE, *(value for word, value in (LOOSER | looser).items() if word in case)])
+        limit = max([TOLERANCE, *(value for words, value in looser.items() if words in case)])
         worst = max(worst, weights / limit, norm / max(limit, 1e-5))
     return worst
 
@@ -165,11 +161,9 @@ def largest(found, **looser):
 CASES = [
     *((name, "fp32", {}) for name in OPTIMIZERS if name != "adamw"),
     *(("adamw", mode, {}) for mode in MODES),
-    ("sgd", "naive_fp16", {"gradient_accumulation": 2}),
     ("adamw", "fp32", {"gradient_accumulation": 2, "clip_grad_norm": 0.05}),
     ("unfused", "naive_fp16", {"clip_grad_norm": 0.05}),
     ("adamw", "naive_bf16", {"gradient_accumulation": 2}),
-    ("adamw", "fp32", {"warm": 2}),
     ("adamw", "naive_bf16", {"warm": 2}),
     ("adamw", "fp32", {"loss_reduction": "sum"}),
 ]

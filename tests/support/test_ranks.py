@@ -4,60 +4,38 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankFailure, free_port, run_ranks
+from tests.support import ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-class Answer:
-    """An object of this test module: children must be able to import it."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
-def summed(rank: int, world_size: int, start: torch.Tensor, factor: int = 1) -> torch.Tensor:
+def summed(rank, world_size, start, factor=1):
+    """In a group of this call, with its own environment, and one thread."""
+    assert (dist.get_rank(), dist.get_world_size(), torch.get_num_threads()) == (rank, world_size, 1)
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "LEFT"} & set(os.environ)
+    os.environ["LEFT"] = "by an earlier call"
     value = (start + rank) * factor
     dist.all_reduce(value)
-    return value
+    return os.getpid(), value
 
 
-def facts(rank: int, world_size: int) -> dict[str, Any]:
-    return {
-        "rank": (rank, dist.get_rank()),
-        "threads": torch.get_num_threads(),
-        "omp": os.environ.get("OMP_NUM_THREADS"),
-        "env": [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ],
-        "answer": Answer(rank),
-    }
-
-
-def own_group(rank: int, world_size: int, port: int) -> tuple[bool, float]:
-    before = dist.is_initialized()
-    if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        return before, value.item()
-    return before, 1.0
-
-
-def fail_on(rank: int, world_size: int, bad_rank: int, delay: float) -> None:
+def fail_on(rank, world_size, bad_rank):
     if rank == bad_rank:
-        time.sleep(delay)
+        time.sleep(0.2)
         raise ValueError(f"boom on rank {rank}")
     dist.all_reduce(torch.ones(1))
 
 
-def close_then_fail(rank: int, world_size: int) -> None:
+def close_then_fail(rank, world_size):
     if rank == 1:
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
@@ -67,92 +45,70 @@ def close_then_fail(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def die_on(rank: int, world_size: int, bad_rank: int) -> None:
+def die_on(rank, world_size, bad_rank):
     if rank == bad_rank:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
 
-def hang_on(rank: int, world_size: int, bad_rank: int) -> None:
+def hang_on(rank, world_size, bad_rank):
     if rank == bad_rank:
         time.sleep(600)
 
 
-def echo(rank: int, world_size: int) -> None:
-    raise RuntimeError("Connection closed by peer")
-
-
-def unpicklable(rank: int, world_size: int) -> Any:
+def unpicklable(rank, world_size):
     return lambda: rank
 
 
-def test_results_come_in_order_of_rank_and_tensors_travel() -> None:
-    results = run_ranks(summed, 2, torch.tensor([1.0, 10.0]), factor=2)
-    assert [result.tolist() for result in results] == [[6.0, 42.0]] * 2
-
-
-def test_ranks_are_isolated_and_single_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_come_in_order_of_rank_from_processes_that_are_used_again(monkeypatch):
     monkeypatch.setenv("RANK", "7")
-    for rank, fact in enumerate(run_ranks(facts, 2)):
-        assert fact["rank"] == (rank, rank)
-        assert (fact["threads"], fact["omp"], fact["env"]) == (1, "1", [])
-        assert fact["answer"].value == rank
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_without_init_the_function_makes_its_own_group(world_size: int) -> None:
-    assert run_ranks(own_group, world_size, free_port(), init=False) == [(False, float(world_size))] * world_size
+    first, second = (run_ranks(summed, 2, torch.tensor([1.0, 10.0]), factor=factor) for factor in (2, 3))
+    assert [value.tolist() for _, value in first] == [[6.0, 42.0]] * 2
+    assert [value.tolist() for _, value in second] == [[9.0, 63.0]] * 2
+    processes = [process for process, _ in first]
+    assert [process for process, _ in second] == processes
+    (fresh, _), _ = run_ranks(summed, 2, torch.ones(1), fresh=True)
+    assert fresh not in processes
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_the_rank_that_failed_first_is_reported(bad_rank: int) -> None:
+def test_the_rank_that_failed_first_is_reported_and_the_team_is_ended(bad_rank):
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=f"rank {bad_rank} of 2 failed") as caught:
-        run_ranks(fail_on, 2, bad_rank, 0.2)
+    with pytest.raises(RankFailure, match=f"rank {bad_rank} of 2 failed[\\s\\S]*ValueError: boom") as caught:
+        run_ranks(fail_on, 2, bad_rank)
     assert caught.value.rank == bad_rank
-    assert f'raise ValueError(f"boom on rank {{rank}}")\nValueError: boom on rank {bad_rank}' in str(caught.value)
     assert time.monotonic() - start < 10
     assert not multiprocessing.active_children()
 
 
-def test_an_echo_that_comes_before_the_reason_does_not_hide_it() -> None:
+def test_an_echo_that_comes_before_the_reason_does_not_hide_it():
     with pytest.raises(RankFailure, match=r"ValueError: the reason[\s\S]*afterwards: rank 0: .*onnection") as caught:
         run_ranks(close_then_fail, 2)
     assert caught.value.rank == 1
 
 
-def test_a_killed_rank_is_reported_before_the_echo() -> None:
+def test_a_killed_rank_is_reported_before_the_echo():
     with pytest.raises(RankFailure, match="died without an exception, exit code -9") as caught:
         run_ranks(die_on, 2, 1)
     assert caught.value.rank == 1
 
 
-def test_the_time_limit_names_the_hung_rank_and_shows_its_stack() -> None:
-    start = time.monotonic()
+def test_the_time_limit_names_the_hung_rank_and_shows_its_stack():
     with pytest.raises(RankFailure, match=r"ranks \[1\] are still running[\s\S]*in hang_on") as caught:
-        run_ranks(hang_on, 2, 1, timeout=12)
+        run_ranks(hang_on, 2, 1, timeout=4)
     assert caught.value.rank == 1
-    assert time.monotonic() - start < 20
     assert not multiprocessing.active_children()
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
-    with pytest.raises(RankFailure, match="pickle"):
-        run_ranks(unpicklable, 1)
+def count_ranks(rank, world_size):
+    return dist.get_world_size()
 
 
-def test_an_error_that_is_only_an_echo_is_still_an_error() -> None:
-    with pytest.raises(RankFailure, match="Connection closed by peer"):
-        run_ranks(echo, 1)
-
-
-def fails_to_connect_once(rank, world_size, folder):
-    """As gloo does now and then."""
-    if not (mark := folder / str(rank)).exists():
-        mark.touch()
-        raise RuntimeError("Gloo connectFullMesh failed with [...] Connection closed by peer")
-    return rank
-
-
-def test_a_group_that_could_not_be_made_is_tried_once_more(tmp_path):
-    assert run_ranks(fails_to_connect_once, 2, tmp_path) == [0, 1]
+def test_a_group_that_could_not_be_made_is_tried_again(monkeypatch):
+    """gloo's sockets miss each other now and then."""
+    missed = ranks._Report(0, error=f"RuntimeError: {ranks.NOT_CONNECTED} with [...] Connection closed by peer")
+    calls = iter([[missed], [ranks._Report(0, result=pickle.dumps(5))], *[[missed]] * ranks.ATTEMPTS])
+    monkeypatch.setattr(ranks, "_reports", lambda *call: next(calls))
+    assert run_ranks(count_ranks, 1) == [5]
+    with pytest.raises(RankFailure):
+        run_ranks(count_ranks, 1)

@@ -8,6 +8,7 @@ from torch import nn, optim
 from halfmesh.amp.convert import convert
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale
+from halfmesh.amp.result import StepResult
 from halfmesh.amp.rules import UpdateRules
 from halfmesh.shard import ParamShard
 
@@ -58,13 +59,27 @@ def give(params, grads, scale: float = 1.0) -> None:
         param.grad = None if grad is None else (grad * scale).to(param.dtype)
 
 
-def by_hand(make_optimizer, steps, max_norm: float = 0.0, skip=()) -> tuple[list[nn.Parameter], optim.Optimizer]:
+def scale_of(update: MixedPrecisionOptimizer) -> float:
+    """The loss scale that the next backward seeds with."""
+    return 1.0 if update.scaler is None else update.scaler.scale.item()
+
+
+def take(update: MixedPrecisionOptimizer, params, step: int, factor: float = 1.0) -> StepResult:
+    """One update from the gradients of `step`, scaled as backward scales them, times `factor`."""
+    give(params, gradients(step), scale_of(update) * factor)
+    return update.step()
+
+
+def held(update: MixedPrecisionOptimizer) -> list[torch.Tensor]:
+    """What the optimizer steps: the masters where there are any."""
+    return [param.detach() for group in update.optimizer.param_groups for param in group["params"]]
+
+
+def by_hand(make_optimizer, steps, max_norm: float = 0.0) -> tuple[list[nn.Parameter], optim.Optimizer]:
     """The same updates with torch alone, from unscaled gradients."""
     params = make_params()
     optimizer = make_optimizer(params)
     for step in range(steps):
-        if step in skip:
-            continue
         give(params, gradients(step))
         if max_norm:
             nn.utils.clip_grad_norm_(params, max_norm)

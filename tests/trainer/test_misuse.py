@@ -9,25 +9,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import halfmesh
-from halfmesh.hooks import CheckpointHook, CSVHook, EarlyStopHook, JSONLHook, MetricHook, ThroughputHook
-from tests.support.models import FEATURES, make_data
-from tests.support.ranks import run_ranks
+from halfmesh.hooks import CheckpointHook, EarlyStopHook, LRSchedulerHook, MetricHook, ThroughputHook
+from tests.support.models import linear_engine, make_data
+
+MANUAL = {"lr_interval": "manual"}
+PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
 
 
-def make(scheduler=None, evaluated=True, **config):
-    model = nn.Linear(FEATURES, 4)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(*make_data(8)), 4)
-    return halfmesh.initialize(
-        model,
-        optimizer,
-        nn.functional.cross_entropy,
-        loader,
-        config,
-        eval_dataloader=loader if evaluated else None,
-        lr_scheduler=None if scheduler is None else scheduler(optimizer),
-        device="cpu",
-    )
+def fit(config=None, engine_options=(), **arguments):
+    halfmesh.Trainer(linear_engine(config, **dict(engine_options))).fit(**{"epochs": 1, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -35,15 +25,21 @@ def make(scheduler=None, evaluated=True, **config):
     [
         (lambda: EarlyStopHook(patience=0), "patience=0: expected a whole number, 1 or more"),
         (lambda: EarlyStopHook(patience="3"), "patience='3': expected a whole number"),
-        (lambda: EarlyStopHook(min_delta="0.1"), r"min_delta='0\.1': expected a number, 0 or more"),
         (lambda: EarlyStopHook(min_delta=-1.0), r"min_delta=-1\.0"),
+        (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
         (lambda: CheckpointHook("x", every=1.5), r"every=1\.5: expected a whole number"),
         (lambda: CheckpointHook("x", keep=0), "keep=0: expected a whole number"),
+        (lambda: LRSchedulerHook("day"), "interval='day': expected 'step', 'epoch' or 'eval'"),
+        (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
+        (lambda: MetricHook(MeanMetric()), r"takes metrics by name, dict\(accuracy=MeanMetric\(...\)\)"),
+        (lambda: MetricHook({"acc": fit}), "metric 'acc': function is no Metric of torchmetrics"),
         (lambda: ThroughputHook(tokens=128), "tokens=128: expected a function"),
+        (lambda: ThroughputHook(flops_per_sample=0), "flops_per_sample=0: expected a number greater than 0"),
         (lambda: halfmesh.Trainer(nn.Linear(1, 1)), "takes the engine that halfmesh.initialize returns, not a Linear"),
-        (lambda: halfmesh.Trainer(make(), compute="mine"), "compute='mine': expected a function"),
-        (lambda: halfmesh.Trainer(make(), log_every=1.5), r"log_every=1\.5: expected a whole number"),
-        (lambda: halfmesh.Trainer(make()).fit(epochs=1, hooks=None), r"hooks=None: expected a list, hooks=\[\]"),
+        (lambda: halfmesh.Trainer(linear_engine(), compute="mine"), "compute='mine': expected a function"),
+        (lambda: halfmesh.Trainer(linear_engine(), log_every=0), "log_every=0"),
+        (lambda: halfmesh.Trainer(linear_engine(evaluated=0)).evaluate(), "there is nothing to evaluate on"),
+        (lambda: halfmesh.Trainer(linear_engine()).predict([1]), "predict takes a DataLoader, but a list was given"),
     ],
 )
 def test_arguments(build, message):
@@ -51,70 +47,81 @@ def test_arguments(build, message):
         build()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": None}, "fit needs an end: give it epochs=, max_steps=, or both"),
+        ({"epochs": 0}, "epochs=0: expected a whole number, 1 or more"),
+        ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number"),
+        ({"eval_steps": 0}, "eval_steps=0: expected a whole number, 1 or more"),
+        ({"eval_interval": -1}, "eval_interval=-1: expected a whole number, 0 or more"),
+        ({"hooks": "progress"}, r"expected a list, hooks=\['progress'\]"),
+        ({"hooks": ["progres"]}, "no hook named 'progres'; did you mean 'progress'"),
+        ({"hooks": [{"type": "memory", "file": "x"}]}, "hook 'memory': .*"),
+        ({"hooks": [{"path": "x"}]}, r"is no hook: expected an object of halfmesh.Hook, a name \(metric"),
+        ({"hooks": [EarlyStopHook]}, r"EarlyStopHook is a class; give an object of it: EarlyStopHook\(...\)"),
+        ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
+        ({"train": 3}, "fit was given a int to train on, which is no sequence of batches"),
+        ({"train": {"x": torch.zeros(2, 4)}}, "fit was given a dict to train on, which is no sequence"),
+        ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item\(s\) has no target"),
+        ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
+        ({"eval_dataloader": TensorDataset(torch.ones(2))}, "TensorDataset is no loader; wrap it"),
+        ({"engine_options": {"evaluated": 0}, "eval_steps": 1}, "eval_steps needs something to evaluate on"),
+        ({"hooks": [EarlyStopHook("eval_los")]}, "evaluation gave eval_loss; did you mean 'eval_loss'"),
+        ({"hooks": ["lr_scheduler"]}, "there is no scheduler; give initialize an lr_scheduler"),
+        (
+            {"hooks": ["lr_scheduler"], "engine_options": {"lr_scheduler": lambda o: optim.lr_scheduler.StepLR(o, 1)}},
+            r"the engine advances the scheduler already \(lr_interval='step'\)",
+        ),
+        (
+            {"hooks": ["lr_scheduler"], "config": MANUAL, "engine_options": {"lr_scheduler": PLATEAU}},
+            r"interval='epoch' does not give it; use LRSchedulerHook",
+        ),
+    ],
+)
+def test_arguments_of_fit(arguments, message):
+    with pytest.raises((halfmesh.InputError, halfmesh.RegistryError), match=message):
+        fit(**arguments)
+
+
 @pytest.mark.parametrize("way", ["fit", "evaluate"])
 def test_a_compute_that_returns_something_else(way):
-    trainer = halfmesh.Trainer(make(), compute=lambda engine, batch: engine.criterion(engine(batch[0]), batch[1]))
+    def compute(engine, batch):
+        return engine.criterion(engine(batch[0]), batch[1])
+
+    trainer = halfmesh.Trainer(linear_engine(), compute=compute)
     with pytest.raises(halfmesh.InputError, match=r"compute returned a Tensor; it has to return halfmesh\.Outcome"):
         trainer.fit(epochs=1) if way == "fit" else trainer.evaluate()
 
 
-@pytest.mark.parametrize("hook", [EarlyStopHook, lambda: CheckpointHook("x", monitor="eval_loss")])
+@pytest.mark.parametrize(
+    "hook",
+    [EarlyStopHook(), CheckpointHook("x", monitor="eval_loss"), LRSchedulerHook("eval")],
+    ids=lambda hook: type(hook).__name__,
+)
 @pytest.mark.parametrize("reason", ["no data", "no interval"])
 def test_hooks_that_wait_for_an_evaluation_that_never_comes(hook, reason):
-    engine = make(evaluated=reason == "no interval")
     with pytest.raises(halfmesh.InputError, match="waits for 'eval_loss' of an evaluation, and this fit has none"):
-        halfmesh.Trainer(engine).fit(epochs=1, eval_interval=0 if reason == "no interval" else 1, hooks=[hook()])
-    assert engine.global_step == 0
-
-
-def test_schedulers_that_wait_for_an_evaluation():
-    plateau = optim.lr_scheduler.ReduceLROnPlateau
-    trainer = halfmesh.Trainer(make(plateau, lr_interval="manual"))
-    with pytest.raises(halfmesh.InputError, match="LRSchedulerHook waits for 'eval_loss'"):
-        trainer.fit(epochs=1, eval_interval=0, hooks=[{"type": "lr_scheduler", "interval": "eval"}])
-    with pytest.raises(halfmesh.InputError, match=r"interval='epoch' does not give it; use LRSchedulerHook"):
-        trainer.fit(epochs=1, hooks=["lr_scheduler"])
-
-
-@pytest.mark.parametrize("hook", [CSVHook, JSONLHook])
-def test_a_folder_in_the_place_of_a_file_stays(tmp_path, hook):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("years")
-    for path in (folder, folder / "thesis.txt" / "log"):
-        with pytest.raises(halfmesh.InputError, match="cannot be the file of a run"):
-            halfmesh.Trainer(make()).fit(epochs=1, hooks=[hook(path)])
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.txt"]
-    assert (folder / "thesis.txt").read_text() == "years"
-
-
-def refuse(rank, world_size, folder):
-    torch.manual_seed(0)
-    with pytest.raises(halfmesh.InputError, match="is a folder"):
-        halfmesh.Trainer(make()).fit(epochs=1, hooks=[JSONLHook(folder)])
-
-
-def test_all_ranks_hear_of_it(tmp_path):
-    run_ranks(refuse, 2, tmp_path)
+        fit(
+            MANUAL,
+            {"evaluated": 6 if reason == "no interval" else 0, "lr_scheduler": PLATEAU},
+            eval_interval=0 if reason == "no interval" else 1,
+            hooks=[hook],
+        )
 
 
 @pytest.mark.parametrize("method", ["measure", "eval_results", "state_dict"])
 def test_a_hook_that_forgets_to_return(tmp_path, method):
     forgetful = type("Forgetful", (halfmesh.Hook,), {method: lambda self, *args: None})
     with pytest.raises(halfmesh.InputError, match=rf"Forgetful\.{method} returned None; it has to return a dict"):
-        halfmesh.Trainer(make()).fit(epochs=1, hooks=[CheckpointHook(tmp_path), forgetful()])
+        fit(hooks=[CheckpointHook(tmp_path), forgetful()])
 
 
-@pytest.mark.parametrize("on", ["train", "eval"])
-def test_a_metric_does_not_hide_the_loss(on):
-    hooks = [MetricHook({"loss": MeanMetric()}, on=on, arguments=lambda outcome: (outcome.target.float(),))]
-    with pytest.raises(
-        halfmesh.InputError, match=r"MetricHook\.\w+ gives '(eval_)?loss', which the record has already"
-    ):
-        halfmesh.Trainer(make()).fit(epochs=1, hooks=hooks)
-
-
-def test_a_metric_that_is_there_twice():
-    hooks = [MetricHook({"mean": MeanMetric()}, arguments=lambda outcome: (outcome.target.float(),)) for _ in range(2)]
-    with pytest.raises(halfmesh.InputError, match="gives 'eval_mean', which the record has already"):
-        halfmesh.Trainer(make()).fit(epochs=1, hooks=hooks)
+@pytest.mark.parametrize(("on", "name", "times"), [("train", "loss", 1), ("eval", "loss", 1), ("eval", "mean", 2)])
+def test_a_metric_does_not_hide_another_value(on, name, times):
+    hooks = [
+        MetricHook({name: MeanMetric()}, on=on, arguments=lambda outcome: (outcome.target.float(),))
+        for _ in range(times)
+    ]
+    with pytest.raises(halfmesh.InputError, match=rf"gives '(eval_)?{name}', which the record has already"):
+        fit(hooks=hooks)

@@ -1,4 +1,4 @@
-"""The partitions that come with halfmesh compute what their models compute, and refuse what they cannot."""
+"""The partitions that come with halfmesh compute what their models compute, bit by bit, and refuse what they cannot."""
 
 from __future__ import annotations
 
@@ -9,225 +9,173 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.errors import InputError
-from halfmesh.parallel.pipeline.partition import UnknownModelError, find_pieces
-from halfmesh.parallel.registries import PARTITIONERS
-from tests.support.pipeline_parts import assert_equal, check_pieces, compose
+from halfmesh import InputError
+from tests.support.pipeline_parts import assert_equal, check_pieces, compose, pieces_of
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-IDS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(0))
 LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
 
 
-def test_names():
-    known = {"hugging_face_gpt2", "hugging_face_llama", "sequential", "timm_vit"}
-    bert = {"hugging_face_bert_classification", "hugging_face_bert_masked"}
-    assert known | bert <= set(PARTITIONERS.names())
+def replaced(model: nn.Module, method: str, inner: nn.Module | None = None) -> nn.Module:
+    """The model with another `method`, of its own or of a module within."""
+    target = inner or model
+    target.__class__ = type("Derived", (type(target),), {method: lambda self, *args, **kwargs: None})
+    return model
 
 
 # -- nn.Sequential ---------------------------------------------------------------------------------------------------
 
 
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 5), nn.Linear(3, 5)
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.left(left) * scale, self.right(right)
+class Twice(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
 
 
-class Add(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return pair[0] + pair[1]
+def nested() -> nn.Module:
+    act = nn.Sequential(nn.GELU(), nn.Tanh())
+    inner = nn.Sequential(OrderedDict(up=nn.Linear(4, 8), act=act, none=nn.Sequential()))
+    return nn.Sequential(OrderedDict(body=inner, head=nn.Linear(8, 2)))
 
 
-def test_sequential():
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == ["0", "1", "2", "3"]
+def repeated() -> nn.Module:
+    act, linear = nn.Tanh(), nn.Linear(4, 4)
+    return nn.Sequential(nn.Linear(4, 4), act, linear, act, linear)
 
 
-def test_named_and_nested_sequential():
-    inner = nn.Sequential(
-        OrderedDict(up=nn.Linear(4, 8), act=nn.Sequential(nn.GELU(), nn.Tanh()), none=nn.Sequential())
-    )
-    model = nn.Sequential(OrderedDict(body=inner, head=nn.Linear(8, 2)))
-    names = ["body.up", "body.act.0", "body.act.1", "body.none", "head"]
-    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == names
-
-
-def test_an_inner_sequential_whose_call_does_more_is_one_piece():
-    class Twice(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
+def doing_more() -> nn.Module:
+    """Inner ones that do more when they are called stay whole."""
     hooked = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     hooked.register_forward_hook(lambda module, args, output: output * 3)
-    model = nn.Sequential(Twice(nn.Linear(4, 4), nn.ReLU()), hooked, nn.Linear(4, 2))
-    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == ["0", "1", "2"]
+    return nn.Sequential(Twice(nn.Linear(4, 4), nn.ReLU()), hooked, nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)), list("0123")),
+        (nested, ["body.up", "body.act.0", "body.act.1", "body.none", "head"]),
+        (repeated, list("01234")),
+        (doing_more, list("012")),
+    ],
+    ids=["row", "nested", "repeated", "doing more"],
+)
+def test_sequential(make, names):
+    assert [piece.name for piece in check_pieces(make(), [torch.randn(3, 4)])] == names
 
 
 def test_first_module_of_a_sequential_takes_what_the_model_is_called_with():
-    class Several(nn.Sequential):  # forward(input) of its own takes one
-        pass
-
-    model = Several(Join(), Add(), nn.Linear(5, 2))
+    model = nn.Sequential(nn.Bilinear(4, 3, 5), nn.Linear(5, 2))
     left, right = torch.randn(2, 4), torch.randn(2, 3)
-    expected = model[2](model[1](model[0](left, right, scale=2.0)))
-    assert_equal(compose(model, find_pieces(model, "sequential"), left, right, scale=2.0), expected)
+    assert_equal(compose(model, pieces_of(model), left, input2=right), model[1](model[0](left, right)))
 
 
-def test_a_module_that_a_sequential_has_twice():
-    act, linear = nn.Tanh(), nn.Linear(4, 4)
-    model = nn.Sequential(nn.Linear(4, 4), act, linear, act, linear)
-    assert [piece.name for piece in check_pieces(model, [torch.randn(3, 4)])] == ["0", "1", "2", "3", "4"]
-
-
-def test_sequential_with_a_forward_of_its_own_is_not_taken():
-    class Twice(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
-    with pytest.raises(UnknownModelError, match="no partitioner knows Twice"):
-        find_pieces(Twice(nn.Linear(2, 2)), "auto")
-    with pytest.raises(UnknownModelError, match="the partitioner 'sequential' does not know Twice"):
-        find_pieces(Twice(nn.Linear(2, 2)), "sequential")
+@pytest.mark.parametrize("partition", ["auto", "sequential"])
+def test_sequential_with_a_forward_of_its_own_is_not_taken(partition):
+    with pytest.raises(InputError, match=r"know Twice|knows Twice"):
+        pieces_of(Twice(nn.Linear(2, 2)), partition)
 
 
 # -- timm ------------------------------------------------------------------------------------------------------------
 
 
-def make_vit(**options: Any) -> Any:
-    transformer = pytest.importorskip("timm.models.vision_transformer")
+def make_vit(kind: str = "vision_transformer.VisionTransformer", **options: Any) -> Any:
+    models = pytest.importorskip("timm.models")
+    module, _, name = kind.partition(".")
     torch.manual_seed(0)
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": 5}
-    return transformer.VisionTransformer(**{**sizes, **options})
+    return getattr(getattr(models, module), name)(**{**sizes, **options})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"class_token": False, "global_pool": "avg"},
-        {"reg_tokens": 2},
-        {"reg_tokens": 2, "no_embed_class": True},
-        {"qk_norm": True, "init_values": 0.1},
-        {"global_pool": "map", "class_token": False},
-        {"global_pool": "avgmax", "class_token": False, "fc_norm": True},
-        {"pos_embed": "none"},
-        {"dynamic_img_size": True},
-        {"pre_norm": True},
-        {"fc_norm": True},
-        {"final_norm": False},
-        {"num_classes": 0},
-        {"drop_rate": 0.2, "pos_drop_rate": 0.2, "drop_path_rate": 0.5, "proj_drop_rate": 0.2},
-        {"patch_drop_rate": 0.5},
-    ],
-    ids=str,
-)
+VITS = [
+    {},
+    {"class_token": False, "global_pool": "avg", "pos_embed": "none"},
+    {"reg_tokens": 2, "no_embed_class": True, "qk_norm": True, "init_values": 0.1},
+    {"global_pool": "map", "class_token": False},
+    {"pre_norm": True, "fc_norm": True},
+    {"final_norm": False, "num_classes": 0},
+    {"drop_rate": 0.2, "pos_drop_rate": 0.2, "drop_path_rate": 0.5, "proj_drop_rate": 0.2},
+    {"patch_drop_rate": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", VITS, ids=str)
 def test_vision_transformer(options):
-    model = make_vit(**options)
-    pieces = check_pieces(model, [IMAGES])
+    pieces = check_pieces(make_vit(**options), [IMAGES])
     assert [piece.name for piece in pieces] == ["the beginning", "blocks.0", "blocks.1", "blocks.2", "the end"]
 
 
-def test_vision_transformer_with_another_image_size():
+def test_vision_transformers_that_are_derived():
     check_pieces(make_vit(dynamic_img_size=True), [torch.randn(1, 3, 24, 16)])
-
-
-def test_vision_transformer_with_a_head_of_its_own():
-    deit = pytest.importorskip("timm.models.deit")
-    torch.manual_seed(0)
-    model = deit.VisionTransformerDistilled(
-        img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5
-    )
-    check_pieces(model, [IMAGES])
+    model = make_vit("deit.VisionTransformerDistilled")
     model.set_distilled_training(True)
     assert len(model(IMAGES)) == 2
+    check_pieces(model, [IMAGES])
+    model = make_vit()
+    kind = type(model)
+    model.__class__ = type("Derived", (kind,), {"_pos_embed": lambda self, x: kind._pos_embed(self, x) * 2})
     check_pieces(model, [IMAGES])
 
 
 def test_vision_transformer_refusals():
     model = make_vit()
-    pieces = find_pieces(model, "auto")
+    pieces = pieces_of(model)
     with pytest.raises(InputError, match="takes images only; leave attn_mask and is_causal out"):
         compose(model, pieces, IMAGES, is_causal=True)
-    with pytest.raises(InputError, match="takes images only; leave attn_mask and is_causal out"):
-        compose(model, pieces, IMAGES, attn_mask=torch.ones(5, 5, dtype=torch.bool))
     model.set_grad_checkpointing()
-    with pytest.raises(
-        InputError, match=r"grad_checkpointing is not known .* call model.set_grad_checkpointing\(False"
-    ):
-        find_pieces(model, "auto")
-    with pytest.raises(InputError, match="grad_checkpointing"):
-        find_pieces(model, "timm_vit")
-
-
-@pytest.mark.parametrize("method", ["forward", "forward_features", "forward_head", "pool"])
-def test_vision_transformer_that_computes_otherwise_is_not_taken(method):
-    model = make_vit()
-    model.__class__ = type("Derived", (type(model),), {method: lambda self, x: x})
-    with pytest.raises(UnknownModelError, match="no partitioner knows Derived"):
-        find_pieces(model, "auto")
-
-
-def test_vision_transformer_with_another_beginning():
-    model = make_vit()
-
-    class Derived(type(model)):
-        def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
-            return super()._pos_embed(x) * 2
-
-    model.__class__ = Derived
-    check_pieces(model, [IMAGES])
+    with pytest.raises(InputError, match=r"grad_checkpointing is not known .*set_grad_checkpointing\(False"):
+        pieces_of(model)
+    for method in ("forward", "forward_features", "forward_head", "pool"):
+        with pytest.raises(InputError, match="no partitioner knows Derived"):
+            pieces_of(replaced(make_vit(), method))
 
 
 # -- Hugging Face ----------------------------------------------------------------------------------------------------
 
+LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 16}
+GPT2 = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
+BERT = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+KINDS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "bert": ("BertForSequenceClassification", "BertConfig", BERT),
+    "masked": ("BertForMaskedLM", "BertConfig", BERT),
+}
+DECODERS = ("llama", "gpt2")
 
-def make_llama(**options: Any) -> Any:
+
+def make(kind: str, **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
+    model, config, sizes = KINDS[kind]
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **heads, **options}))
+    return getattr(transformers, model)(getattr(transformers, config)(vocab_size=32, **{**sizes, **options}))
 
 
-def make_gpt2(**options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **options}))
-
-
-MAKERS = {"llama": make_llama, "gpt2": make_gpt2}
-
-
-def check_logits(model: Any, **inputs: Any) -> None:
-    """Of the output only the logits: past keys stay on their stages."""
-    pieces = find_pieces(model, "auto")
+def check_logits(model: Any, *args: Any, **inputs: Any) -> None:
+    """Past keys stay on their stages."""
+    pieces = pieces_of(model)
+    uncached = {} if type(model).__name__.startswith("Bert") else {"use_cache": False}
     for training in (True, False):
         model.train(training)
         torch.manual_seed(1)
-        expected = model(**inputs, use_cache=False)
+        expected = model(*args, **inputs, **uncached)
         torch.manual_seed(1)
-        found = compose(model, pieces, **inputs)
-        assert_equal(found, expected)
-        assert torch.equal(found.logits, expected["logits"])
+        assert_equal(compose(model, pieces, *args, **inputs), expected)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_causal_language_model(kind, attention, tied):
-    model = MAKERS[kind](attn_implementation=attention, tie_word_embeddings=tied, use_cache=False)
+ATTENTIONS = [("eager", True), ("sdpa", False)]
+
+
+@pytest.mark.parametrize(("attention", "tied"), ATTENTIONS)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_causal_language_models(kind, attention, tied):
+    model = make(kind, attn_implementation=attention, tie_word_embeddings=tied, use_cache=False)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     positions = torch.arange(6).expand(2, 6)
-    check_pieces(model, [IDS])
     for inputs in (
         {},
         {"attention_mask": LEFT_PADDED},
-        {"attention_mask": LEFT_PADDED, "position_ids": (LEFT_PADDED.cumsum(1) - 1).clamp(min=0)},
         {"position_ids": positions + 3},
         {"position_ids": positions[:1]},
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)},  # two packed sequences
@@ -237,84 +185,79 @@ def test_causal_language_model(kind, attention, tied):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_causal_language_model_in_half_precision(kind, dtype, attention):
-    model = MAKERS[kind](attn_implementation=attention).to(dtype)
-    check_logits(model, input_ids=IDS, attention_mask=LEFT_PADDED)
-    check_logits(model, input_ids=IDS)
+@pytest.mark.parametrize("kind", ["bert", "masked"])
+def test_bert(kind, attention):
+    model = make(kind, attn_implementation=attention)
+    types, mask = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2), LEFT_PADDED.flip(1)
+    layers = [f"bert.encoder.layer.{i}" for i in range(3)]
+    assert [piece.name for piece in check_pieces(model, [IDS])] == ["the beginning", *layers, "the end"]
+    for given in ({"token_type_ids": types}, {"position_ids": torch.arange(1, 7)[None]}):
+        check_logits(model, input_ids=IDS, **given)
+    check_pieces(model, [IDS, mask, types])
 
 
-def test_llama_variants():
-    check_logits(make_llama(num_key_value_heads=1, attention_bias=True, mlp_bias=True), input_ids=IDS)
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    check_logits(make_llama(rope_parameters=rope), input_ids=IDS)
-    check_logits(make_llama(attention_dropout=0.3), input_ids=IDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.3}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_inner": 20}),
+    ],
+    ids=str,
+)
+def test_variants_of_language_models(kind, options):
+    check_logits(make(kind, **options), input_ids=IDS)
 
 
-def test_gpt2_variants():
-    check_logits(make_gpt2(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), input_ids=IDS)
-    check_logits(make_gpt2(n_inner=20, activation_function="relu"), input_ids=IDS)
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_gradient_checkpointing_of_hugging_face(kind):
-    model = MAKERS[kind]()
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_half_precision_and_gradient_checkpointing_of_hugging_face(kind):
+    check_logits(make(kind).bfloat16(), input_ids=IDS, attention_mask=LEFT_PADDED)
+    model = make(kind)
     model.gradient_checkpointing_enable()
     check_logits(model, input_ids=IDS)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+ONLY = "under a pipeline a Hugging Face model takes input_ids, attention_mask, .*position_ids only; leave it out"
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "bert"])
 def test_what_a_language_model_is_called_with_beside_its_inputs(kind):
-    model = MAKERS[kind]().eval()
-    pieces = find_pieces(model, "auto")
-    only = "under a pipeline a Hugging Face model takes input_ids, attention_mask, position_ids only; leave it out"
-    for given in (
-        {"past_key_values": ((torch.zeros(1),),)},
-        {"use_cache": True},
-        {"inputs_embeds": torch.zeros(2, 6, 16)},
-        {"output_hidden_states": True},
-        {"output_attentions": True},
-        {"logits_to_keep": 1},
-        {"cache_position": torch.arange(6)},
-        {"return_dict": False},
-    ):
-        (name,) = given
-        with pytest.raises(InputError, match=f"^{name}: {only}"):
-            compose(model, pieces, input_ids=IDS, **given)
-    with pytest.raises(
-        InputError, match=r"labels would make the model return its own loss.*engine.criterion\(output, la"
-    ):
+    model = make(kind).eval()
+    pieces = pieces_of(model)
+    given = {"inputs_embeds": torch.zeros(2, 6, 16), "output_hidden_states": True, "return_dict": False}
+    if kind in DECODERS:
+        given |= {"past_key_values": ((torch.zeros(1),),), "use_cache": True, "logits_to_keep": 1}
+    for name, value in given.items():
+        with pytest.raises(InputError, match=f"^{name}: {ONLY}"):
+            compose(model, pieces, input_ids=IDS, **{name: value})
+    with pytest.raises(InputError, match=r"labels would make the model return its own loss.*engine.criterion\(output"):
         compose(model, pieces, input_ids=IDS, labels=IDS)
-    harmless = {"use_cache": False, "labels": None, "logits_to_keep": 0, "output_attentions": False}
+    with pytest.raises(InputError, match="under a pipeline a Hugging Face model needs input_ids"):
+        compose(model, pieces, attention_mask=LEFT_PADDED)
+    harmless = {"labels": None, "output_attentions": False}
     assert_equal(compose(model, pieces, IDS, return_dict=True, **harmless), compose(model, pieces, IDS))
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("key", ["output_hidden_states", "output_attentions"])
-def test_a_config_that_asks_for_what_stays_on_stages(kind, key):
-    model = MAKERS[kind](attn_implementation="eager")
-    setattr(model.config, key, True)
-    with pytest.raises(InputError, match="its config asks for hidden states or attentions, which stay on their stages"):
-        find_pieces(model, "auto")
+def test_arguments_by_position_are_those_of_the_models_forward():
+    """GPT-2 takes past_key_values second, and the mask third."""
+    model = make("gpt2").eval()
+    pieces = pieces_of(model)
+    assert_equal(compose(model, pieces, IDS, None, LEFT_PADDED), model(IDS, None, LEFT_PADDED, use_cache=False))
+    with pytest.raises(InputError, match=f"^past_key_values: {ONLY}"):
+        compose(model, pieces, IDS, LEFT_PADDED)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_config_that_asks_for_tuples(kind):
-    model = MAKERS[kind]()
-    model.config.return_dict = False
-    with pytest.raises(InputError, match="its config has return_dict=False"):
-        find_pieces(model, "auto")
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_language_models_that_compute_otherwise_are_not_taken(kind):
-    model = MAKERS[kind]()
-    decoder = model.base_model
-    decoder.__class__ = type("Other", (type(decoder),), {"forward": lambda self, *args, **kwargs: None})
-    with pytest.raises(UnknownModelError, match="no partitioner knows"):
-        find_pieces(model, "auto")
-    model = MAKERS[kind]()
-    model.__class__ = type("Derived", (type(model),), {"forward": lambda self, *args, **kwargs: None})
-    with pytest.raises(UnknownModelError, match="no partitioner knows Derived"):
-        find_pieces(model, "auto")
+@pytest.mark.parametrize("kind", [*DECODERS, "bert"])
+def test_language_models_that_cannot_be_cut(kind):
+    asks = "its config asks for hidden states or attentions, which stay on their stages"
+    options = {"output_hidden_states": asks, "output_attentions": asks, "return_dict": "its config has return_dict=Fal"}
+    options |= {"is_decoder": "its config has is_decoder=True, which is not known"} if kind == "bert" else {}
+    for key, message in options.items():
+        model = make(kind, attn_implementation="eager")
+        setattr(model.config, key, key != "return_dict")
+        with pytest.raises(InputError, match=message):
+            pieces_of(model)
+    for inner in (False, True):
+        model = make(kind)
+        with pytest.raises(InputError, match="no partitioner knows"):
+            pieces_of(replaced(model, "forward", model.base_model if inner else None))

@@ -1,0 +1,266 @@
+"""Mode APEX through the engine: O2's BatchNorm rule, casts of nested inputs, losses with scales of their own."""
+
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from halfmesh.errors import InputError
+from tests.support.models import MLP, make_data, make_engine, sgd
+from tests.support.ranks import run_ranks
+
+HALF, FULL = torch.float16, torch.float32
+
+
+def apex(opt_level, **keys):
+    return {"fp16": {"mode": "apex", "opt_level": opt_level, **keys}}
+
+
+class Norms(nn.Module):
+    """Every kind of normalisation that apex's rule tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(4, 4, 1)
+        self.affine = nn.BatchNorm1d(4)
+        self.plain = nn.BatchNorm1d(4, affine=False)
+        self.sync = nn.SyncBatchNorm(4)
+        self.instance = nn.InstanceNorm1d(4, affine=True)
+        self.layer = nn.LayerNorm(6)
+        self.register_buffer("offset", torch.full((6,), 0.1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.seen = x.dtype
+        x = self.affine(self.conv(x))
+        self.between = x.dtype
+        return self.layer(self.instance(self.plain(x))) + self.offset
+
+
+def dtypes(model):
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+STAYS = {f"{norm}.{name}" for norm in ("affine", "sync") for name in ("weight", "bias", "running_mean", "running_var")}
+
+
+@pytest.mark.parametrize(
+    ("config", "stays"),
+    [
+        (apex("O2"), STAYS),
+        (apex("O3", keep_batchnorm_fp32=True), STAYS),
+        (apex("O2", keep_batchnorm_fp32="False"), set()),
+        (apex("O3"), set()),
+        (apex("O0"), None),
+        (apex("O1"), None),
+    ],
+    ids=["O2", "O3 but them", "O2 with them", "O3", "O0", "O1"],
+)
+def test_batchnorm_rule(config, stays):
+    """BatchNorm with weights stays in fp32, statistics included; without weights it is cast, as are other norms."""
+    model = Norms()
+    engine = make_engine(config, model=model, criterion=None)
+    assert dtypes(model) == {name: FULL if stays is None or name in stays else HALF for name in dtypes(model)}
+    stepped = list(engine.master_params())
+    if "O2" in str(config):  # what is fp32 already is stepped itself
+        assert {p.dtype for p in stepped} == {FULL}
+        itself = {name for name, p in model.named_parameters() if any(p is each for each in stepped)}
+        assert itself == {name for name in stays if "running" not in name}
+    else:
+        assert all(p is own for p, own in zip(stepped, model.parameters(), strict=True))
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Nest(nn.Module):
+    """Takes and returns containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch, *, pair, words):
+        x = batch["x"][0]
+        self.seen = [x.dtype, batch["ids"].dtype, pair.left.dtype, pair.right.dtype, words]
+        y = self.linear(x)
+        return {"y": [y, (y, batch["ids"])], "pair": Pair(y, words)}
+
+
+@pytest.mark.parametrize(
+    ("config", "inside", "outside"),
+    [
+        (apex("O0"), FULL, FULL),
+        (apex("O2"), HALF, FULL),
+        (apex("O3"), HALF, FULL),
+        (apex("O3", cast_model_outputs="float16"), HALF, HALF),
+        (apex("O1", cast_model_outputs="float32"), None, FULL),
+    ],
+    ids=str,
+)
+def test_nested_inputs_and_outputs_are_cast(config, inside, outside):
+    engine = make_engine(config, model=Nest(), criterion=None)
+    x = torch.randn(2, 4, dtype=torch.float64 if inside else FULL)
+    ids = torch.arange(2)
+    output = engine({"x": [x], "ids": ids}, pair=Pair(x.float(), ids), words="as they are")
+    assert engine.model.seen == [inside or FULL, torch.int64, inside or FULL, torch.int64, "as they are"]
+    assert isinstance(output["pair"], Pair)
+    assert (output["pair"].left.dtype, output["pair"].right) == (outside, "as they are")
+    assert (output["y"][0].dtype, output["y"][1][0].dtype, output["y"][1][1].dtype) == (outside, outside, torch.int64)
+
+
+def test_half_models_are_refused_where_batchnorm_stays():
+    with pytest.raises(InputError, match="and BatchNorm stays in float32; build the model in float32"):
+        make_engine(apex("O2"), model=MLP().half())
+    with pytest.raises(InputError, match="keeps parameters in float32 and casts while it computes"):
+        make_engine(apex("O1"), model=MLP().half())
+    with pytest.raises(InputError, match="mode='apex' computes in float32; build the model in float32"):
+        make_engine(apex("O0"), model=MLP().half())
+    assert make_engine(apex("O3"), model=MLP().half()).model.first.weight.dtype == HALF
+
+
+def test_compiled_models_are_refused_under_o1():
+    part = MLP()
+    part.last = torch.compile(part.last, backend="eager")
+    for model in (torch.compile(MLP(), backend="eager"), part):
+        with pytest.raises(InputError, match="it is compiled, and O1's casts do not reach into compiled code"):
+            make_engine(apex("O1"), model=model)
+        make_engine(apex("O2"), model=model)
+
+
+def test_master_params_have_no_gradients_before_the_step():
+    engine = make_engine(apex("O2"))
+    assert {p.dtype for p in engine.master_params()} == {FULL}
+    x, y = make_data(8)
+    engine.backward(engine.criterion(engine(x), y))
+    with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip set clip_grad_norm, or call"):
+        engine.master_params()
+    engine.step()
+
+
+def test_casts_are_o1s_alone():
+    engine = make_engine(apex("O1"))
+    x = torch.randn(2, 8)
+    with engine.autocast():
+        assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
+        engine.casts.register_half_function(torch, "einsum")
+        assert torch.einsum("ij,kj->ik", x, x).dtype == HALF
+        with engine.autocast(enabled=False):  # apex's disable_casts
+            assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
+    with make_engine(apex("O1")).autocast():  # another engine has lists of its own
+        assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
+    for config in (apex("O2"), apex("O1", patch_torch_functions=False), {"fp16": {"mode": "torch"}}, {}):
+        other = make_engine(config)
+        with pytest.raises(InputError, match="only mode='apex' with opt_level='O1' does"):
+            other.casts  # noqa: B018
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_the_models_own_computes_the_same_twice(reentrant):
+    """Under O1 what is computed again in backward has to be cast again."""
+
+    class Saving(MLP):
+        saves = False
+
+        def block(self, x):
+            return self.last(nn.functional.gelu(self.tied(self.norm(x))))
+
+        def forward(self, x):
+            x = self.first(x)
+            return checkpoint(self.block, x, use_reentrant=reentrant) if self.saves else self.block(x)
+
+    grads = []
+    for saves in (False, True):
+        model = Saving()
+        model.saves = saves
+        engine = make_engine(apex("O1", loss_scale=128.0), model=model)
+        x, y = make_data(8)
+        engine.backward(engine.criterion(engine(x), y))
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+def test_unknown_losses_are_refused():
+    engine = make_engine(apex("O2", num_losses=2))
+    x, y = make_data(8)
+    for wrong in (2, -1, True):
+        with pytest.raises(InputError, match=r"loss_id=.* is not one of the num_losses=2 losses; allowed: 0 to 1"):
+            engine.backward(engine.criterion(engine(x), y), loss_id=wrong)
+    engine.backward(engine.criterion(engine(x), y), loss_id=1)
+    assert not engine.step().skipped
+
+
+def test_a_state_with_other_losses_is_refused():
+    engine, other = make_engine(apex("O2", num_losses=2)), make_engine(apex("O2"))
+    with pytest.raises(InputError, match="saved with 2 loss scales, but this run trains with a loss scale"):
+        other.load_state_dict(engine.state_dict())
+    with pytest.raises(InputError, match=r"saved with a loss scale, but this run trains with 2 \(num_losses\)"):
+        engine.load_state_dict(other.state_dict())
+
+
+def test_a_sum_that_overflows_is_every_losses_fault():
+    """Two finite gradients whose sum is not: the step is skipped, and both scales are lowered."""
+    engine = make_engine(apex("O0", loss_scale="dynamic", num_losses=2, max_loss_scale=1.5, min_loss_scale=1.0))
+    for loss_id in (0, 1):
+        engine.backward(engine.model.last.bias.sum() * 2e38, loss_id=loss_id)
+    assert engine.step().skipped
+    assert engine.loss_scales == (1.0, 1.0)
+
+
+def losses_on_ranks(rank, world_size):
+    """Two losses over two ranks; in the second update one of them overflows on the last rank alone."""
+    results = {}
+    for opt_level in ("O0", "O1", "O2"):
+        config = apex(opt_level, loss_scale="dynamic", num_losses=2, max_loss_scale=64.0)
+        engine = make_engine(config | {"gradient_accumulation": 2, "clip_grad_norm": 0.7}, criterion=None)
+        x, y = make_data(16 * world_size)
+        exact = []
+        for update in range(4):
+            for micro in range(2):
+                part = slice(8 * (micro * world_size + rank), 8 * (micro * world_size + rank) + 8)
+                out = engine(x[part])
+                with engine.autocast(enabled=False):
+                    out = out.float()
+                    first, second = nn.functional.cross_entropy(out, y[part]), out.square().mean()
+                bad = update == 1 and micro == 0 and rank == world_size - 1
+                engine.backward(first, loss_id=0, retain_graph=True)
+                engine.backward(second * (math.inf if bad else 1.0), loss_id=1)
+                result = engine.step()
+            exact.append((result.skipped, str(result.grad_norm), engine.loss_scales))
+        results[opt_level] = exact, engine.state_dict()["model"]
+        engine.close()
+    return results
+
+
+@pytest.mark.distributed
+def test_losses_over_data_ranks():
+    alone = losses_on_ranks(0, 1)
+    results = run_ranks(losses_on_ranks, 2, timeout=120)
+    model, (x, y) = MLP(), make_data(32)
+    optimizer = sgd(model.parameters())
+    for update in range(4):
+        optimizer.zero_grad()
+        out = model(x)
+        (nn.functional.cross_entropy(out, y) + out.square().mean()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        if update != 1:
+            optimizer.step()
+    expected = model.state_dict()
+    for opt_level, (exact, weights) in results[0].items():
+        assert results[1][opt_level][0] == exact
+        torch.testing.assert_close(results[1][opt_level][1], weights, rtol=0, atol=0)
+        assert [(skipped, scales) for skipped, _, scales in exact] == [
+            (False, (64.0, 64.0)),
+            (True, (64.0, 32.0)),
+            (False, (64.0, 32.0)),
+            (False, (64.0, 32.0)),
+        ]
+        assert [scales for _, _, scales in alone[opt_level][0]] == [scales for _, _, scales in exact]
+        largest = max(value.abs().max() for value in expected.values())
+        tolerance = {"O0": 1e-5, "O1": 2e-4, "O2": 4e-4}[opt_level]
+        assert max((weights[n] - expected[n]).abs().max() for n in expected) / largest < tolerance

@@ -1,0 +1,161 @@
+"""O1 casts a weight once per scope: it is cast anew after each change, and freed with the scope."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfmesh.amp.cast_lists import CastTable
+from halfmesh.amp.o1_casts import o1_scope
+
+HALF, FULL = torch.float16, torch.float32
+OFF = functools.partial(torch.autocast, "cpu", enabled=False)
+
+
+def scope():
+    return o1_scope(CastTable(), "cpu")
+
+
+class CountCasts(TorchDispatchMode):
+    """Notes conversions of the dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.made.append(weakref.ref(out))
+        return out
+
+
+@contextmanager
+def casts(expected):
+    with CountCasts() as counter:
+        yield
+    assert len(counter.made) == expected
+
+
+def test_a_weight_is_cast_once_and_activations_each_time():
+    linear, x, w = nn.Linear(4, 4), torch.ones(1, 4, dtype=HALF), torch.ones(4, 4, requires_grad=True)
+    with scope():
+        with casts(2):
+            y = linear(linear(x))
+        with casts(0):
+            y = linear(y)
+        with casts(2):  # no parameter
+            x @ w
+            x @ w
+    y.float().sum().backward()
+    assert linear.weight.grad.dtype == FULL
+    with scope(), casts(2):
+        linear(x)
+
+
+EDITS = {
+    "in place": lambda m: m.weight.add_(1),
+    "fill_": lambda m: nn.init.constant_(m.weight, 3.0),
+    "data": lambda m: m.weight.data.add_(1),
+    "new data": lambda m: setattr(m.weight, "data", m.weight.data + 1),
+    "detach": lambda m: m.weight.detach().add_(1),
+    "load_state_dict": lambda m: m.load_state_dict({"weight": m.weight + 1}),
+    "assign": lambda m: m.load_state_dict({"weight": m.weight + 1}, assign=True),
+    "new parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight + 1)),
+    "foreach": lambda m: torch._foreach_add_([m.weight], 1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_of_a_weight_in_the_scope_are_seen(edit):
+    linear, x = nn.Linear(2, 2, bias=False), torch.eye(2)
+    with scope():
+        for grad in (True, False, True):
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(linear(x).mT, linear.weight.half())
+            with torch.no_grad():
+                EDITS[edit](linear)
+        assert torch.equal(linear(x).mT, linear.weight.half())
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("off", [True, False])
+def test_optimizer_steps_in_the_scope(options, off):
+    models = [nn.Linear(2, 2, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.25, **options) for model in models]
+    with scope():
+        for _ in range(3):
+            y = models[0](torch.eye(2))
+            assert torch.equal(y.mT, models[0].weight.half())
+            y.sum().backward()
+            models[1].weight.grad = models[0].weight.grad.clone()
+            with OFF() if off else nullcontext():
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+    with_steps = models[0].weight.detach().clone()
+    for _ in range(3):  # the gradient is the same in each step
+        optimizers[1].step()
+    assert torch.equal(with_steps, models[1].weight)
+
+
+def test_requires_grad_toggled_in_the_scope():
+    linear, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    with scope():
+        for requires_grad in (True, False, True):
+            linear.weight.requires_grad_(requires_grad)
+            linear.weight.grad = None
+            y = linear(x)
+            assert y.requires_grad == requires_grad
+            if requires_grad:
+                y.sum().backward()
+                linear(x).sum().backward()  # twice through one cast weight
+                assert torch.equal(linear.weight.grad, torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_cast_in_inference_mode_is_not_used_outside(frozen):
+    linear, x = nn.Linear(2, 2).requires_grad_(not frozen), torch.ones(1, 2, requires_grad=True)
+    with scope():
+        with torch.inference_mode():
+            first = linear(x)
+        linear(x).sum().backward()
+        assert x.grad is not None
+        assert (linear.weight.grad is None) == frozen
+        with torch.inference_mode():
+            assert torch.equal(linear(x), first)
+
+
+def test_a_transform_of_torch_func_does_not_leave_its_weights_behind():
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+    for transform in (
+        lambda: torch.func.grad(lambda x: linear(x).sum())(x),
+        lambda: torch.func.vmap(linear)(x),
+        lambda: torch.func.jvp(linear, (x,), (x,)),
+        lambda: torch.func.functionalize(linear)(x),
+    ):
+        linear.zero_grad()
+        with scope():
+            transform()
+            linear(x).sum().backward()
+            torch.func.vmap(torch.func.grad(lambda x: linear(x).sum()))(x)
+        assert torch.equal(linear.weight.grad, torch.ones(2, 2))
+
+
+def test_cast_weights_are_freed_with_the_scope():
+    linear = nn.Linear(3, 7)
+    with scope(), torch.no_grad(), CountCasts() as counter:
+        linear(torch.ones(1, 3, dtype=HALF))
+        assert [ref() is not None for ref in counter.made] == [True, True]
+    assert [ref() for ref in counter.made] == [None, None]
+    weight = weakref.ref(linear.weight)
+    del linear
+    gc.collect()
+    assert weight() is None

@@ -1,0 +1,107 @@
+"""Loops of several shapes over one model, with automatic saves."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.support.checkpoint_runs import make_engine
+from tests.support.models import make_data
+
+EPOCHS = 3
+NOWHERE = lambda engine: None  # noqa: E731
+
+
+def made(folder, *, seed=1, every=None, resume="auto", mode="none", **options):
+    """48 samples in batches of 4, shuffled: 12 batches an epoch. All random numbers as at the start of a program."""
+    saves = {"directory": str(folder), "every": every, "signals": ["SIGTERM"]}
+    keys = {} if folder is None else {"checkpoint": saves, "resume": resume}
+    for start in (random.seed, np.random.seed, torch.manual_seed):
+        start(seed)
+    return make_engine("one", mode, seed=seed, **{"dropout": 0.3, "shuffle": True, "batch": 4, **keys, **options})
+
+
+def step(engine, x=None, y=None):
+    """One microbatch. Its loss, and whether the optimizer has stepped."""
+    if x is None:
+        x, y = make_data(4)
+    engine.zero_grad()
+    loss = engine.criterion(engine(x), y)
+    engine.backward(loss)
+    return loss.item(), engine.step() is not None
+
+
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
+
+
+def loop(engine, when=NOWHERE, lr=None):
+    """Three epochs, with what a loop does after a step and after an epoch. Losses and scales by place."""
+    seen = {}
+    for epoch in range(engine.dataloader.next_epoch, EPOCHS):
+        for x, y in engine.dataloader:
+            loss, stepped = step(engine, x, y)
+            when(engine)
+            if stepped and lr == "steps":
+                engine.lr_scheduler.step()
+            seen[epoch, engine.global_step, stepped] = loss, engine.loss_scale
+        if lr == "epochs":
+            engine.lr_scheduler.step()
+    return seen
+
+
+def twice(engine, when=NOWHERE):
+    """Two steps with each batch: a forward is no boundary, or the batch would be taken for done."""
+    for x, y in engine.dataloader:
+        for _ in range(2):
+            step(engine, x, y)
+            when(engine)
+
+
+def ahead(engine, when=NOWHERE):
+    """Each batch is asked for between backward and step of the one before."""
+    seen = {}
+    for _ in range(engine.dataloader.next_epoch, EPOCHS):
+        batches = iter(engine.dataloader)
+        batch = next(batches, None)
+        while batch is not None:
+            engine.zero_grad()
+            loss = engine.criterion(engine(batch[0]), batch[1])
+            engine.backward(loss)
+            batch = next(batches, None)
+            engine.step(last=batch is None)
+            when(engine)
+            seen[engine.global_step] = loss.item()
+    return seen
+
+
+def parts(engine, when=NOWHERE):
+    """An epoch that is left with `break` is over: the next one begins by the time it is saved."""
+    for epoch in range(engine.dataloader.next_epoch, EPOCHS):
+        for number, (x, y) in enumerate(engine.dataloader):
+            step(engine, x, y)
+            when(engine)
+            if epoch < 2 and number == 4:
+                break
+
+
+def at(number, position=1):
+    """Send SIGTERM after step `number`; in a cycle, after its microbatch `position`."""
+    calls = []
+
+    def send(engine):
+        if engine.global_step == number:
+            calls.append(1)
+            if len(calls) == position:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return send
+
+
+def halved(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)

@@ -1,0 +1,170 @@
+"""A run that was told to end goes on exactly, in loops of each shape; and what the config key resume takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import halfmesh
+from halfmesh.errors import CheckpointError, InputError, Preempted
+from tests.checkpoint.loops import NOWHERE, ahead, at, halved, loop, made, parts, step, steps_in, twice
+from tests.support.checkpoint_runs import FP16, Net, differing, make_engine, weights
+from tests.support.models import make_data
+
+CASES = {
+    "first step": (1, {}),
+    "in the middle": (5, {}),
+    "the last batch of an epoch": (12, {}),
+    "the first of the next": (13, {}),
+    "the last batch of all": (36, {}),
+    "a scheduler of the loop": (5, {"lr_scheduler": halved, "lr_interval": "manual", "lr": "steps"}),
+    "after an epoch": (12, {"lr_scheduler": halved, "lr_interval": "manual", "lr": "epochs"}),
+    "by epoch": (24, {"lr_scheduler": halved, "lr_interval": "epoch"}),
+    "accumulation": (4, {"gradient_accumulation": 2}),
+    "in a cycle": (4, {"gradient_accumulation": 3, "position": 2}),
+    "naive": (7, {"mode": "naive"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_was_told_to_end_goes_on_exactly(name, tmp_path):
+    number, options = CASES[name]
+    options = {"mode": "torch"} | options
+    lr, position = options.pop("lr", None), options.pop("position", None)
+    expected = loop(whole := made(None, **options), lr=lr)
+    first = made(tmp_path, **options)
+    with pytest.raises(Preempted) as ended:
+        loop(first, at(number, position or 1), lr)
+    told_in = number + 1 if position else number  # a cycle is completed first
+    assert ended.value.code == halfmesh.EXIT_PREEMPTED == 75
+    assert ended.value.folder == tmp_path / f"step-{told_in:08d}"
+    assert steps_in(tmp_path) == [told_in]
+    first.close()
+    os.kill(os.getpid(), signal.SIGTERM)  # another one changes nothing: the process is about to end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    second = made(tmp_path, seed=2, **options)
+    assert second.global_step == told_in
+    found = loop(second, lr=lr)
+    assert found == {key: value for key, value in expected.items() if (key[1], not key[2]) > (told_in, False)}
+    assert differing(weights(second), weights(whole)) == []
+    assert second.global_step == whole.global_step
+    if "lr_scheduler" in options:
+        assert second.lr_scheduler.last_epoch == whole.lr_scheduler.last_epoch
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("train", "number", "saved"),
+    [
+        (twice, 5, 6),
+        (parts, 5, 5),
+        *((ahead, number, number) for number in (1, 11, 12, 13)),
+    ],
+)
+def test_loops_of_other_shapes_go_on_exactly(train, number, saved, tmp_path):
+    expected = train(whole := made(None))
+    with pytest.raises(Preempted):
+        train(made(tmp_path), at(number))
+    assert steps_in(tmp_path) == [saved]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    found = train(second := made(tmp_path, seed=2))
+    if expected is not None:
+        assert found == {key: value for key, value in expected.items() if key > saved}
+    assert differing(weights(second), weights(whole)) == []
+    assert second.global_step == whole.global_step
+    second.close()
+
+
+def test_a_loop_with_a_loader_of_its_own_goes_on_exactly(tmp_path):
+    """The next forward in training is the boundary: neither a second one of a step, nor an evaluation."""
+
+    def make(folder=None):
+        torch.manual_seed(1)
+        saves = {"checkpoint": {"directory": str(folder), "signals": ["SIGTERM"]}, "resume": "auto"}
+        optimizer = lambda params: torch.optim.AdamW(params, lr=0.01)  # noqa: E731
+        config = {**FP16["torch"], "lr_interval": "manual", **(saves if folder else {})}
+        loss = nn.functional.cross_entropy
+        return halfmesh.initialize(Net(seed=1), optimizer, loss, config=config, lr_scheduler=halved, device="cpu")
+
+    def train(engine, batches, when=NOWHERE):
+        for x, y in batches:
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(x), y) + engine.criterion(engine(x), y))
+            engine.step()
+            when(engine)
+            with torch.no_grad():
+                engine(x)
+            engine.eval()
+            engine(x)
+            engine.train()
+            engine.lr_scheduler.step()
+
+    x, y = make_data(80)
+    batches = list(zip(x.split(8), y.split(8), strict=True))
+    train(whole := make(), batches)
+    with pytest.raises(Preempted):
+        train(make(tmp_path), batches, at(4))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    second = make(tmp_path)
+    assert second.global_step == 4
+    train(second, batches[4:])
+    assert differing(weights(second), weights(whole)) == []
+    assert second.lr_scheduler.last_epoch == whole.lr_scheduler.last_epoch == 10
+    second.close()
+
+
+def test_resume_auto_begins_anew_where_there_is_nothing(tmp_path, caplog):
+    with caplog.at_level("INFO", "halfmesh"):
+        engine = made(tmp_path / "runs" / "first")
+    assert "and training begins anew" in caplog.text
+    assert engine.global_step == 0
+    assert (tmp_path / "runs" / "first").is_dir()
+    engine.close()
+
+
+def test_resume_from_a_folder(tmp_path):
+    step(engine := made(None))
+    place = engine.save(tmp_path)
+    for path in (tmp_path, place):
+        other = make_engine("one", "none", resume=str(path), seed=2)
+        assert other.global_step == 1
+        assert differing(weights(other), weights(engine)) == []
+    with pytest.raises(CheckpointError, match=r"loading from .*nothing failed: there is no such folder"):
+        make_engine("one", "none", resume=str(tmp_path / "nothing"))
+
+
+def test_resume_never_begins_anew_beside_damage_or_another_model(tmp_path):
+    place = made(None).save(tmp_path)
+    with pytest.raises(InputError, match="does not fit the model and optimizer of this engine"):
+        made(tmp_path, model=nn.Linear(8, 4))
+    (place / "common.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"common.pt has 0 bytes instead of"):
+        made(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_changes(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    model = Net()
+    before = model.first.weight.data_ptr()
+    with pytest.raises(CheckpointError, match=r"checkpoint.directory='.*file/runs': NotADirectoryError"):
+        made(tmp_path / "file" / "runs", model=model, mode="naive")
+    assert model.first.weight.data_ptr() == before
+
+
+@pytest.mark.parametrize("way", ["load", "load_state_dict"])
+def test_a_load_is_not_a_boundary(way, tmp_path):
+    step(engine := made(None))
+    engine.save(tmp_path / "first")
+    other = made(tmp_path / "second", every=1)
+    if way == "load":
+        other.load(tmp_path / "first")
+    else:
+        other.load_state_dict(engine.state_dict())
+    assert other.global_step == 1
+    other.close()
+    assert os.listdir(tmp_path / "second") == []

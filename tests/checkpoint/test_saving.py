@@ -1,0 +1,181 @@
+"""engine.save: a checkpoint is complete or not there, what was saved before stays, and only older ones are removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from halfmesh.errors import CheckpointError, InputError
+from tests.support.checkpoint_runs import make_engine, train
+from tests.support.models import CLASSES, FEATURES
+from tests.support.ranks import RankFailure, run_ranks
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename"}
+
+
+def made(**options):
+    return make_engine("one", "none", samples=16, batch=4, **options)
+
+
+def names_in(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def kill_at(folder, moment):
+    """Ends this process at its `moment`-th use of a file there. Returns the count of what is left."""
+    left = [moment]
+
+    def watch(event, args):
+        # What is removed is named within its folder.
+        if event == "os.remove" or (event in FILE_EVENTS and str(folder) in os.fsdecode(str(args[0]))):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    return left
+
+
+def killed_while_saving(rank, world_size, folder, moment, layout="one"):
+    """The last rank is."""
+    engine = make_engine(layout, "none")
+    engine.load(folder)
+    train(engine, 1)
+    left = kill_at(folder, moment) if rank == world_size - 1 else [0]
+    engine.save(folder, keep=1)
+    return moment - left[0]
+
+
+@pytest.mark.parametrize(("early", "late"), [(24, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_a_save_that_is_killed_leaves_what_was_there(early, late, tmp_path):
+    """While it writes, and at the last uses of files: the rename and what is removed after it."""
+    train(engine := made(), 1)
+    engine.save(tmp_path)
+    uses = run_ranks(killed_while_saving, 1, str(tmp_path), 10**6, fresh=True)[0]
+    for moment in [*range(0, uses - 12, early), *range(uses - 12, uses, late), uses // 2]:
+        step = int(max(name for name in names_in(tmp_path) if name.startswith("step"))[5:])
+        for path in tmp_path.glob(".step-*"):  # or else this save, too, would begin with removing it
+            shutil.rmtree(path)
+        with pytest.raises(RankFailure, match="exit code -9"):
+            run_ranks(killed_while_saving, 1, str(tmp_path), moment)
+        other = made()
+        assert other.load(tmp_path).name in (f"step-{step:08d}", f"step-{step + 1:08d}")
+        for place in tmp_path.glob("step-*"):
+            made().load(place)
+    assert list(tmp_path.glob(".step-*"))
+    train(other, 1)
+    place = other.save(tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == [place]  # what the others left is gone
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "moment", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_one_rank_is_killed(moment, tmp_path):
+    train(engine := make_engine("one", "none"), 1)
+    place = engine.save(tmp_path)
+    with pytest.raises(RankFailure):
+        run_ranks(killed_while_saving, 2, str(tmp_path), moment, "zero1", timeout=20)
+    assert engine.load(tmp_path) == place
+    assert names_in(tmp_path) == [".step-00000002.tmp", place.name]
+
+
+def disk_is_full(rank, world_size, folder, in_background):
+    """On rank 1 only. What every rank was told and by which step, and what is there."""
+    engine, words = make_engine("tp2", "none"), ""
+    train(engine, 1)
+    engine.save(folder)
+    train(engine, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        engine.save(folder, in_background=in_background)
+        train(engine, 2000)  # one of these steps is told
+    except CheckpointError as error:
+        words = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    torch.distributed.barrier()
+    told_at, there = engine.global_step, names_in(folder)
+    return words, told_at, there, engine.load(folder).name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_on_one_rank_is_told_on_all_by_the_same_step(in_background, tmp_path):
+    (words, told_at, *there), other = run_ranks(disk_is_full, 2, str(tmp_path), in_background)
+    assert (words, told_at, *there) == other
+    assert f"saving step 2 to {tmp_path} failed, and what was saved before is as it was:\n  - rank 1 (tp 1): " in words
+    assert os.strerror(errno.EFBIG) in words
+    assert there == [["step-00000001"], "step-00000001"]
+    assert told_at == 2 or in_background
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"saving step 0 to .*file failed, and what was saved before is .*: Fil"):
+        made().save(tmp_path / "file")
+
+
+def test_saves_that_are_refused(tmp_path):
+    engine = made(gradient_accumulation=2)
+    x, y = next(iter(engine.dataloader))
+    engine.backward(engine.criterion(engine(x), y))
+    with pytest.raises(InputError, match=r"engine.save\(\) was called after microbatch 1 of 2 and before the update"):
+        engine.save(tmp_path)
+    with pytest.raises(InputError, match=r"engine.save: keep=0 is not a number of checkpoints; give 1 or more"):
+        made().save(tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def different_folders(rank, world_size, folder):
+    engine, said = make_engine("dp2", "none"), []
+    for call in (engine.save, engine.load):
+        try:
+            call(f"{folder}/{rank}")
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.distributed
+def test_ranks_that_name_different_folders_are_refused(tmp_path):
+    for save, load in run_ranks(different_folders, 2, str(tmp_path)):
+        assert save.startswith("engine.save was called with different arguments")
+        assert load.startswith("engine.load was called with different folders")
+
+
+def test_keep(tmp_path):
+    engine = made()
+    for _ in range(4):
+        train(engine, 1)
+        engine.save(tmp_path, keep=2)
+    assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
+    assert engine.save(tmp_path).name == "step-00000004.1"  # of the same step: never in the place of a complete one
+    assert names_in(tmp_path) == ["step-00000003", "step-00000004.1"]
+    assert made().load(tmp_path).name == "step-00000004.1"
+
+
+def test_only_checkpoints_of_this_model_are_removed(tmp_path):
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000002").write_text("a file")
+    other, engine = made(model=nn.Sequential(nn.Linear(FEATURES, CLASSES))), made()
+    for number in (1, 2):
+        train(other, 1)
+        train(engine, 1)
+        places = other.save(tmp_path, keep=1), engine.save(tmp_path, keep=1)
+        assert [place.name for place in places] == [f"step-0000000{number}.{again}" for again in (1, 2)]
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000002.1", "step-00000002.2"]
+    assert (tmp_path / "step-00000001" / "notes.txt").exists()

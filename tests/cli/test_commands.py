@@ -1,0 +1,117 @@
+"""What all commands share, and the short ones: halfmesh configs, halfmesh env, and the console script."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import halfmesh
+from halfmesh.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = {command.name or command.callback.__name__: command for command in app.registered_commands}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def start(*command, **options):
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, **options)
+
+
+# --- help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_is_listed_and_its_example_is_understood(name):
+    listed = run("--help").stdout
+    assert re.search(rf"^  {name} +\w", listed, re.MULTILINE)
+    assert "..." not in listed.split("Commands:")[1], "a command's first sentence is too long for the list"
+    assert run(name, "--help").stdout.startswith(f"Usage: root {name}")
+    example = re.search(r"Example: halfmesh (.*)", COMMANDS[name].epilog or "")
+    assert example, f"halfmesh {name} --help shows no example"
+    words = shlex.split(example[1])
+    assert words[0] == name
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, words[1:], resilient_parsing=False)
+
+
+def test_the_package_runs_as_a_module_and_its_help_needs_no_torch():
+    code = (
+        "import sys, runpy\n"
+        "sys.argv = ['halfmesh', '--help']\n"
+        "try: runpy.run_module('halfmesh', run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    done = start("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "any precision mode with any parallel layout" in done.stdout
+
+
+# --- configs -------------------------------------------------------------------------------------------------------
+
+
+def test_configs_are_listed_and_printed_as_one_file(tmp_path):
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+    lines = run("configs").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    assert all(len(line.split()) > 4 for line in lines), "each says what it is"
+    target = tmp_path / "config.py"
+    for name in names:
+        text = run("configs", name).stdout
+        target.write_text(text)
+        assert halfmesh.load_config(target) == halfmesh.load_config(ROOT / "configs" / f"{name}.py"), name
+        assert "import *" not in text
+
+
+def test_configs_are_copied_and_nothing_is_replaced_unasked(tmp_path):
+    target = tmp_path / "config.py"
+    result = run("configs", "zero1_torch_fp16.py", "--out", target)
+    assert (result.exit_code, result.stdout) == (0, f"written: {target}\n")
+    assert target.read_text() == run("configs", "zero1_torch_fp16").stdout
+    assert run("configs", "fp32", "--out", target).exit_code == 2
+    assert run("configs", "fp32", "--out", target, "--force").exit_code == 0
+    wrong = run("configs", "naive_fp61")
+    assert wrong.exit_code == 2
+    assert "did you mean 'naive_fp16'?" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_halfmesh_has_the_configs(tmp_path):
+    """build_py makes what a wheel holds."""
+    pytest.importorskip("setuptools")
+    built = start("setup.py", "-q", "egg_info", "-e", tmp_path, "build", "-b", tmp_path / "build", cwd=ROOT)
+    assert built.returncode == 0, built.stderr[-2000:]
+    library = tmp_path / "build" / "lib"
+    folder = library / "halfmesh" / "configs"
+    names = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert names == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.py")}
+    done = start("-m", "halfmesh", "configs", "fp32", cwd=tmp_path, env={"PYTHONPATH": str(library), "PATH": ""})
+    assert done.stdout == run("configs", "fp32").stdout, done.stderr[-2000:]
+
+
+# --- env -----------------------------------------------------------------------------------------------------------
+
+
+def test_env_has_what_a_bug_report_needs(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    result = run("env", "--json")
+    found = json.loads(result.stdout)
+    assert found["halfmesh"] == halfmesh.__version__
+    assert found["torch"].startswith(torch.__version__)
+    assert "gloo" in found["backends"]
+    assert "numpy" in found["packages"]
+    assert found["variables"]["NCCL_DEBUG"] == "INFO"
+    assert "hidden" not in result.stdout
+    assert "  NCCL_DEBUG INFO" in run("env").stdout.splitlines()

@@ -1,0 +1,210 @@
+"""Where an interrupted epoch goes on: with the batches that were not trained on, as they would have come."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import optim
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+
+import halfmesh
+from tests.support.checkpoint_runs import LAYOUTS, Net
+from tests.support.models import FEATURES
+from tests.support.ranks import run_ranks
+
+SAMPLES = 20
+
+
+class Noisy(Dataset):
+    """Samples with noise from each of the generators; it knows which were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index, torch.rand(()).item() + random.random() + float(np.random.rand())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for index in torch.randperm(SAMPLES).tolist():
+            yield index, torch.rand(()).item()
+
+
+class Pairs(Sampler):
+    """A batch sampler of somebody's own."""
+
+    def __iter__(self):
+        for index in torch.randperm(SAMPLES // 2).tolist():
+            yield [2 * index, 2 * index + 1]
+
+    def __len__(self) -> int:
+        return SAMPLES // 2
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(Noisy(), 4, shuffle=True),
+    "in order": lambda: DataLoader(Noisy(), 3),
+    "with a generator": lambda: DataLoader(Noisy(), 4, shuffle=True, generator=seeded()),
+    "sampler with a generator": lambda: DataLoader(Noisy(), 4, sampler=RandomSampler(Noisy(), generator=seeded())),
+    "weighted": lambda: DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+    "pairs": lambda: DataLoader(Noisy(), batch_sampler=Pairs()),
+    "single samples": lambda: DataLoader(Noisy(), None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "workers": lambda: DataLoader(range(SAMPLES), 4, shuffle=True, num_workers=1),
+}
+
+
+def engine_of(kind, layout="one", **config):
+    return halfmesh.initialize(
+        Net(),
+        lambda p: optim.SGD(p, lr=0.1),
+        None,
+        LOADERS[kind](),
+        {"parallel": LAYOUTS[layout][1], **config},
+        device="cpu",
+    )
+
+
+def train_on(engine):
+    """Training draws random numbers, too."""
+    torch.rand(3), random.random(), np.random.rand()
+    engine.backward(engine(torch.zeros(2, FEATURES)).sum())
+    engine.step()
+
+
+def plain(batch):
+    values = batch if isinstance(batch, (list, tuple)) else [batch]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def batches_of(engine, count, state_at=None, behind=0):
+    """The next batches, over the ends of epochs; and the state when `state_at` of them were trained on, `behind` the
+    batch that was handed out last."""
+    seen, state = [], None
+    while True:
+        for batch in engine.dataloader:
+            seen.append(plain(batch))
+            if behind == 0 or len(seen) <= (state_at or 0):
+                train_on(engine)
+            if state_at is not None and len(seen) == state_at + behind:
+                state = copy.deepcopy(engine.state_dict())
+            if len(seen) == count:
+                return seen, state
+
+
+def find_differences(kind, layout="one", places=(1, 4, 6), **config):
+    """Places of the first two epochs where a run does not go on as it would have, also from a batch that was handed out
+    and not trained on: what was drawn after it was handed out is then drawn again."""
+    wrong = []
+    for place in places:
+        for behind in (0, 1):
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(0)
+            expected, state = batches_of(engine_of(kind, layout, **config), 10, place, behind)
+            torch.manual_seed(9)
+            again = engine_of(kind, layout, **config)
+            again.load_state_dict(state)
+            count = 1 if behind else 10 - place
+            if batches_of(again, count)[0] != expected[place : place + count]:
+                wrong.append((place, behind))
+    return wrong
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_it_goes_on_as_it_would_have(kind, accumulation):
+    """Bit by bit, noise included. With accumulation streams are fetched ahead."""
+    places = (2,) if kind == "workers" else (1, 4, 6) if accumulation == 1 else (2, 4)
+    assert find_differences(kind, places=places, gradient_accumulation=accumulation) == []
+
+
+def over_ranks(rank, world_size):
+    cells = [(kind, layout) for layout in ("dp2", "tp2") for kind in ("shuffled", "pairs", "stream")]
+    return {cell: find_differences(*cell, places=(1, 3)) for cell in cells}
+
+
+@pytest.mark.distributed
+def test_it_goes_on_over_ranks_as_it_would_have():
+    """Data ranks share one order; ranks of a tensor group share their batches."""
+    for found in run_ranks(over_ranks, 2):
+        assert {cell: places for cell, places in found.items() if places} == {}
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_it_goes_on_from_where_it_went_on(kind):
+    """Saved after each batch, and loaded into another engine each time: once before anything is iterated."""
+    torch.manual_seed(0)
+    expected, state = batches_of(engine_of(kind), 5, 1)
+    for place in range(1, 4):
+        between = engine_of(kind)
+        list(between.dataloader)  # what ran there before does not count
+        between.load_state_dict(state)
+        engine = engine_of(kind)
+        engine.load_state_dict(copy.deepcopy(between.state_dict()))
+        seen, state = batches_of(engine, 1, 1)
+        assert [index for index, _ in seen] == [index for index, _ in expected[place : place + 1]]
+
+
+def test_what_is_skipped_is_not_read():
+    _, state = batches_of(engine_of("shuffled"), 3, 3)
+    engine = engine_of("shuffled")
+    engine.load_state_dict(state)
+    assert len(list(engine.dataloader)) == 2
+    assert len(engine.dataloader.loader.dataset.read) == 8
+    assert len(list(engine.dataloader)) == 5, "only the rest of one epoch"
+
+
+def test_a_look_at_a_batch_is_no_epoch():
+    first, second = engine_of("in order"), engine_of("in order")
+    next(iter(first.dataloader))
+    second.load_state_dict(first.state_dict())
+    assert (second.dataloader.next_epoch, len(list(second.dataloader))) == (1, 7)
+
+
+def test_a_pass_within_another_leaves_the_place_of_the_outer_one():
+    first, second = engine_of("in order"), engine_of("in order")
+    for _ in first.dataloader:
+        train_on(first)
+        assert len(list(first.dataloader)) == 7
+        second.load_state_dict(first.state_dict())
+        break
+    assert (second.dataloader.next_epoch, len(list(second.dataloader))) == (0, 6)
+
+
+def test_an_epoch_that_has_no_batch_left_ends():
+    """Saved in the last batch of an epoch: the scheduler is advanced at its end, once."""
+
+    def make():
+        return halfmesh.initialize(
+            Net(),
+            lambda p: optim.SGD(p, lr=0.1),
+            None,
+            LOADERS["in order"](),
+            {"lr_interval": "epoch"},
+            lr_scheduler=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+            device="cpu",
+        )
+
+    engine, other = make(), make()
+    for number, _ in enumerate(engine.dataloader):
+        train_on(engine)
+        if number == 6:
+            state = copy.deepcopy(engine.state_dict())
+    assert engine.lr_scheduler.last_epoch == 1
+    other.load_state_dict(state)
+    assert (other.lr_scheduler.last_epoch, other.dataloader.next_epoch) == (0, 0)
+    assert list(other.dataloader) == []
+    assert (other.lr_scheduler.last_epoch, other.dataloader.next_epoch) == (1, 1)

@@ -1,0 +1,295 @@
+"""The Python that docs/ shows runs in one process, and prints what the pages show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import halfmesh
+from halfmesh import compat
+from halfmesh.cli import app
+from halfmesh.report.run import read_run
+from tests.support.pages import (
+    check,
+    find_blocks,
+    find_rows,
+    import_snippet,
+    read_page,
+    shown_commands,
+    snippet,
+    stand_ins,
+)
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = {  # a config that a page shows, and what is to be read from it
+    snippet("memory.md", "config.py"): lambda config: (config.activation_checkpoint.label, "full"),
+    snippet("memory.md", "offload.py"): lambda config: (config.activation_offload, True),
+    snippet("speed.md", "config.py"): lambda config: (config.compile.enabled, True),
+    snippet("speed.md", "detail.py"): lambda config: (config.compile.scope, "blocks"),
+    snippet("sharding.md", "config.py"): lambda config: (config.parallel.data.strategy, "zero1"),
+    snippet("sharding.md", "fsdp_config.py"): lambda config: (config.parallel.data.strategy, "fsdp"),
+    snippet("pipeline.md", "config.py"): lambda config: (config.parallel.pipeline.microbatches, 4),
+    snippet("pipeline.md", "split_config.py"): lambda config: (config.parallel.pipeline.partition, ("layers.2",)),
+    snippet("tensor-parallel.md", "config.py"): lambda config: (config.parallel.tensor.size, 2),
+    snippet("tensor-parallel.md", "pattern_config.py"): lambda config: (len(config.parallel.tensor.plan), 3),
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=lambda text: text.splitlines()[0])
+def test_configs_can_run(text, tmp_path):
+    (tmp_path / "config.py").write_text(text)
+    config = halfmesh.load_config(tmp_path / "config.py")
+    found, expected = CONFIGS[text](config)
+    assert found == expected
+    assert compat.check(config, 8, "cuda") == []
+
+
+def test_python_and_yaml_are_one_config(run, capsys):
+    names = run("config.md", "look.py", files=("config.py",))
+    Path("same.yaml").write_text(find_blocks(read_page("config.md"), "yaml")[0])
+    assert names["config"] == halfmesh.load_config("same.yaml")
+    assert compat.check(names["config"], 4) == []
+    assert "1000 zero1 0.004" in capsys.readouterr().out
+    assert names["longer"].gradient_accumulation == 8
+    assert names["config"].gradient_accumulation == 4
+
+
+def test_keys_from_elsewhere(run):
+    Path("elsewhere.py").write_text("max_grad_norm = 1.0\nzero = dict(level=2)\n")
+    ((command, expected),) = shown_commands("config.md")
+    assert check(command) == expected
+
+
+# --- the loop, precision, checkpoints -------------------------------------------------------------------------------
+
+
+def test_the_loop_and_evaluation(run):
+    names = run("loop.md", "train.py")
+    assert names["engine"].global_step == 45
+    assert names["loss"] < 0.5
+    names = stand_ins() | {"config": {}}
+    exec(snippet("loop.md", "train.py").replace("engine.close()", ""), names)
+    exec(snippet("loop.md", "evaluation.py"), names)
+    assert names["counts"][1] == 60
+    assert 0.5 < names["accuracy"] <= 1
+
+
+def test_accumulation(run, capsys):
+    run("loop.md", "accumulation.py")
+    assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[0]
+    names = stand_ins()
+    given = [names[name] for name in ("model", "optimizer", "criterion")]
+    engine = halfmesh.initialize(*given, None, {"gradient_accumulation": 4})
+    run("loop.md", "own_loader.py", given={"engine": engine, "my_batches": list(names["dataloader"])})
+    assert engine.global_step == 4
+
+
+def step_the_scheduler_too(engine, x, y):
+    for _ in range(2):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        engine.lr_scheduler.step()
+
+
+MISTAKES = {
+    "`loss.backward(); engine.step()`": lambda engine, x, y: (engine.criterion(engine(x), y).backward(), engine.step()),
+    "`optimizer.step()`": lambda engine, x, y: engine.optimizer.step(),
+    "`a, b, c, d = engine`": lambda engine, x, y: [*engine],
+    "`engine.clip_grad_norm_(1.0)` before backward": lambda engine, x, y: engine.clip_grad_norm_(1.0),
+    "`engine.backward(loss.detach())`": lambda engine, x, y: engine.backward(engine.criterion(engine(x), y).detach()),
+    "`engine.backward(losses)` of a vector": lambda engine, x, y: engine.backward(engine(x).sum(1)),
+    "`scheduler.step()`": step_the_scheduler_too,
+}
+
+
+def test_the_table_of_mistakes_in_a_loop():
+    rows = {what: told for what, _, told in find_rows(read_page("loop.md"), "instead of")}
+    assert rows.keys() == MISTAKES.keys()
+    for what, told in rows.items():
+        names = stand_ins()
+        scheduler = torch.optim.lr_scheduler.StepLR(names["optimizer"], 10)
+        given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+        engine = halfmesh.initialize(*given, {}, lr_scheduler=scheduler)
+        x, y = next(iter(engine.dataloader))
+        with pytest.raises((halfmesh.HalfmeshError, TypeError), match=re.escape(told)):
+            MISTAKES[what](engine, x, y)
+
+
+def test_precision(run, capsys):
+    run("precision.md", "scale.py", given={})
+    printed = capsys.readouterr().out
+    text = read_page("precision.md")
+    assert printed == find_blocks(text, "")[0]
+    overflows, scales = find_rows(text, "update")
+    assert [line.split() for line in printed.splitlines()] == [
+        [str(overflow == "1"), f"{float(scale)}"] for overflow, scale in zip(overflows[1:], scales[1:], strict=True)
+    ]
+
+    model = run("precision.md", "island.py", given={})["Attention"](4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = halfmesh.initialize(model, sgd, None, None, {"bf16": {"mode": "torch"}})
+    assert engine(torch.randn(2, 3, 4)).dtype == torch.float32
+
+    names = run("precision.md", "alone.py")
+    assert names["optimizer"].loss_scale <= 1024
+    assert names["loss"] < 0.7
+
+
+def test_checkpoints(run, tmp_path):
+    pytest.importorskip("safetensors")
+    names, again = (run("checkpoints.md", "train.py") for _ in range(2))
+    steps = names["engine"].global_step
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [f"step-{step:08d}" for step in (steps // 4 * 4 - 4, steps // 4 * 4)]
+    second = again["model"].state_dict()
+    assert all(torch.equal(value, second[name]) for name, value in names["model"].state_dict().items())
+    page = read_page("checkpoints.md")
+    picture = page[page.index("    step-00001200/") :].partition("```")[0]
+    pictured = set(re.findall(r"^        (\S+) ", picture, re.MULTILINE))
+    assert pictured == {path.name for path in (tmp_path / "checkpoints" / kept[0]).iterdir()}
+
+
+def test_a_program_that_is_told_to_end_goes_on_exactly(run):
+    whole = stand_ins()
+    exec(snippet("checkpoints.md", "again.py").replace('"checkpoints"', '"others"'), whole)
+    first, counted = stand_ins(), []
+
+    def criterion_of_step_7(*args, criterion=first["criterion"]):
+        counted.append(1)
+        if len(counted) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return criterion(*args)
+
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(halfmesh.Preempted):
+            run("checkpoints.md", "again.py", given=first | {"criterion": criterion_of_step_7})
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert {path.name for path in Path("checkpoints").iterdir()} == {"step-00000004", "step-00000007"}
+    second = run("checkpoints.md", "again.py")
+    assert second["engine"].global_step == whole["engine"].global_step == 45
+    found = second["model"].state_dict()
+    assert all(torch.equal(found[name], value) for name, value in whole["model"].state_dict().items())
+
+
+# --- trainer, hooks, report, health ---------------------------------------------------------------------------------
+
+
+def test_the_trainer(run):
+    pytest.importorskip("torchmetrics")
+    pytest.importorskip("safetensors")
+    given = stand_ins()
+    names = run("trainer.md", "train.py", given=given | {"test_dataloader": given["eval_dataloader"]})
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {"loss", "samples_per_s", "lr"} <= set(lines[0])
+    assert {"eval_loss", "eval_accuracy"} <= set(lines[-1])
+    assert Path("run/checkpoints/best.safetensors").exists()
+    assert len(names["outputs"]) == 60
+
+
+class Keep(halfmesh.Hook):
+    """Keeps the records."""
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, trainer, record):
+        self.records.append(record)
+
+
+@pytest.fixture
+def hooks():
+    """Hooks that a snippet registers are taken away again."""
+    before = set(halfmesh.HOOKS.names())
+    yield
+    for name in set(halfmesh.HOOKS.names()) - before:
+        halfmesh.HOOKS.unregister(name)
+
+
+def test_a_compute_and_a_hook_of_ones_own(run, hooks):
+    names, keep = run("trainer.md", "compute.py", "hook.py"), Keep()
+    name = next(iter(dict(names["model"].named_parameters())))
+    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+    trainer = halfmesh.Trainer(halfmesh.initialize(*given, {}), compute=names["f"])
+    trainer.fit(epochs=1, hooks=[{"type": "weights", "name": name}, keep])
+    assert keep.records[-1]["weights"] == names["model"].get_parameter(name).norm().item()
+
+
+def test_hooks_that_measure_and_decide(run, hooks, tmp_path):
+    import_snippet("hooks.md", "weight_hook.py", tmp_path)
+    try:
+        names = run("hooks.md", "use.py")
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("weight_hook")
+    lines = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    largest = max(param.abs().max().item() for param in names["model"].parameters())
+    assert lines[-1]["largest_weight"] == pytest.approx(largest)
+    assert len(lines) == 3
+
+    names = run("hooks.md", "budget_hook.py")
+    engine = halfmesh.initialize(*[names[name] for name in ("model", "optimizer", "criterion", "dataloader")], {})
+    halfmesh.Trainer(engine).fit(epochs=3, hooks=[names["BudgetHook"](0.0, tmp_path / "saved")])
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000001"]
+
+
+def test_the_report(run):
+    run("report.md", "train.py", given=stand_ins())
+    run("report.md", "loop.py", given=stand_ins())
+    run("report.md", "page.py", given={})
+    first, second = (read_run(Path("runs", name)) for name in ("first", "second"))
+    assert {"loss", "eval_loss", "samples_per_s", "memory_mib", "loss_scale"} <= set(first.series)
+    assert {"loss", "lr", "loss_scale"} <= set(second.series)
+    assert first.session["status"] == second.session["status"] == "finished"
+    assert "findings" in first.precision["report"]
+    for line in find_blocks(read_page("report.md"), "console")[0].splitlines():
+        assert CliRunner().invoke(app, shlex.split(line.removeprefix("$ halfmesh "))).exit_code == 0, line
+    assert Path("both.html").exists()
+
+
+def words(text):
+    """Without the digits that depend on how a machine rounds, and where lines are broken."""
+    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]\d+)?%?", "#", " ".join(text.split()))
+
+
+def test_the_diagnosis_and_the_precision_report(run, capsys):
+    message, report = find_blocks(read_page("health.md"), "")
+    assert run("health.md", "overflow.py", given={})["layer"] == "1.scores"
+    assert words(capsys.readouterr().out) == words(message)
+    run("health.md", "report.py", given={})
+    assert words(capsys.readouterr().out) == words(report)
+
+
+# --- an AMP plugin --------------------------------------------------------------------------------------------------
+
+
+def test_an_amp_plugin(run, tmp_path):
+    careful = import_snippet("amp-plugin.md", "careful_amp.py", tmp_path)
+    try:
+        run("amp-plugin.md", "test_careful.py", given=(names := {}), files=("config.py",))
+        names["test_it_trains_like_fp32"]()
+        config = halfmesh.load_config("config.py")
+        assert careful.CarefulAMP.recipe(config.fp16.options, torch.float16).loss_scale.min_scale == 256.0
+        with pytest.raises(halfmesh.ConfigError, match=r"bf16\.floor: bf16 has the range of fp32"):
+            halfmesh.load_config({"bf16": {"mode": "careful", "floor": 1.0}})
+        wrong = "fp16 = dict(mode='careful')\nparallel = dict(pipeline=dict(size=2, microbatches=2))\n"
+        Path("wrong.py").write_text(wrong)
+        ((command, expected),) = shown_commands("amp-plugin.md")
+        assert check(command) == expected
+        assert "| careful bf16 | yes |" in compat.render_table()
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("careful_amp")
+        halfmesh.AMP_PLUGINS.unregister("careful")

@@ -1,0 +1,180 @@
+"""Tables of the documentation are what the code says: keys with their defaults, recipes, names, methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import halfmesh
+from halfmesh import hooks
+from halfmesh.amp.recipe import FP32
+from halfmesh.config.activations import CheckpointConfig
+from halfmesh.config.automatic import AutomaticConfig
+from halfmesh.config.schema import ClipConfig, CompileConfig, DataConfig, PipelineConfig, Settings, TensorConfig
+from halfmesh.options import Options
+from halfmesh.report.names import FILES
+from tests.support.models import make_engine
+from tests.support.pages import defaults, find_rows, read_page, stand_ins
+
+AMP = halfmesh.AMP_PLUGINS
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", None: "fp32"}
+SHORT_FORMS = {
+    "activation_checkpoint": "enabled",
+    "compile": "enabled",
+    "parallel.tensor": "size",
+    "parallel.pipeline": "size",
+    "parallel.data": "strategy",
+    "clip_grad_norm": "max_norm",
+}
+TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
+    ("config.md", "key of parallel.tensor"): TensorConfig,
+    ("config.md", "key of parallel.pipeline"): PipelineConfig,
+    ("config.md", "key of parallel.data"): DataConfig,
+    ("config.md", "key of clip_grad_norm"): ClipConfig,
+    ("config.md", "key of activation_checkpoint"): CheckpointConfig,
+    ("config.md", "key of compile"): CompileConfig,
+    ("config.md", "key of checkpoint"): lambda: AutomaticConfig(directory="*required*"),
+    ("precision.md", "key of torch"): AMP.get("torch").options,
+    ("precision.md", "key of naive"): AMP.get("naive").options,
+    ("pipeline.md", "key"): PipelineConfig,
+    ("speed.md", "key"): CompileConfig,
+    ("amp-plugin.md", "field of Recipe"): halfmesh.Recipe,
+    ("amp-plugin.md", "field of LossScale"): halfmesh.LossScale,
+    ("amp-plugin.md", "field of Composes"): halfmesh.Composes,
+}
+
+
+def fields_of(value):
+    if isinstance(value, Options):
+        return value.model_dump()
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+@pytest.mark.parametrize("table", TABLES_OF_DEFAULTS, ids=" ".join)
+def test_the_tables_of_defaults(table):
+    assert defaults(*table) == fields_of(TABLES_OF_DEFAULTS[table]())
+
+
+def default_of(path):
+    model, value = Settings, None
+    for part in path.split("."):
+        value = model.model_fields[part].get_default()
+        model = type(value) if isinstance(value, Options) else model
+    return getattr(value, SHORT_FORMS[path]) if path in SHORT_FORMS else value
+
+
+def test_the_table_of_all_config_keys():
+    found = defaults("config.md", "key")
+    assert {key.partition(".")[0] for key in found} == set(Settings.model_fields)
+    within = {f"parallel.{name}" for name in type(Settings().parallel).model_fields}
+    assert {key for key in found if key.startswith("parallel.")} == within
+    assert found == {key: default_of(key) for key in found}
+
+
+def test_the_table_of_modes():
+    rows = find_rows(read_page("config.md"), "mode")
+    assert {row[0].strip("`") for row in rows} == set(AMP.names())
+    for mode, _, keys in rows:
+        assert eval(f"dict({keys.strip('`')})") == AMP.get(mode.strip("`")).options().model_dump(), mode
+
+
+def test_the_table_of_fsdps_keys():
+    found = defaults("sharding.md", "key of `parallel.data`")
+    common = {"strategy", "size", "bucket_mb", "max_inflight"}
+    assert set(found) == set(DataConfig.model_fields) - common
+    words = {"the mode's": None, "as it comes": None, "all": None}
+    assert {key: words.get(default, default) for key, default in found.items()} == {
+        key: getattr(DataConfig(), key) for key in found
+    }
+
+
+def recipe_of(words):
+    if words == "none":
+        return FP32
+    mode, variant = words.replace("`", "").split()
+    plugin = AMP.get(mode)
+    options = plugin.options(opt_level=variant) if mode == "apex" else plugin.options()
+    return plugin.recipe(options, torch.bfloat16 if variant == "bf16" else torch.float16)
+
+
+def test_the_table_of_recipes():
+    rows = find_rows(read_page("precision.md"), "| parameters")
+    assert [row[0] for row in rows] == [
+        *("none", "`torch` fp16", "`torch` bf16", "`naive` fp16", "`naive` bf16"),
+        *(f"`apex` O{level}" for level in range(4)),
+    ]
+    for name, parameters, computes, masters, scale, batchnorm, output in rows:
+        recipe = recipe_of(name)
+        assert parameters == SHORT[recipe.param_dtype], name
+        assert computes.endswith(SHORT[recipe.compute_dtype]), name
+        assert computes.startswith("O1" if recipe.cast_lists == "apex" else "autocast") == recipe.autocast, name
+        assert masters == ("yes" if recipe.master_weights else "no"), name
+        moves = recipe.loss_scale is not None and recipe.loss_scale.dynamic
+        assert scale == ("dynamic" if moves else "off"), name
+        assert batchnorm == ("fp32" if recipe.keep_batchnorm_fp32 else SHORT[recipe.param_dtype]), name
+        assert output == ("as it comes" if recipe.output_dtype is None else SHORT[recipe.output_dtype]), name
+
+
+def test_the_table_of_apexs_levels():
+    rows = find_rows(read_page("migration/apex.md"), "| parameters")
+    assert [row[0].strip("`") for row in rows] == ["O0", "O1", "O2", "O3"]
+    for level, parameters, computes, masters, batchnorm, scale in rows:
+        recipe = recipe_of(f"apex {level.strip('`')}")
+        assert parameters == SHORT[recipe.param_dtype]
+        assert computes.startswith("fp16") == (recipe.compute_dtype == torch.float16)
+        assert masters == ("yes" if recipe.master_weights else "no")
+        assert batchnorm == ("fp16" if parameters == "fp16" and not recipe.keep_batchnorm_fp32 else "fp32")
+        assert scale == ("dynamic" if recipe.skips else "1")
+
+
+def test_the_table_of_schedules():
+    rows = {row[0].strip("`"): row[1:] for row in find_rows(read_page("pipeline.md"), "schedule | order")}
+    assert rows.keys() == set(halfmesh.SCHEDULES.names())
+    for name, (_, _, waiting, _) in rows.items():
+        for p, m, v in ((2, 4, 2), (4, 8, 3)):
+            expected = eval(waiting, {"p": p, "m": m, "v": v})
+            assert halfmesh.SCHEDULES.get(name).bubble(p, v, m) == pytest.approx(expected), name
+
+
+def first_cells(page, header):
+    return {name for row in find_rows(read_page(page), header) for name in re.findall(r"`(\w+)", row[0])}
+
+
+def test_the_tables_of_names():
+    assert first_cells("tensor-parallel.md", "style") == set(halfmesh.TENSOR_STYLES.names())
+    assert {f"{row[0]}" for row in find_rows(read_page("report.md"), "file")} == {f"`{name}`" for name in FILES}
+    public = {name for name in vars(halfmesh.StepResult) if not name.startswith("_")}
+    assert first_cells("loop.md", "attribute") == public
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", read_page("trainer.md"), re.MULTILINE)
+    assert {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)} == set(halfmesh.HOOKS.names())
+    assert {name for _, classes in rows for name in re.findall(r"`(\w+)\(", classes)} == set(hooks.__all__)
+    for name, kind, group in re.findall(r"^\| `(\w+)` \| (.*?) \| `(.*?)` \|$", read_page("api.md"), re.MULTILINE):
+        assert getattr(halfmesh, name).entry_point_group == group, kind
+
+
+def test_the_values_of_activation_checkpoint():
+    values = [eval(row[0].strip("`")) for row in find_rows(read_page("memory.md"), "value")]
+    enabled = [Settings(activation_checkpoint=value).activation_checkpoint.enabled for value in values]
+    assert enabled == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["loop.md", *(f"migration/{name}.md" for name in ("accelerate", "apex", "colossal-ai", "deepspeed", "fabric"))]
+    + [f"migration/{name}.md" for name in ("fsdp", "pytorch", "sagemaker")],
+)
+def test_methods_that_a_page_names_exist(page):
+    given = stand_ins()
+    model, optimizer, _ = halfmesh.convert_to_amp(given["model"], given["optimizer"])
+    engine = make_engine({"fp16": {"mode": "apex"}} if page.endswith("apex.md") else {})
+    owners = {"engine": engine, "engine.context": engine.context, "halfmesh": halfmesh}
+    owners |= {"optimizer": optimizer, "model": model} if page.endswith("apex.md") else {}
+    words = "|".join(re.escape(owner) for owner in sorted(owners, key=len, reverse=True))
+    named = set(re.findall(rf"(?<![\w./])({words})\.([a-z]\w+)(?!\w*[./])", read_page(page)))
+    theirs = {"execute_schedule", "global_steps", "cur_scale", "get_global_grad_norm", "save_checkpoint", "train_batch"}
+    theirs |= {"is_gradient_accumulation_boundary", "migration"}  # of the library that one comes from
+    assert named
+    assert [f"{owner}.{name}" for owner, name in named if name not in theirs and name not in dir(owners[owner])] == []

@@ -1,0 +1,187 @@
+"""Updates under a pipeline: what is sent, frozen, added and skipped."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.models import CLASSES, FEATURES, make_data
+from tests.support.pipeline_parts import Deep, make, pipe, step, whole
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def unfreezes(start: Any) -> Any:
+    """The first stage is trained from the third update on, the last until then."""
+    model, batch = Deep(), make_data(8)
+    first, last = list(model[0].parameters()), list(model[-1].parameters())
+    model[0].requires_grad_(False)
+    engine = start(model)
+    for number in range(4):
+        for param in (*first, *last):
+            param.requires_grad_((param in {*first}) == (number > 1))
+        yield step(engine, *batch)[1].item()
+    yield engine
+
+
+def joins_later(start: Any) -> Any:
+    """The middle layer is trained from the third update on, in a group of its own."""
+    model, batch = Deep(), make_data(8)
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[-1].parameters()], lr=0.01)
+    engine = start(model, optimizer=optimizer)
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+        yield step(engine, *batch)[1].item()
+    yield engine
+
+
+class Annealed(nn.Module):
+    """Reads numbers that the user changes on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(FEATURES, 16)
+        self.last = nn.Linear(16, CLASSES)
+        self.alpha = 1.0
+        self.doubles = False
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = self.first(x) * self.alpha * scale
+        return self.last(x + x if self.doubles else x)
+
+
+def anneals(start: Any) -> Any:
+    model, (x, y) = Annealed(), make_data(8)
+    engine = start(model)
+    for number in range(6):
+        model.alpha, model.doubles = 1 + number, number > 3
+        engine.zero_grad()
+        loss = engine.criterion(engine(x, scale=1 + number / 10), y)
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+    yield engine
+
+
+def run_loop(rank: int, world_size: int, loop: Any, config: Any) -> list[Any]:
+    """Losses, weights, and the optimizer's state and groups by names of parameters."""
+    *losses, engine = loop(partial(make, config))
+    model, optimizer, weights = engine.model, engine.optimizer, whole(engine)
+    names = {p: name for name, p in model.named_parameters()}
+    state = {names[p]: {k: v.clone() for k, v in values.items()} for p, values in optimizer.state.items()}
+    return [losses, weights, state, [[names[p] for p in group["params"]] for group in optimizer.param_groups]]
+
+
+@pytest.mark.parametrize(("loop", "partition"), [(unfreezes, "auto"), (joins_later, "auto"), (anneals, ("last",))])
+def test_what_changes_on_the_way_changes_as_in_one_process(loop, partition):
+    *expected, groups = run_loop(0, 1, loop, {})
+    for *found, ours in run_ranks(run_loop, 2, loop, pipe(partition=partition)):
+        assert ours == groups
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+CALLS = ("all_reduce", "broadcast", "all_gather", "all_gather_object", "broadcast_object_list")
+MODES = {"fp32": {}, "torch": {"bf16": {"mode": "torch"}}, "naive": {"bf16": {"mode": "naive"}}}
+
+
+def traffic(rank: int, world_size: int, mode: str) -> tuple[list[int], list[Any]]:
+    """Bytes of the gradients; and what a rank sends in each batch of an update of two, to other stages and to all."""
+    config = pipe(microbatches=4) | {"clip_grad_norm": 1.0, "gradient_accumulation": 2} | MODES[mode]
+    config["parallel"]["data"] = {"bucket_mb": 1e-4}  # a bucket for each parameter
+    engine = make(config)
+    batch, found = make_data(8), []
+    step(engine, *batch), step(engine, *batch)
+
+    class Recorded(dist.P2POp):
+        def __init__(self, op: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            super().__init__(op, tensor, *args, **kwargs)
+            if op is dist.isend:
+                sent.append(tensor.numel() * tensor.element_size())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", Recorded)
+        for call in CALLS:
+            inner = getattr(dist, call)
+
+            def record(tensor: Any, *args: Any, call: Any = call, inner: Any = inner, **options: Any) -> Any:
+                collectives.append((call, tensor.numel() * tensor.element_size()))
+                return inner(tensor, *args, **options)
+
+            patch.setattr(dist, call, record)
+        for _ in range(2):
+            sent: list[int] = []
+            collectives: list[tuple[str, int]] = []
+            step(engine, *batch)[1].item()
+            found.append((sent, collectives))
+    return [4 * p.numel() for p in engine.model.parameters()], found
+
+
+@pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("torch", 4), ("naive", 2)])
+def test_what_is_sent_in_an_update(mode, size):
+    """Activations once forward and their gradients once back, the loss, and one verdict with the norm."""
+    for _, found in run_ranks(traffic, 2, mode):
+        assert [sent for sent, _ in found] == [[2 * 16 * size] * 4] * 2
+        assert [collectives for _, collectives in found] == [
+            [("broadcast", 16)],
+            [("broadcast", 16), ("all_reduce", 8)],
+        ]
+
+
+def test_gradients_are_reduced_in_the_last_backward_once_per_update():
+    """With a flag for each parameter, whether it has one. The last bucket waits for the end of backward."""
+    for grads, ((_, first), (_, second)) in run_ranks(traffic, 4, "fp32"):
+        assert first == [("broadcast", 16)]
+        *reduced, loss, last, verdict = second
+        assert {call for call, _ in (*reduced, last)} == {"all_reduce"}
+        assert sorted(size for _, size in (*reduced, last)) == sorted(grad + 4 for grad in grads)
+        assert (loss, verdict) == (("broadcast", 16), ("all_reduce", 8))
+
+
+IDLE = {"first": 0, "middle": 2, "last": 5}
+
+
+def idle_stages(rank: int, world_size: int) -> dict[str, Any]:
+    """Stages with nothing to train, and one without parameters; the loss overflows once."""
+    x, y = make_data(8)
+    found = {}
+    for name, index in IDLE.items():
+        torch.manual_seed(0)
+        layers = (nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.GELU(), nn.Linear(16, CLASSES))
+        model = nn.Sequential(*layers)
+        model[index].requires_grad_(False)
+        criterion = Factored()
+        config = pipe(4, 4, partition=("2", "4", "5"))
+        config |= {"fp16": {"mode": "torch", "init_scale": 64.0}, "clip_grad_norm": 0.1}
+        engine = make(config, model, criterion=criterion)
+        results = []
+        for criterion.factor in (1.0, torch.inf, 1.0):
+            result = step(engine, x, y)[2]
+            results.append((result.skipped, result.loss_scale, result.grad_norm))
+        found[name] = results, whole(engine)
+    return found
+
+
+class Factored:
+    factor: float = 1.0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) * self.factor
+
+
+def test_stages_without_trainable_parameters_share_the_verdict():
+    results = run_ranks(idle_stages, 4)
+    for name in IDLE:
+        steps = [result[name][0] for result in results]
+        assert [(skipped, scale) for skipped, scale, _ in steps[0]] == [(False, 64), (True, 64), (False, 32)]
+        assert all(repr(other) == repr(steps[0]) for other in steps)
+        assert 0 < steps[0][0][2] < 10
+        weights = [result[name][1] for result in results]
+        assert all(torch.equal(v, other[n]) for other in weights for n, v in weights[0].items())

@@ -1,0 +1,153 @@
+"""Starts training programs of several ranks, in which one rank goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.ranks import LAUNCH_VARIABLES, free_port
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, all of which is killed in the end."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program in which the rank `bad` executes `how` in its sixth step.
+
+    Attributes:
+        then: what every rank executes after each step.
+        parallel: of the config.
+    """
+
+    how: str
+    bad: int = 1
+    ranks: int = 2
+    parallel: tuple[tuple[str, object], ...] = ()
+    then: str = "pass"
+
+
+@dataclass
+class Outcome:
+    """How the ranks of a case ended.
+
+    Attributes:
+        said: what each rank has written.
+        codes: their exit codes.
+        seconds: from the fault to the end of the last of the other ranks.
+    """
+
+    said: list[str]
+    codes: list[int]
+    seconds: float
+
+
+LIMIT_S = 3.0
+"""The config's timeout."""
+TRAIN = """
+import os, signal, sys, time
+import torch
+import halfmesh
+from torch import nn
+
+def fails():
+    os.write(1, b"fails at %f\\n" % time.monotonic())
+
+def main():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, None, launched) as engine:
+        rank = engine.context.rank
+        x, y = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)
+        for step in range(10**6):
+            if step == 5 and rank == BAD:
+                fails()
+                HOW
+            loss = engine.criterion(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            THEN
+
+main()
+"""
+# What a launcher does, with one import of torch for all ranks. A rank is a fork: its errors take the usual way out.
+# What hangs is killed when the others have ended.
+FORKS = """
+import json, os, signal, sys, time
+import torch, torch.distributed, halfmesh.launching, halfmesh.config.load
+from torch.distributed import pipelining, fsdp
+folder, port = sys.argv[1], int(sys.argv[2])
+ranks = {}
+for rank in range(RANKS):
+    process = os.fork()
+    if process == 0:
+        output = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2)
+        break
+    ranks[process] = rank
+else:
+    codes, ended = {}, {}
+    while ranks:
+        process, status = os.wait()
+        rank = ranks.pop(process)
+        codes[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+        if list(ranks.values()) == [BAD]:
+            os.kill(*ranks, signal.SIGKILL)
+    json.dump([codes, ended], sys.stdout)
+    os._exit(0)
+launched = halfmesh.launching.launch(CONFIG, rank, RANKS, "127.0.0.1", port, device="cpu", verbose=False)
+"""
+UNDER_TORCHRUN = "import halfmesh\nlaunched = halfmesh.launch_from_torch(CONFIG, device='cpu', verbose=False)\n"
+
+
+def write_program(case: Case, folder: Path, launch: str) -> str:
+    """The path of the script."""
+    config = {"timeout": LIMIT_S, "parallel": dict(case.parallel)}
+    text = f"CONFIG = {config!r}\n{launch}{TRAIN}".replace("HOW", case.how).replace("THEN", case.then)
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "train.py"
+    script.write_text(text.replace("BAD", str(case.bad)).replace("RANKS", str(case.ranks)))
+    return str(script)
+
+
+def run_case(case: Case, folder: Path) -> Outcome:
+    """As under srun or mpirun: each rank by itself, and rank 0 hosts the store."""
+    script, out = write_program(case, folder, FORKS), folder / "out"
+    out.mkdir()
+    with started(sys.executable, script, str(out), str(free_port())) as process:
+        codes, ended = json.loads(process.communicate(timeout=100)[0])
+    said = [(out / str(rank)).read_text() for rank in range(case.ranks)]
+    last = max(ended[str(rank)] for rank in range(case.ranks) if rank != case.bad)
+    return Outcome(said, [codes[str(rank)] for rank in range(case.ranks)], last - failed_at(said[case.bad]))
+
+
+def failed_at(output: str) -> float:
+    return float(output.partition("fails at ")[2].split()[0])

@@ -1,0 +1,285 @@
+"""Faults that are put into the source on purpose, each with the tests that have to see it.
+
+Those of the parallel layouts are in `tests/composition/mutants.py`, as faults of ranks that train together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place in halfmesh/.
+
+    Attributes:
+        name: what is wrong then.
+        file: within halfmesh/.
+        old: text that stands there once.
+        new: what takes its place.
+        tests: files, or tests in them, of which one has to fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+OPTIMIZER = "amp/optimizer.py"
+EXACT, RULES, SCALER = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "update_rules", "loss_scaler"))
+MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("holdings", "fused", "verdict"))
+CYCLE, DATA_PARALLEL = "tests/engine/test_cycle.py", "tests/engine/test_data_parallel.py"
+RESUME = "tests/checkpoint/test_resume.py"
+DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
+
+UPDATE = (
+    Fault(
+        "scaled gradients are clipped to the norm",
+        OPTIMIZER,
+        "norm.add(total, alpha=1e-6).div_(max_norm)",
+        "norm.add(total, alpha=1e-6).div_(max_norm).mul(total)",
+        (EXACT,),
+    ),
+    Fault(
+        "a static scale skips updates",
+        OPTIMIZER,
+        "if verdict is not None and self.skips else None",
+        "if verdict is not None else None",
+        (RULES,),
+    ),
+    Fault(
+        "what others write into the model is lost under masters",
+        OPTIMIZER,
+        "        if holdings.masters:\n            holdings.take_edits()\n",
+        "",
+        ("tests/checkpoint/test_state.py",),
+    ),
+    Fault(
+        "the scale stays where a hook raises on one rank",
+        OPTIMIZER,
+        "        finally:  # all ranks move the scale alike, also one on which a hook fails\n",
+        "        except ZeroDivisionError:\n            pass\n        else:\n",
+        ("tests/parallel/sharding/test_zero1.py",),
+    ),
+    Fault(
+        "nan is no overflow", "amp/verdict.py", "(~(norm < math.inf)).float()", "(norm == math.inf).float()", (NORM,)
+    ),
+    Fault(
+        "norms of half-precision gradients are summed in half precision",
+        "amp/verdict.py",
+        "torch.float32 if common and kind.dtype is not torch.float64 else torch.float64",
+        "kind.dtype",
+        (NORM,),
+    ),
+    Fault(
+        "the scale leaves its bounds",
+        "amp/loss_scaler.py",
+        "        self.scale.clamp_(self._min_scale, self.max_scale)\n",
+        "",
+        (SCALER,),
+    ),
+    Fault(
+        "hysteresis is not refilled",
+        "amp/loss_scaler.py",
+        "            left.masked_fill_((tracker == 0).logical_and_(~found), options.hysteresis)  # it has grown\n",
+        "            pass\n",
+        (SCALER,),
+    ),
+    Fault(
+        "an overflow does not restart the count of good updates",
+        "amp/loss_scaler.py",
+        "tracker.masked_fill_(found, -1)",
+        "tracker.masked_fill_(found, 0)",
+        (SCALER,),
+    ),
+    Fault(
+        "a loss that was not used moves its scale",
+        "amp/loss_scaler.py",
+        "if used is not None and before is not None:",
+        "if False:",
+        ("tests/amp/test_apex_losses.py",),
+    ),
+    Fault(
+        "gradients of several losses are added at different scales",
+        "amp/loss_scales.py",
+        "            torch_private.foreach_mul_(wide, factor)\n",
+        "",
+        ("tests/amp/test_apex_losses.py",),
+    ),
+    Fault(
+        "masters begin with rounded values",
+        "amp/master_weights.py",
+        "known[param] if param in known else make_master(param)",
+        "make_master(param)",
+        (EXACT, MASTERS),
+    ),
+    Fault(
+        "optimizer state is lost when masters are made",
+        "amp/master_weights.py",
+        "if old is not new and old in optimizer.state:",
+        "if False:",
+        (MASTERS,),
+    ),
+    Fault(
+        "fused SGD keeps momentum that nobody has filled",
+        "amp/fused.py",
+        'if group.get("fused") and group["momentum"] != 0:',
+        "if False:",
+        (EXACT, FUSED),
+    ),
+    Fault("fused SGD with dampening", "amp/fused.py", "return not dampened and not", "return not", (FUSED,)),
+    Fault(
+        "fused kernels ignore the layout of state",
+        "amp/fused.py",
+        "and len(kinds) <= 1 and laid_out",
+        "and len(kinds) <= 1",
+        (FUSED,),
+    ),
+    Fault(
+        "a subclass with a step of its own is given scaled gradients",
+        "amp/fused.py",
+        "return type(optimizer) in _TAKES_SCALE and is_of_torch(step_of(optimizer))",
+        "return isinstance(optimizer, _TAKES_SCALE)",
+        (FUSED,),
+    ),
+    Fault(
+        "a short last cycle is divided by the full length",
+        "engine/accumulation.py",
+        "return microbatches / self.length",
+        "return 1.0",
+        (CYCLE,),
+    ),
+    Fault(
+        "weights of a weighted loss are not summed over ranks",
+        "engine/accumulation.py",
+        "        self._dp.all_reduce(total)\n",
+        "",
+        (DATA_PARALLEL,),
+    ),
+    Fault(
+        "an error in backward leaves half a gradient",
+        "engine/cycle.py",
+        "            self.clear()  # half a gradient is worse than none: the next backward begins a new cycle\n",
+        "",
+        (CYCLE,),
+    ),
+)
+
+CHECKPOINT = (
+    Fault(
+        "loss scales are not restored",
+        "engine/checkpointing/run.py",
+        "        losses.load_state_dict(saved)\n",
+        "        pass\n",
+        (RESUME, "tests/checkpoint/test_contents.py"),
+    ),
+    Fault(
+        "skip counts are not restored",
+        "engine/checkpointing/run.py",
+        '    run.update.watch.load_state_dict(common["skips"])\n',
+        "",
+        (RESUME, "tests/checkpoint/test_contents.py"),
+    ),
+    Fault(
+        "the scheduler is not restored",
+        "engine/checkpointing/run.py",
+        '    run.lr.load_state_dict(common["lr_scheduler"])\n',
+        "",
+        (RESUME, "tests/checkpoint/test_contents.py"),
+    ),
+    Fault(
+        "random numbers are not restored",
+        "engine/checkpointing/run.py",
+        '        rank_random.set_rank_random(own["random"], run.context, run.division)\n',
+        "        pass\n",
+        (RESUME,),
+    ),
+    Fault(
+        "the position in the data is not restored",
+        "engine/checkpointing/run.py",
+        "note = run.dataloader.load_state_dict(place, own=same)",
+        "note = None",
+        (RESUME,),
+    ),
+    Fault(
+        "attached state is not restored",
+        "engine/checkpointing/run.py",
+        'yield from run.attached.load_state_dict(own.get("attached", {}))',
+        "yield from ()",
+        ("tests/checkpoint/test_contents.py",),
+    ),
+    Fault(
+        "loaded masters do not reach the model",
+        "engine/checkpointing/loading.py",
+        "        holdings.publish(holdings.trained)\n",
+        "",
+        (RESUME,),
+    ),
+    Fault(
+        "a background save writes what training changes meanwhile",
+        "engine/checkpointing/run.py",
+        "snapshot = replace(snapshot, pieces=copied)",
+        "snapshot = replace(snapshot)",
+        ("tests/checkpoint/test_background.py",),
+    ),
+    Fault(
+        "an error of a background save is lost",
+        "engine/checkpointing/background.py",
+        "        self._error = error\n        self._steps.release(last)",
+        "        self._steps.release(last)",
+        ("tests/checkpoint/test_background.py",),
+    ),
+    Fault(
+        "a checkpoint has its name before it is complete",
+        "engine/checkpointing/folder.py",
+        '    unfinished = folder / f".step-{step:08d}{again}.tmp"\n',
+        '    unfinished = folder / f"step-{step:08d}{again}"\n',
+        (SAVING,),
+    ),
+    Fault(
+        "a changed file is loaded",
+        "engine/checkpointing/folder.py",
+        "elif describe(folder, [name])[name][1] != digest:",
+        "elif False:",
+        (DAMAGE,),
+    ),
+    Fault(
+        "a save removes checkpoints of another model",
+        "engine/checkpointing/folder.py",
+        "if path != final and _model(path) == model]",
+        "if path != final]",
+        (SAVING,),
+    ),
+    Fault(
+        "a truncated newest checkpoint ends the run in place of the one before",
+        "engine/checkpointing/finding.py",
+        "if named or len(candidates) == 1:",
+        "if True:",
+        (DAMAGE,),
+    ),
+    Fault(
+        "a failed save leaves its files",
+        "engine/checkpointing/saving.py",
+        "            shutil.rmtree(place, ignore_errors=True)\n",
+        "            pass\n",
+        (SAVING,),
+    ),
+    Fault(
+        "exported weights are those of the half-precision model",
+        "engine/checkpointing/contents.py",
+        "value = current_value(shard.param, masters[shard.param])",
+        "value = shard.param",
+        ("tests/checkpoint/test_weights.py", RESUME),
+    ),
+    Fault(
+        "optimizer settings begin anew",
+        "engine/checkpointing/loading.py",
+        'return next((group for group in saved if names and names[0] in group["params"]), saved[index])',
+        'return {"params": list(names)}',
+        (RESUME, "tests/checkpoint/test_layouts.py"),
+    ),
+)
+
+FAULTS = UPDATE + CHECKPOINT

@@ -1,0 +1,153 @@
+"""What a pipeline refuses before anything runs, and leaves the model alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import halfmesh
+from halfmesh.errors import IncompatibleConfigError
+from tests.support.models import CLASSES, FEATURES, make_engine, make_loader, sgd
+from tests.support.pipeline_parts import pipe
+
+
+def deep(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), *more, nn.Linear(16, CLASSES))
+
+
+class Blocks(nn.Module):
+    """No partitioner knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class AnyArguments(Blocks):
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return super().forward(x)
+
+
+class NormTwice(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks[0](self.norm(self.stem(x)))))
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, CLASSES))
+
+
+def compiled() -> nn.Module:
+    model = deep()
+    model[0].compile()
+    return model
+
+
+def hooked() -> nn.Module:
+    model = deep()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+class Lamb(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["max_grad_norm"] = 1.0
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "batch": (
+        deep,
+        pipe(microbatches=3),
+        "parallel.pipeline.microbatches=3 does not divide the dataloader's batch_size=8; use batch_size=6 or 9, or "
+        "microbatches=2",
+    ),
+    "too few blocks": (
+        deep,
+        pipe(4, 4),
+        "pipeline.size=4 needs 4 stages, but Sequential has 3 pieces only (0, 1, 2); use fewer stages (3 at most)",
+    ),
+    "no partitioner": (
+        Blocks,
+        pipe(2, 2, schedule="interleaved", chunks=2),
+        "no partitioner knows Blocks; name the modules that begin a stage, for example "
+        "partition=('blocks.1', 'blocks.2', 'blocks.4')",
+    ),
+    "nor split points": (AnyArguments, pipe(), "split points cannot cut it either, because its forward takes *args"),
+    "wrong partitioner": (Blocks, pipe(partition="sequential"), "the partitioner 'sequential' does not know Blocks"),
+    "wrong point": (Blocks, pipe(partition=("block.3",)), "'block.3' is not a module of the model; did you mean"),
+    "wrong number of points": (
+        Blocks,
+        pipe(partition=("blocks.1", "blocks.2")),
+        "2 split point(s) make 3 stages, but pipeline.size=2 needs 2; name the 1 modules",
+    ),
+    "non_split": (
+        deep,
+        pipe(non_split=("inputs",)),
+        "non_split: neither Sequential.forward nor the criterion has an argument 'inputs'; did you mean 'input'?",
+    ),
+    "sparse": (sparse, pipe(), "0: sparse gradients do not work under a pipeline"),
+    "statistics of two stages": (
+        NormTwice,
+        pipe(partition=("blocks.0",)),
+        "norm.running_mean, norm.running_var: running statistics that several stages would keep",
+    ),
+    "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm joins all ranks"),
+    "compiled": (compiled, pipe(), "the model is compiled, and cannot be cut any more; pass it uncompiled"),
+    "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
+    "time": (
+        Blocks,
+        pipe(partition=("blocks.3",), balance="time"),
+        "parallel.pipeline.balance='time': partition names where the stages begin, so there is nothing to balance",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, whose rendezvous would never be answered."""
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}
+    for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_leaves_the_model_alone(case):
+    make_model, config, message = REFUSED[case]
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(IncompatibleConfigError, match=re.escape(message)):
+        halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), config, device="cpu")
+    assert not dist.is_initialized()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+def test_optimizers_that_join_all_parameters():
+    with pytest.raises(IncompatibleConfigError, match=r"Lamb has max_grad_norm=1.0, which it applies to all"):
+        make_engine(pipe(), model=deep(), optimizer=Lamb)
+
+
+def test_layers_that_take_the_sequence_first_are_told(caplog):
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, batch_first=first) for first in (False, True)))
+    with pytest.raises(IncompatibleConfigError):
+        make_engine(pipe(microbatches=3), model=model)
+    assert "0.self_attn take(s) [sequence, batch, ...] (batch_first=False)" in caplog.text

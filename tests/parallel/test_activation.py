@@ -1,0 +1,181 @@
+"""Which modules `activation_checkpoint` chooses, and what it and `activation_offload` are refused with."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from halfmesh.config.load import load_config
+from halfmesh.errors import ConfigError, IncompatibleConfigError
+from tests.support.models import MLP, make_engine
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import refusal
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def chosen(form, model: nn.Module | None = None) -> list[str]:
+    """The modules whose forward runs a second time in backward."""
+    model = model or Model()
+    runs: Counter[str] = Counter()
+    names = {module: name for name, module in model.named_modules()}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in {type(module) for module in names if type(module).forward is not nn.Module.forward}:
+
+            def counted(module, *args, plain=kind.forward):
+                runs[names[module]] += 1
+                return plain(module, *args)
+
+            patch.setattr(kind, "forward", counted)
+        engine = make_engine({"activation_checkpoint": form}, model=model)
+        x, y = next(iter(engine.dataloader))
+        engine.backward(engine.criterion(engine(x), y))
+    again = [name for name in names.values() if runs[name] > 1]
+    return [name for name in again if not any(name.startswith(f"{other}.") for other in again)]
+
+
+def blocks(*numbers: int) -> list[str]:
+    return [f"blocks.{number}" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (False, []),
+        ("full", blocks(0, 1, 2, 3, 4)),
+        (True, blocks(0, 1, 2, 3, 4)),
+        ({"every": 2}, blocks(0, 2, 4)),
+        ({"every": 9}, blocks(0)),
+        ({"patterns": ["blocks.[13]"]}, blocks(1, 3)),
+        ({"patterns": ["*"]}, ["first", *blocks(0, 1, 2, 3, 4)]),
+        ({"patterns": ["blocks.0.mlp", "*.1.norm", "first"]}, ["first", "blocks.0.mlp", "blocks.1.norm"]),
+        ({"patterns": ["blocks.1.mlp", "blocks.1"]}, blocks(1)),
+    ],
+)
+def test_which_modules_are_computed_again(form, expected):
+    assert chosen(form) == expected
+
+
+def test_a_block_that_is_there_twice():
+    model = Model()
+    model.blocks.append(model.blocks[0])
+    assert chosen("full", model) == blocks(0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("Full", r"'Full' does not say .* use 'full', 'selective', dict\(every=2\), .*; did you mean 'full'\?"),
+        (2, r"for every second block write dict\(every=2\)"),
+        (["blocks.*"], r"does not say what is computed again"),
+        ({}, r"does not say what is computed again"),
+        ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks' is not a list of names"),
+        ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
+        ({"every": 0}, r"activation_checkpoint.every: 0 is not an integer >= 1"),
+        ({"every": 2, "patterns": ["a"]}, r"every and patterns are two ways to choose modules"),
+    ],
+)
+def test_wrong_forms(form, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config({"activation_checkpoint": form})
+
+
+def refused(form, model: nn.Module | None = None, **config) -> str:
+    with pytest.raises(IncompatibleConfigError) as caught:
+        make_engine({"activation_checkpoint": form, **config}, model=model or Model())
+    return str(caught.value)
+
+
+def test_patterns_that_match_nothing():
+    assert "'block.*.mlp' matches no module; did you mean 'blocks.*.mlp'?" in refused({"patterns": ["block.*.mlp"]})
+    assert "it has blocks.*, blocks.*.mlp, blocks.*.mlp.*, blocks.*.norm, first" in refused({"patterns": ["zzz"]})
+    words = "the pattern 'blocks' matches only blocks, which nobody calls as a whole; did you mean 'blocks.*'?"
+    assert words in refused({"patterns": ["blocks"]})
+
+
+def test_a_model_without_blocks_is_refused_and_left_alone():
+    model = MLP()
+    words = "name the modules: activation_checkpoint = dict(patterns=['first']); it has first, norm, again, tied, drop"
+    assert words in refused("full", model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
+def test_a_model_that_checkpoints_itself(flag):
+    model = Model()
+    setattr(model.blocks[1], flag, True)
+    assert "the model checkpoints itself already (blocks.1), and would compute these a third time" in refused(
+        "full", model
+    )
+
+
+@pytest.mark.slow
+def test_models_of_others_that_checkpoint_themselves():
+    timm = pytest.importorskip("timm")
+    hf = pytest.importorskip("transformers")
+    vit = timm.create_model("vit_tiny_patch16_224", depth=2)
+    vit.set_grad_checkpointing(True)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=8))
+    llama.gradient_checkpointing_enable()
+    for model in (vit, llama):
+        assert "checkpoints itself already (" in refused("full", model)
+    vit.set_grad_checkpointing(False)
+    llama.gradient_checkpointing_disable()
+    for model in (vit, llama):
+        make_engine({"activation_checkpoint": "full"}, model=model).close()
+
+
+def in_stages(rank: int, world_size: int) -> list[str]:
+    """Two stages, which call the layers of nested Sequentials one by one."""
+    found = []
+    for form in ("full", {"patterns": ["1"]}, {"patterns": ["1*"]}):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+        config = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "activation_checkpoint": form}
+        found.append(refusal(lambda c=config, m=model: make_engine(c, model=m)))
+    return found
+
+
+@pytest.mark.distributed
+def test_modules_that_no_stage_calls_as_a_whole():
+    for full, pattern, layers in run_ranks(in_stages, 2):
+        assert "Sequential has no repeated blocks that a stage of the pipeline calls as a whole" in full
+        assert "dict(patterns=['*.*']); it has *.*" in full
+        assert "matches 1, which is not called as a whole by a stage of the pipeline" in pattern
+        assert layers == "no error"
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "message"),
+    [
+        ("selective", {"activation_offload": True}, "cannot be moved"),
+        ("selective", {"compile": True}, "one by one; use 'full'"),
+        ("full", {"compile": {"scope": "model"}}, "use 'blocks'"),
+        ({"patterns": ["*.mlp"]}, {"compile": {"backend": "eager"}}, "would be within compiled code"),
+    ],
+)
+def test_keys_that_do_not_go_together(form, config, message):
+    assert message in refused(form, **config)

@@ -1,0 +1,170 @@
+"""A run that was interrupted ends as one that was not: weights, schedulers, hooks, records, metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import halfmesh
+from halfmesh.hooks import CheckpointHook, EarlyStopHook, LRSchedulerHook, MetricHook
+from tests.support.models import linear_engine, make_loader
+
+SCORES = {3: 5.0, 6: 4.0, 9: 4.5, 12: 3.0, 15: 3.5, 18: 3.2, 21: 3.1, 24: 1.0}
+"""By update. With a patience of 3 training ends after 21."""
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+class Scores(halfmesh.Hook):
+    """Gives evaluation its results, and ends the process at `dies`: ("after_step", 4)."""
+
+    def __init__(self, dies=None) -> None:
+        self.dies = dies
+        self.records: list[dict[str, float]] = []
+
+    def _maybe_die(self, event, trainer):
+        if self.dies == (event, trainer.engine.global_step):
+            raise Killed
+
+    def after_step(self, trainer, result):
+        self._maybe_die("after_step", trainer)
+
+    def eval_results(self, trainer):
+        self._maybe_die("eval_results", trainer)
+        return {"eval_score": SCORES.get(trainer.engine.global_step, 9.0)}
+
+    def after_eval(self, trainer, results):
+        torch.rand(3)
+        self._maybe_die("after_eval", trainer)
+
+    def write(self, trainer, record):
+        self.records.append(record)
+
+    @property
+    def losses(self):
+        return {record["step"]: record["loss"] for record in self.records if "loss" in record}
+
+
+def make(interval="eval", **config):
+    def scheduler(optimizer):
+        if interval == "eval":
+            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+        return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    return linear_engine(
+        {"lr_interval": "manual", **config},
+        evaluated=0,
+        lr_scheduler=scheduler,
+        eval_dataloader=make_loader(2, 2),
+    )
+
+
+def fit(engine, scores, *first, interval="eval", patience=3, **options):
+    stop = EarlyStopHook("eval_score", patience=patience)
+    hooks = [*first, scores, LRSchedulerHook(interval, "eval_score"), stop]
+    halfmesh.Trainer(engine, log_every=2).fit(epochs=8, hooks=hooks, **options)
+    return stop
+
+
+def finished(engine):
+    return engine.global_step, engine.optimizer.param_groups[0]["lr"], engine.model.weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("interval", "event", "step", "who"),
+    [
+        ("eval", "after_step", 2, "hook"),
+        ("eval", "after_step", 10, "key"),
+        ("eval", "after_step", 20, "hook"),
+        ("eval", "eval_results", 9, "key"),
+        ("eval", "after_eval", 9, "key"),
+        ("eval", "after_eval", 21, "hook"),
+        ("step", "after_step", 7, "epochs"),
+        ("epoch", "after_step", 11, "epochs"),
+    ],
+)
+def test_it_ends_where_it_would_have(tmp_path, interval, event, step, who):
+    """Whether CheckpointHook saves after every step or epoch, or the config's key `checkpoint` at its boundaries."""
+    engine, scores = make(interval), Scores()
+    fit(engine, scores, interval=interval)
+    expected = finished(engine)
+    assert expected[0] == 21
+    assert expected[1] < 0.1
+    key = {"checkpoint": {"directory": str(tmp_path), "every": 1, "in_background": False}} if who == "key" else {}
+    every = 1 if who == "hook" else None
+    hooks = [CheckpointHook(tmp_path, every=every, in_background=False)] if who != "key" else []
+    with pytest.raises(Killed):
+        fit(make(interval, **key), Scores((event, step)), *hooks, interval=interval)
+    again, goes_on = make(interval), Scores()
+    again.load(tmp_path)
+    fit(again, goes_on, interval=interval)
+    assert finished(again) == expected
+    assert goes_on.losses  # the record in progress went on
+    assert goes_on.losses.items() <= scores.losses.items()
+
+
+def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path):
+    """By `eval_steps`, then saved by the key `checkpoint`, killed, and at the end of the epoch by `eval_interval`."""
+
+    def evaluations(engine, scores):
+        fit(engine, scores, patience=9, eval_steps=3)
+        return engine.lr_scheduler.state_dict()["last_epoch"]
+
+    assert evaluations(make(), Scores()) == 8
+    engine, again = make(checkpoint={"directory": str(tmp_path), "every": 1, "in_background": False}), make()
+    with pytest.raises(Killed):
+        evaluations(engine, Scores(("after_step", 4)))
+    again.load(tmp_path)
+    assert again.global_step == 3
+    assert evaluations(again, Scores()) == 8
+
+
+def test_what_was_stopped_stays_so(tmp_path):
+    fit(make(), Scores(), CheckpointHook(tmp_path))
+    again, more = make(), make()
+    again.load(tmp_path)
+    stop = fit(again, Scores())
+    assert again.global_step == 21
+    assert stop.state_dict()["waited"] == 3  # the last evaluation was made again, and is counted once
+    more.load(tmp_path)
+    assert fit(more, Scores(), patience=4).state_dict()["best"] == 1.0
+    assert more.global_step == 24
+
+
+def test_the_next_fit_goes_on_with_what_the_last_one_counted():
+    engine = make()
+    for epochs in range(1, 9):
+        halfmesh.Trainer(engine).fit(epochs=epochs, hooks=[Scores(), EarlyStopHook("eval_score", patience=3)])
+    assert engine.global_step == 21
+
+
+def test_a_hook_that_was_used_for_another_run_begins_anew():
+    stop = EarlyStopHook("eval_score", patience=3)
+    for _ in range(2):
+        engine = make()
+        halfmesh.Trainer(engine).fit(epochs=8, hooks=[Scores(), stop])
+        assert engine.global_step == 21
+
+
+def test_metrics_of_a_record_in_progress(tmp_path):
+    """Saved and killed between two records."""
+    classification = pytest.importorskip("torchmetrics.classification")
+
+    def train(scores, *more, load=False):
+        engine = linear_engine(samples=24)
+        if load:
+            assert engine.load(tmp_path).name == "step-00000002"
+        auroc = classification.MulticlassAUROC(4, thresholds=None)  # its state is a list
+        metrics = {"accuracy": classification.MulticlassAccuracy(4, average="micro"), "auroc": auroc}
+        hooks = [MetricHook(metrics, on="train"), *more, scores]
+        halfmesh.Trainer(engine, log_every=5).fit(max_steps=5, eval_interval=0, hooks=hooks)
+        return [(record["step"], record["accuracy"], record["auroc"]) for record in scores.records]
+
+    with pytest.raises(Killed):
+        train(Scores(("after_step", 4)), CheckpointHook(tmp_path, every=2, in_background=False))
+    found = train(Scores(), load=True)
+    assert [step for step, *_ in found] == [5]
+    assert found == train(Scores())
