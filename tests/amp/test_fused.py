@@ -14,6 +14,7 @@ from halfmesh.shard import ParamShard
 from tests.support.updates import (
     DYNAMIC,
     OPTIMIZERS,
+    CountReads,
     assert_close,
     by_hand,
     give,
@@ -31,15 +32,30 @@ SCALED = Recipe(loss_scale=DYNAMIC)
 @pytest.mark.parametrize("choice", ["auto", False])
 def test_fused_leaves_the_users_choice(choice):
     chosen = {}
-    for name in ("adamw", "adam_foreach", "sgd_dampening", "rmsprop"):
+    for name in ("adamw", "sgd_momentum", "adam_foreach", "sgd_dampening", "rmsprop"):
         group = make_update(make_params(), OPTIMIZERS[name], fused=choice).optimizer.param_groups[0]
         chosen[name] = (group.get("fused"), group.get("foreach"))
     assert chosen == {
         "adamw": (True, False) if choice == "auto" else (None, None),
+        "sgd_momentum": (True, False) if choice == "auto" else (None, None),
         "adam_foreach": (None, True),
         "sgd_dampening": (None, None),
         "rmsprop": (None, None),
     }
+
+
+@pytest.mark.parametrize(("name", "reads"), [("sgd_momentum", 0), ("adagrad", 0), ("rmsprop", 1)])
+def test_the_host_reads_the_verdict_only_for_optimizers_that_cannot_take_it(name, reads):
+    counts = []
+    for recipe in (SCALED, FP32):
+        params = make_params()
+        update = make_update(params, OPTIMIZERS[name], recipe)
+        take(update, params, 0)
+        with CountReads() as counter:
+            give(params, gradients(1))
+            update.step()
+        counts.append(counter.reads)
+    assert counts[0] - counts[1] == reads
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "adam", "adamw", "adagrad"])

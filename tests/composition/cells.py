@@ -18,7 +18,7 @@ from .workloads import SAMPLES, WORKLOADS, find_workload
 GROWTH_INTERVAL = 3
 INITIAL_SCALE = 256.0
 MOST_RANKS = 8
-# So that the scale falls and grows within ten updates. apex has no key for how often it grows.
+# So that the scale falls and grows within six updates. apex has no key for how often it grows.
 SCALES: dict[str | None, dict[str, Any]] = {
     "torch": {"init_scale": INITIAL_SCALE, "growth_interval": GROWTH_INTERVAL},
     "naive": {"initial_scale": INITIAL_SCALE, "growth_interval": GROWTH_INTERVAL, "hysteresis": 1},

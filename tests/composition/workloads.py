@@ -128,7 +128,7 @@ def _vit() -> nn.Module:
         init_values=0.5,
     )
     for module in model.modules():
-        if isinstance(module, nn.Linear):  # timm's are so small that the blocks would hardly learn in ten updates
+        if isinstance(module, nn.Linear):  # timm's are so small that the blocks would hardly learn in six updates
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
     return model
 

@@ -123,7 +123,7 @@ UPDATE = (
         (MASTERS,),
     ),
     Fault(
-        "fused SGD keeps momentum that nobody has filled",
+        "fused SGD with momentum that nobody has filled, so that it is not used",
         "amp/fused.py",
         'if group.get("fused") and group["momentum"] != 0:',
         "if False:",
