@@ -70,7 +70,7 @@ GROUPS = {
     "compiled, data": cells("none", "gpt", "full", 2, OFF, data=2, compiled=True),
     "compiled, tensor": cells("naive_bf16", "gpt", "full", tensor=2, compiled=True),
 }
-DEFAULT = ("tensor", "1f1b", "zero1", "fsdp, tensor")  # the others are slow
+DEFAULT = ("tensor", "1f1b")  # the others are slow
 
 
 @contextmanager

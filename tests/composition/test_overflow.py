@@ -12,17 +12,17 @@ from .overflows import KINDS, find_overflow_problems, overflow
 pytestmark = pytest.mark.distributed
 
 # The scale grows by each update that is not skipped, so that as many overflows as one likes can follow.
+LAYOUTS = (
+    {"tensor": 2, "data": 2, "sequence_parallel": True},
+    {"data": 2, "pipeline": Pipe(2, "1f1b", 2)},
+    {"tensor": 2, "data": 2, "strategy": "zero1"},
+    {"tensor": 2, "data": 2, "strategy": "fsdp"},
+    {"tensor": 2, "pipeline": Pipe(2, "interleaved", 2, 2)},
+)
 CELLS = [
-    Cell(mode, "gpt", **layout)
-    for mode in ("torch_fp16", "naive_fp16")
-    for layout in (
-        {"tensor": 2, "data": 2},
-        {"tensor": 2, "data": 2, "sequence_parallel": True},
-        {"data": 2, "pipeline": Pipe(2, "1f1b", 2)},
-        {"tensor": 2, "data": 2, "strategy": "zero1"},
-        {"tensor": 2, "data": 2, "strategy": "fsdp"},
-        {"tensor": 2, "pipeline": Pipe(2, "interleaved", 2, 2)},
-    )
+    Cell("torch_fp16", "gpt", tensor=2, data=2),
+    *(Cell("naive_fp16", "gpt", **layout) for layout in LAYOUTS),
+    *(pytest.param(Cell("torch_fp16", "gpt", **layout), marks=pytest.mark.slow) for layout in LAYOUTS),
 ]
 
 

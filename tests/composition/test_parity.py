@@ -1,6 +1,7 @@
 """Every allowed cell trains to parity with one process in fp32, by torch alone.
 
-The few cells of `covering()`; with COMPOSITION=full in the environment all of `thorough()`.
+The few cells of `covering()`; with COMPOSITION=full in the environment all of `thorough()`. Those on 8 ranks have
+a file of their own, so that two workers share the work.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PARTIAL = [  # not every parameter has a gradient, on every rank or on some
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.world_size < 8], ids=str)
 def test_trains_to_parity(cell):
     assert not find_problems(cell, run_ranks(train, cell.world_size, cell))
 
