@@ -1,0 +1,11 @@
+"""The tests. Each folder is a room of `make test ROOM=...`, and mirrors one of halfmesh/, but for these:
+
+support/       what several tests use: ranks (tests on several processes), models, pages (snippets of the docs)
+composition/   every cell of the composition table trains to parity with one process, or is refused
+mutants/       faults that are put into halfmesh on purpose have to turn a test red
+faults/        ranks that raise, hang, are killed, or are told to end
+models_table/  models of timm, torchvision and transformers
+data/, checkpoint/, debug/, launch/   parts of halfmesh/engine/ and the modules that start a run
+docs/, examples/, benchmarks/         pages, scripts and the harness of the benchmarks
+gpu/           what needs a CUDA device
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -195,3 +196,14 @@ def test_sparse_gradients_without_scaling_work_as_in_torch():
                     optimizer.step()
             results.append(embedding.weight.detach())
         torch.testing.assert_close(*results)
+
+
+def test_momentum_that_begins_later_survives_a_first_step_that_is_skipped(uninitialised_is_nan):
+    """As under a scheduler that cycles momentum."""
+    params = make_params()
+    update = make_update(params, OPTIMIZERS["sgd"], SCALED)
+    update.optimizer.param_groups[0]["momentum"] = 0.9
+    assert take(update, params, 0, math.inf).skipped
+    for step in range(4):
+        take(update, params, step)
+    assert_close(params, by_hand(lambda params: optim.SGD(params, lr=0.1, momentum=0.9), 4)[0])

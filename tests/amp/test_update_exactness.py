@@ -67,14 +67,6 @@ def test_equals_unscale_clip_step_by_hand(name, max_norm):
     assert_close(params, by_hand(OPTIMIZERS[name], 6, max_norm)[0])
 
 
-@pytest.fixture
-def uninitialised_is_nan():
-    """Memory that nobody has filled, which may hold zeros by chance, holds nan."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_skipped_first_step_leaves_no_trace(name, uninitialised_is_nan):
     params = make_params()

@@ -250,6 +250,14 @@ def test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it(tmp_path):
     assert fresh.value == 0
 
 
+def test_attached_state_goes_with_the_state_dict():
+    engine, other, there = small(), small(), Count()
+    engine.attach("count", Count(7))
+    other.attach("count", there)
+    other.load_state_dict(engine.state_dict())
+    assert there.value == 7
+
+
 def test_attached_state_that_cannot_be_saved_or_found_is_refused(tmp_path):
     engine = small()
     engine.attach("odd", Count(nn.Linear(1, 1)))

@@ -100,6 +100,11 @@ def test_the_time_limit_names_the_hung_rank_and_shows_its_stack():
     assert not multiprocessing.active_children()
 
 
+def test_a_result_that_cannot_be_pickled_is_an_error():
+    with pytest.raises(RankFailure, match="pickle"):
+        run_ranks(unpicklable, 1)
+
+
 def count_ranks(rank, world_size):
     return dist.get_world_size()
 
