@@ -177,19 +177,14 @@ def _hint(given: object, place: _Place) -> str:
 
 
 def _unquote(text: str, annotation: Any) -> str:
-    """A number given as text. YAML 1.1 wants a point and a signed exponent, or it reads text."""
+    """A number given as text."""
     try:
         number = float(text)
     except ValueError:
         return ""
     if not math.isfinite(number):
         return ""
-    mantissa, letter, exponent = text.lower().partition("e")
-    if annotation is int or not letter:
-        return f"; write {int(number) if number.is_integer() and annotation is int else text} without quotes"
-    exponent = exponent if exponent[0] in "+-" else f"+{exponent}"
-    better = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
-    return f"; write {better} without quotes (YAML reads numbers like {text} as text)"
+    return f"; write {int(number) if number.is_integer() and annotation is int else text} without quotes"
 
 
 def _literals(annotation: Any) -> list[Any]:

@@ -1,9 +1,10 @@
-"""YAML and JSON in and out. Python tuples survive YAML; a key that is given twice is an error."""
+"""YAML and JSON in and out. Python tuples survive YAML; 1e-3 is a number; a key that is given twice is an error."""
 
 from __future__ import annotations
 
 import enum
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from ..errors import ConfigError, cut, show
 
 _MOST_NODES = 1_000_000
 _TUPLE = "tag:yaml.org,2002:python/tuple"
+_FLOAT = "tag:yaml.org,2002:float"
+_EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+"""YAML 1.2's numbers with an exponent. PyYAML is of YAML 1.1, which wants a point and a sign, and reads 1e-3 as text."""
 
 
 class UnwritableError(TypeError):
@@ -64,6 +68,8 @@ def _construct_tuple(loader: _Loader, node: yaml.SequenceNode) -> tuple[Any, ...
     return tuple(loader.construct_sequence(node, deep=True))
 
 
+for _yaml in (_Loader, _Dumper):  # the dumper, too: it puts a string in quotes where the loader would see a number
+    _yaml.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
 _Loader.add_constructor(_TUPLE, _construct_tuple)
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(_TUPLE, value, flow_style=True))
 _Dumper.add_multi_representer(enum.StrEnum, lambda dumper, value: dumper.represent_str(value.value))

@@ -63,7 +63,7 @@ def test_the_same_config_from_every_source(write):
         ("a.yaml", "seed: 1\nfp16: {mode: [\n", "not valid YAML: line 3: "),
         ("a.yaml", "seed: !!python/object:os.system {}", "not valid YAML: line 1: could not determine a constructor"),
         ("a.json", '{"seed":\n 3,}', "not valid JSON: line "),
-        ("a.yaml", "clip_grad_norm: 1e-3\n", "'1e-3' is not a number >= 0; write 1.0e-3 without quotes"),
+        ("a.yaml", "clip_grad_norm: '1e-3'\n", "'1e-3' is not a number >= 0; write 1e-3 without quotes"),
         ("a.yaml", "fp16:\n  mode: naive\n  hysterisis: 2\n", "fp16.hysterisis: unknown key; did you mean"),
         ("a.py", "batch = 3\n", "a constant of your own is written in UPPERCASE, a helper starts with an underscore"),
     ],
@@ -71,6 +71,15 @@ def test_the_same_config_from_every_source(write):
 def test_bad_files(write, name, text, message):
     path = write(name, text)
     assert fails(path, message).source == str(path)
+
+
+def test_numbers_with_an_exponent_in_yaml(write):
+    numbers = {"1e-3": 1e-3, "1E5": 1e5, "-5e-4": -5e-4, "+2e+3": 2e3, "1.5e5": 1.5e5, ".5e1": 5.0, "6.e-2": 0.06}
+    strings = ("'1e-3'", '"5e-4"', "1e-3b", "e-3", "1e", "0x1e-3", "1e-3 ms", "1 e-3")
+    text = "".join(f"N{i}: {number}\n" for i, number in enumerate([*numbers, *strings]))
+    values = list(load_config(write("a.yaml", f"clip_grad_norm: 1e-3\n{text}")).user.values())
+    assert values == [*numbers.values(), *(string.strip("'\"") for string in strings)]
+    assert load_config(write("b.yaml", "clip_grad_norm: 1e-3\n")).clip_grad_norm.max_norm == 1e-3
 
 
 def test_missing_files_and_wrong_types(write, tmp_path):

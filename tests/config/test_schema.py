@@ -125,7 +125,7 @@ MISTAKES = [
     ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write dict(data='fsdp')"),
     ({"parallel": {"data": 4}}, "parallel.data: 4 is not a strategy ('replicate', 'zero1', 'fsdp') or a dict; write"),
     ({"clip_grad_norm": math.nan}, "clip_grad_norm: nan is not a number >= 0"),
-    ({"clip_grad_norm": "1e-3"}, "'1e-3' is not a number >= 0; write 1.0e-3 without quotes (YAML reads numbers like"),
+    ({"clip_grad_norm": "1e-3"}, "clip_grad_norm: '1e-3' is not a number >= 0; write 1e-3 without quotes"),
     ({"fused": True}, "fused: True is not one of 'auto', False"),
     ({"debug": "snyc"}, "debug: 'snyc' is not 'sync' or None; did you mean 'sync'?"),
     ({"compile": {"scope": "block"}}, "compile.scope: 'block' is not one of 'auto', 'model', 'blocks'; did you mean"),
