@@ -33,7 +33,8 @@ def convert_config(
     ds_config.json; accelerate: default_config.yaml, or a script that calls Accelerator.
 
     Each key of the source is in one of three lists on stderr: converted, without equivalent, not understood. The exit
-    status is 0 if all was understood and the config can run (on --world-size ranks, if given); else 1.
+    status is 0 if all was understood, no precision and no sharding is lost, and the config can run (on --world-size
+    ranks, if given); else 1.
     """
     from ..errors import InputError, did_you_mean
     from ..migration import writing

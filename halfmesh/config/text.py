@@ -16,7 +16,7 @@ _MOST_NODES = 1_000_000
 _TUPLE = "tag:yaml.org,2002:python/tuple"
 _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-"""YAML 1.2's numbers with an exponent. PyYAML is of YAML 1.1, which wants a point and a sign, and reads 1e-3 as text."""
+"""Numbers with an exponent, as YAML 1.2 has them. PyYAML's YAML 1.1 wants a point and a sign: 1e-3 is text there."""
 
 
 class UnwritableError(TypeError):

@@ -14,6 +14,11 @@ from .source import Code, Source
 _MOST_SUGGESTED = 1000
 """Values of a source that are looked up among similar names, at most."""
 
+_EACH_BATCH = (
+    "gradient_accumulation counts batches itself: delete the `if (i + 1) % N == 0` around the step and the `/ N` of "
+    "the loss, and call engine.step() for each batch"
+)
+
 
 def _nothing(source: Source) -> Mapping[str, Any]:
     return {}
@@ -94,9 +99,8 @@ def convert(origin: Origin, data: Mapping[Any, Any], world_size: int | None = No
     entries = [Entry(key, value, _decide(origin, name, value, source)) for key, (name, value) in source.names.items()]
     entries, settings = _join(entries, origin.defaults(source))
     entries, settings, config = _make_valid(entries, settings, origin.defaults(source))
-    return Conversion(
-        tuple(entries), settings, config, origin.looks(source), world_size, _check(config, world_size, device)
-    )
+    looks = (*origin.looks(source), *((_EACH_BATCH,) if config.gradient_accumulation > 1 else ()))
+    return Conversion(tuple(entries), settings, config, looks, world_size, _check(config, world_size, device))
 
 
 def _decide(origin: Origin, name: str, value: Any, source: Source) -> Outcome:

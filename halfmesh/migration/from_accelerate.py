@@ -5,7 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from .convert import Origin
-from .outcome import Converted, Outcome, Rule, UnreadableError, Without, done, flag, no, number, one_of, to, whole
+from .outcome import (
+    Converted,
+    Lost,
+    Outcome,
+    Rule,
+    UnreadableError,
+    Without,
+    done,
+    flag,
+    lost,
+    no,
+    number,
+    one_of,
+    to,
+    whole,
+)
 from .source import Source
 
 _LAUNCH = no("torchrun, or halfmesh run, has it: it is no matter of the config")
@@ -32,7 +47,7 @@ def _only_under(kind: str, rule: Rule) -> Rule:
 def _precision(value: Any, source: Source) -> Outcome:
     key = one_of("no" if value is False else value, {"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
     if key == "fp8":
-        return Without("there is no fp8 here; bf16 = dict(mode='torch') is nearest")
+        return Lost("there is no fp8 here; bf16 = dict(mode='torch') is nearest")
     if key is None:
         return Converted(says="fp32: neither fp16 nor bf16 is set")
     mode = "naive" if _kind(source) == "DEEPSPEED" else "torch"
@@ -58,7 +73,7 @@ def _type(value: Any, source: Source) -> Outcome:
     if kind in ("DEEPSPEED", "TP"):
         return Converted(says=f"{kind}: its own keys say what it divides")
     if kind == "MEGATRON_LM":
-        return Without("parallel.tensor, parallel.pipeline and parallel.data are the keys: write them by hand")
+        return Lost("parallel.tensor, parallel.pipeline and parallel.data are the keys: write them by hand")
     return Without(f"there is no {kind} here: CUDA devices and CPUs")
 
 
@@ -146,13 +161,6 @@ def _size(key: str) -> Rule:
     return Rule(do)
 
 
-def _only_one(reason: str) -> Rule:
-    def do(value: Any, source: Source) -> Outcome:
-        return Converted(says="1: off") if whole(value) == 1 else Without(reason)
-
-    return Rule(do)
-
-
 def _shards(value: Any, source: Source) -> Outcome:
     size = whole(value)
     if size <= 1:
@@ -171,6 +179,11 @@ _FSDP = "fsdp_config.fsdp_"
 _DS = "deepspeed_config."
 _MESH = "parallelism_config.parallelism_config_"
 _CALL = "Accelerator."
+_PLUGINS = (
+    *("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"),
+    "parallelism_config",
+)
+"""Arguments of `Accelerator` that say how a model is sharded."""
 
 RULES: dict[str, Rule] = {
     "mixed_precision": Rule(_precision),
@@ -221,7 +234,7 @@ RULES: dict[str, Rule] = {
     f"{_DS}offload_param_device": Rule(_zero_offload),
     f"{_DS}zero3_init_flag": no("give initialize a function that builds the model: docs/deferred.md"),
     f"{_DS}zero3_save_16bit_model": no("engine.save_weights writes the whole model"),
-    f"{_DS}deepspeed_config_file": no("convert that file: halfmesh convert-config FILE --from deepspeed"),
+    f"{_DS}deepspeed_config_file": lost("convert that file: halfmesh convert-config FILE --from deepspeed"),
     f"{_DS}deepspeed_multinode_launcher": _LAUNCH,
     "deepspeed_config.*": no("halfmesh has nothing of the kind"),
     "dynamo_config.dynamo_backend": Rule(_backend),
@@ -233,8 +246,8 @@ RULES: dict[str, Rule] = {
     f"{_MESH}tp_size": _size("parallel.tensor.size"),
     f"{_MESH}dp_replicate_size": done("the data ranks that do not share weights"),
     f"{_MESH}dp_shard_size": Rule(_shards),
-    f"{_MESH}cp_size": _only_one("the sequence is not divided in attention; sequence_parallel=True is nearest"),
-    f"{_MESH}sp_size": _only_one("the sequence is not divided in attention; sequence_parallel=True is nearest"),
+    f"{_MESH}cp_size": lost("the sequence is not divided in attention; sequence_parallel=True is nearest"),
+    f"{_MESH}sp_size": lost("the sequence is not divided in attention; sequence_parallel=True is nearest"),
     "megatron_lm_config.*": no("write parallel.tensor, parallel.pipeline and parallel.data by hand"),
     "fp8_config.*": no("there is no fp8 here"),
     f"{_CALL}mixed_precision": Rule(_precision),
@@ -243,6 +256,7 @@ RULES: dict[str, Rule] = {
     f"{_CALL}split_batches": Rule(lambda value, source: _split(value)),
     f"{_CALL}cpu": no("initialize(device='cpu') says it"),
     f"{_CALL}step_scheduler_with_optimizer": Rule(lambda value, source: _advances(value)),
+    **dict.fromkeys((f"{_CALL}{name}" for name in _PLUGINS), lost("it is not read: write its parallel keys by hand")),
     "Accelerator.*": no("its place is an argument of initialize or of Trainer; see docs/migration/accelerate.md"),
 }
 for _name in list(RULES):

@@ -10,6 +10,7 @@ from .colossal_fp16 import FP16_RULES, SCALER_KEYS, whole_section
 from .convert import Origin
 from .outcome import (
     Converted,
+    Lost,
     Outcome,
     Rule,
     UnreadableError,
@@ -17,6 +18,7 @@ from .outcome import (
     anything,
     done,
     flag,
+    lost,
     no,
     number,
     one_of,
@@ -27,6 +29,7 @@ from .outcome import (
 from .source import Code, Source
 
 _BY_SCRIPT = no("halfmesh builds nothing from the config: make it in your script, and pass it to initialize")
+_RING = lost("there is no axis for ring attention here; nearest is tensor with sequence_parallel=True")
 _ZERO_SCALER = "zero.optimizer_config."
 
 
@@ -42,7 +45,7 @@ def _degree(key: str, what: str) -> Rule:
         if what == "tensor" and size > 1:
             mode = source.get("parallel.tensor.mode")
             if mode is not None and str(mode) == "sequence":
-                return Without(
+                return Lost(
                     "Colossal-AI's sequence parallelism (ring attention) does not exist here; nearest is "
                     "parallel.tensor = dict(size=..., sequence_parallel=True), which divides the layers, too"
                 )
@@ -63,7 +66,7 @@ def _tensor_mode(value: Any, source: Source) -> Outcome:
     if value not in ("2d", "2.5d", "3d", "sequence"):
         raise UnreadableError(f"{value!r} is not one of Colossal-AI's modes")
     if value == "sequence":
-        return Without("ring attention over the sequence does not exist here; see parallel.tensor.size")
+        return Lost("ring attention over the sequence does not exist here; see parallel.tensor.size")
     return Without(f"layers are divided in one dimension only, not by {value}: the same results, other traffic")
 
 
@@ -138,8 +141,8 @@ RULES: dict[str, Rule] = {
     "parallel.tensor.depth": no("the depth of 2.5d; layers are divided in one dimension here"),
     "parallel.data": Rule(_data),
     "parallel.data.size": Rule(_data),
-    "parallel.sequence": no("there is no axis for ring attention here; nearest is tensor with sequence_parallel=True"),
-    "parallel.sequence.size": no("there is no axis for ring attention; nearest is tensor with sequence_parallel=True"),
+    "parallel.sequence": _RING,
+    "parallel.sequence.size": _RING,
     "gradient_accumulation": to(
         "gradient_accumulation",
         whole,

@@ -28,6 +28,7 @@ from .outcome import (
     UnreadableError,
     Without,
     flag,
+    lost,
     no,
     number,
     one_of,
@@ -37,6 +38,7 @@ from .outcome import (
 from .source import Source
 
 _BUFFERS = no("a detail of its buffers; parallel.data has bucket_mb (MiB, not elements), max_inflight and prefetch")
+_GROUPS = lost("parallel.data.hybrid is nearest: groups with all of the weights")
 _TRACKER = no("give Trainer.fit a hook: 'tensorboard', 'csv' or 'jsonl'")
 _LATER = no("halfmesh has nothing of the kind")
 _OF_TORCH = ("AdamW", "Adagrad", "SGD", "RMSprop", "Muon")
@@ -159,12 +161,12 @@ RULES: dict[str, Rule] = {
     "zero_optimization.offload_param.device": offload("parameters"),
     "zero_optimization.cpu_offload": _cpu_offload("optimizer states"),
     "zero_optimization.cpu_offload_params": _cpu_offload("parameters"),
-    "zero_optimization.mics_shard_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
+    "zero_optimization.mics_shard_size": _GROUPS,
     "zero_optimization.zero_quantized_nontrainable_weights": no("weights travel in the mode's dtype"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": no("engine.save_weights writes the whole model"),
     "zero_optimization.gather_16bit_weights_on_model_save": no("engine.save_weights writes the whole model"),
-    "zero_optimization.zero_hpz_partition_size": no("parallel.data.hybrid is nearest: groups with all of the weights"),
+    "zero_optimization.zero_hpz_partition_size": _GROUPS,
     "zero_optimization.zero_quantized_weights": no("weights travel in the mode's dtype"),
     "zero_optimization.zero_quantized_gradients": no("gradients travel in reduce_dtype"),
     **{f"zero_optimization.{name}": _BUFFERS for name in _ZERO_BUFFERS},
@@ -188,7 +190,7 @@ RULES: dict[str, Rule] = {
     "tensor_parallel.autotp_size": to("parallel.tensor.size", whole),
     "tensor_parallel.*": no("parallel.tensor.plan says how layers are divided"),
     "activation_checkpointing.cpu_checkpointing": Rule(_cpu_checkpointing),
-    "activation_checkpointing.partition_activations": no("parallel.tensor.sequence_parallel is nearest"),
+    "activation_checkpointing.partition_activations": lost("parallel.tensor.sequence_parallel is nearest"),
     "activation_checkpointing.*": no("activation_checkpoint names the blocks; the model needs no call"),
     "optimizer.type": Rule(_adam, any_value=True),
     "optimizer.*": no("make the optimizer in your script"),

@@ -5,7 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from .convert import Origin
-from .outcome import Converted, Outcome, Rule, UnreadableError, Without, done, flag, no, number, one_of, text, to, whole
+from .outcome import (
+    Converted,
+    Lost,
+    Outcome,
+    Rule,
+    UnreadableError,
+    Without,
+    done,
+    flag,
+    lost,
+    no,
+    number,
+    one_of,
+    text,
+    to,
+    whole,
+)
 from .sagemaker_scale import dynamic, factor, of_dynamic, static
 from .source import Source
 
@@ -17,6 +33,9 @@ PREFIXES = (
     ("distribution",),
 )
 _STAGES = ("pipeline_parallel_degree", "partitions")
+_TENSOR_ONLY = lost(
+    "experts are not divided over ranks, nor the sequence in attention; tensor with sequence_parallel=True is nearest"
+)
 _TRAFFIC = no("a detail of how the library sends; parallel.data has bucket_mb, max_inflight and prefetch")
 
 
@@ -136,7 +155,7 @@ def _hybrid(value: Any, source: Source) -> Outcome:
         return Converted(settings, look=look)
     if source.whole("tensor_parallel_degree", 1) > 1:
         return Converted({"parallel.data.strategy": "fsdp"}, look="0: over as many data ranks as there are")
-    return Without("0: the FSDP in your script decides: if there is one, write parallel = dict(data='fsdp')")
+    return Lost("0: the FSDP in your script decides: if there is one, write parallel = dict(data='fsdp')")
 
 
 def _over_ranks(size: int, source: Source) -> tuple[dict[str, Any], str]:
@@ -220,8 +239,8 @@ RULES: dict[str, Rule] = {
     "skip_tracing": no("nothing is traced with your data: shapes are found on tensors without memory"),
     "hybrid_shard_degree": Rule(_hybrid),
     "random_seed": to("seed", whole),
-    "expert_parallel_degree": Rule(lambda value, source: _only_one(value, "experts are not divided over ranks")),
-    "context_parallel_degree": Rule(lambda value, source: _only_one(value, "the sequence is not divided in attention")),
+    "expert_parallel_degree": _TENSOR_ONLY,
+    "context_parallel_degree": _TENSOR_ONLY,
     "enabled": done("the config says it"),
     "smdistributed.modelparallel.enabled": done("the config says it"),
     "modelparallel.enabled": done("the config says it"),
@@ -236,12 +255,6 @@ RULES: dict[str, Rule] = {
     "instance_count": Rule(_instances),
     "instance_type": no("halfmesh plan --gpu-memory says whether a model fits on its devices"),
 }
-
-
-def _only_one(value: Any, reason: str) -> Outcome:
-    if whole(value) == 1:
-        return Converted(says="1: off")
-    return Without(f"{reason}; tensor parallelism with sequence_parallel=True is nearest")
 
 
 def _world_size(source: Source) -> int | None:

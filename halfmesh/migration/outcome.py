@@ -34,6 +34,11 @@ class Without:
 
 
 @dataclass(frozen=True)
+class Lost(Without):
+    """A precision, or a way to shard, that the config has not. `reason` says why, and what to do instead."""
+
+
+@dataclass(frozen=True)
 class NotUnderstood:
     """It is no key of that engine's, or its value cannot be read."""
 
@@ -130,6 +135,16 @@ def done(says: str) -> Rule:
 def no(reason: str) -> Rule:
     """No equivalent, whatever the value is."""
     return Rule(lambda value, source: Without(reason), any_value=True)
+
+
+def lost(reason: str) -> Rule:
+    """A precision or a way to shard, unless the value says that there is none."""
+
+    def do(value: Any, source: Source) -> Outcome:
+        is_off = value in (None, False, {}, "") or (type(value) is int and value <= 1)
+        return Converted(says="off") if is_off else Lost(reason)
+
+    return Rule(do, any_value=True)
 
 
 def when(kind: Callable[[Any], Any], outcomes: Mapping[Any, Outcome], otherwise: Outcome | None = None) -> Rule:

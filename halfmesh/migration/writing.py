@@ -13,7 +13,7 @@ from typing import Any
 from ..config.load import load_config
 from ..errors import cut, show
 from .convert import Conversion, Entry
-from .outcome import Converted, NotUnderstood, Without
+from .outcome import Converted, Lost, NotUnderstood, Without
 
 WIDTH = 100
 
@@ -23,9 +23,11 @@ def as_python(conversion: Conversion, title: str, origin: str) -> str:
     lines = [*_comment(f"Made by halfmesh convert-config from {title} ({origin})."), ""]
     for finding in conversion.findings:
         lines += _comment(f"CANNOT RUN{_where(conversion)}: {finding}")
+    for entry in conversion.of(Lost):
+        lines += _comment(f"LOST: {_line(entry)}")
     for look in conversion.looks:
         lines += _comment(f"LOOK: {look}")
-    if conversion.looks or conversion.findings:
+    if conversion.looks or conversion.findings or conversion.of(Lost):
         lines.append("")
     for key, value in conversion.settings.items():
         for entry in conversion.of(Converted):
@@ -63,6 +65,8 @@ def summary(conversion: Conversion) -> Iterator[str]:
         yield f"{heading}: {len(entries)}"
         for entry in entries:
             yield f"  {_line(entry)}"
+    for entry in conversion.of(Lost):
+        yield f"lost: {_line(entry)}"
     for look in conversion.looks:
         yield f"look: {look}"
     if conversion.findings:
@@ -78,9 +82,10 @@ def _where(conversion: Conversion) -> str:
 def as_json(conversion: Conversion, text: str) -> dict[str, Any]:
     """The same for a program."""
     return {
-        "ok": not conversion.findings and not conversion.of(NotUnderstood),
+        "ok": not (conversion.findings or conversion.of(NotUnderstood) or conversion.of(Lost)),
         "world_size": conversion.world_size,
         "findings": list(conversion.findings),
+        "lost": [entry.key for entry in conversion.of(Lost)],
         "looks": list(conversion.looks),
         "converted": [
             {

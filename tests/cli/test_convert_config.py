@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -53,6 +55,40 @@ def test_what_cannot_run_or_is_not_understood_is_said_in_the_config(source):
     result = run("opt_level=O2 patch=1", "--from", "apex")
     assert result.exit_code == 1
     assert "# not understood:\n# - patch = 1" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "origin", "lost"),
+    [
+        ({"mixed_precision": "fp8"}, "accelerate", ["mixed_precision"]),
+        ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "accelerate", "cp_size"),
+        ({"distributed_type": "MEGATRON_LM"}, "accelerate", ["distributed_type"]),
+        ({"Accelerator": {"fsdp_plugin": "plugin"}}, "accelerate", ["Accelerator.fsdp_plugin"]),
+        ({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, "accelerate", "deepspeed_config_file"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, "deepspeed", "mics_shard_size"),
+        ({"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}, "colossal", "tensor.size"),
+        ({"expert_parallel_degree": 2}, "sagemaker", ["expert_parallel_degree"]),
+        ({"context_parallel_degree": 1, "tensor_parallel_degree": 2}, "sagemaker", []),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, "deepspeed", []),
+        ({"Accelerator": {"fsdp_plugin": None, "log_with": "wandb"}}, "accelerate", []),
+        ({"distributed_type": "FSDP", "deepspeed_config": {"deepspeed_config_file": "x"}}, "accelerate", []),
+    ],
+)
+def test_a_lost_precision_or_sharding_is_no_success(text, origin, lost):
+    printed, answer = run(repr(text), "--from", origin), run(repr(text), "--from", origin, "--json")
+    found = json.loads(answer.stdout)["lost"]
+    assert bool(found) == bool(lost)
+    assert any(lost in key for key in found) if isinstance(lost, str) else found == lost
+    assert printed.exit_code == answer.exit_code == (1 if lost else 0)
+    assert all(f"lost: {key} = " in printed.stderr and f"# LOST: {key} = " in printed.stdout for key in found)
+
+
+def test_an_accumulation_says_that_step_is_called_for_each_batch(source):
+    (source / "train.py").write_text("accelerator = Accelerator(gradient_accumulation_steps=4)\n")
+    result = run("train.py", "--from", "accelerate")
+    assert result.exit_code == 0
+    assert "delete the `if (i + 1) % N == 0` around the step" in result.stderr
+    assert "delete the" not in run("opt_level=O2", "--from", "apex").stderr
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ class Converted:
         config: what was written, loaded.
         rest: keys that have no place, each with "without" or "not understood".
         reasons: why, by key.
+        lost: keys of a precision or of a way to shard that the config has not.
         looks: what the user should look at, by key.
     """
 
@@ -35,7 +36,9 @@ class Converted:
         self.reasons = {row["key"]: row["reason"] for row in (*without, *others)}
         self.looks = {row["key"]: row["look"] for row in self.answer["converted"]}
         self.keys = [*self.looks, *self.rest]
-        assert self.answer["ok"] == (not others and not self.findings) == (done.exit_code == 0)
+        self.lost = self.answer["lost"]
+        assert set(self.lost) <= {row["key"] for row in without}
+        assert self.answer["ok"] == (not others and not self.findings and not self.lost) == (done.exit_code == 0)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.py"
             path.write_text(self.answer["config"])
