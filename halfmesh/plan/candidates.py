@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .model_facts import ModelFacts
 
 FP32 = "fp32"
-DEFAULT_MODES = ("naive-bf16", "torch-bf16", FP32)
+DEFAULT_MODES = ("torch-bf16", "naive-bf16", FP32)
 CHECKPOINTS = ("off", "selective", "every=2", "full")
 """Values of activation_checkpoint, by how much is computed again."""
 STRATEGIES = ("replicate", "zero1", "fsdp")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..memory import readable
-from .candidates import CHECKPOINTS, DEFAULT_MODES, FP32, STRATEGIES, Candidate
+from .candidates import CHECKPOINTS, FP32, STRATEGIES, Candidate
 from .dry_run import DryRun
 
 ROOM = 0.9
@@ -73,8 +73,8 @@ def _simplicity(row: Row) -> float:
 
 
 def _mode(row: Row) -> float:
-    mode = row.candidate.mode
-    return DEFAULT_MODES.index(mode) if mode in DEFAULT_MODES else len(DEFAULT_MODES)
+    """As docs/precision.md recommends them: under torch weights, buffers and norms stay in fp32."""
+    return 0 if row.candidate.mode.startswith("torch") else 1
 
 
 CRITERIA = (
@@ -87,10 +87,10 @@ CRITERIA = (
     ),
     Criterion("a smaller bubble", lambda r: r.bubble, lambda r: f"{r.bubble:.1%}", more=0.02),
     Criterion("fewer bytes between nodes", lambda r: r.across, lambda r: readable(r.across), times=2.0),
+    Criterion("mode torch", _mode, lambda r: r.candidate.mode),
     Criterion("fewer bytes in all", lambda r: r.across + r.within, lambda r: readable(r.across + r.within), times=1.1),
     Criterion("fewer passes through the model", lambda r: r.candidate.passes, lambda r: f"{r.candidate.passes}"),
     Criterion("a simpler layout", _simplicity, lambda r: str(r.candidate)),
-    Criterion("the mode that is first", _mode, lambda r: r.candidate.mode),
     Criterion("less memory", lambda r: r.memory, lambda r: readable(r.memory)),
 )
 """In this order: each leaves those that are as good as the best, and the next one looks at these."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
-from halfmesh.plan.candidates import Candidate, Mesh
+from halfmesh.plan.candidates import DEFAULT_MODES, Candidate, Mesh
 from halfmesh.plan.dry_run import dry_run_with, needed
 from halfmesh.plan.model_facts import find_facts
 from halfmesh.plan.profiles import find_profiles
+from halfmesh.plan.ranking import Row, pick
 from halfmesh.plan.search import estimated, measured, search
 from halfmesh.plan.show_search import lines
 from halfmesh.plan.wish import Wish
@@ -23,6 +25,7 @@ from halfmesh.plan.workers import Workers
 from halfmesh.plan.writing import write
 from tests.support import llama
 from tests.support.llama import SMALL
+from tests.support.pages import read_page
 from tests.support.ranks import run_ranks
 
 KIB = 2**10
@@ -121,6 +124,25 @@ def test_inputs_that_cannot_be_planned(tmp_path, monkeypatch):
         find(8000, 9, rows=7)
     with pytest.raises(InputError, match="--world-size 2000000000: at most 16,384, or"):
         find(1, 2 * 10**9)
+
+
+def test_the_mode_is_the_one_that_the_precision_page_recommends():
+    """torch, unless it has no room, computes more again, waits longer, or sends far more to other nodes."""
+    _, found = find(8000, 1, modes=DEFAULT_MODES, rows=1)
+    assert found.chosen.candidate.mode == "torch-bf16"
+    assert "naive-bf16" in {row.candidate.mode for row in found.listed}
+    recommended = re.findall(r"^- .*?mode=\"(\w+)\"", read_page("precision.md"), re.MULTILINE)
+    assert recommended[:3] == ["torch", "torch", "naive"]
+
+    def picks(torch=(50, 0.0, 100), naive=(50, 0.0, 100), checkpoint="off"):
+        kinds = (("torch-bf16", checkpoint, torch), ("naive-bf16", "off", naive))
+        made = [(Candidate(mode, FOUR, "fsdp", 8, checkpoint=check), rest) for mode, check, rest in kinds]
+        rows = [Row(c, memory, bubble, 0, across, 100) for c, (memory, bubble, across) in made]
+        return {pick(rows).candidate.mode, pick(rows[::-1]).candidate.mode}
+
+    assert picks() == picks(torch=(80, 0.02, 200)) == {"torch-bf16"}
+    assert picks(torch=(91, 0.0, 100)) == picks(torch=(50, 0.03, 100)) == {"naive-bf16"}
+    assert picks(torch=(50, 0.0, 201)) == picks(checkpoint="full") == {"naive-bf16"}
 
 
 def test_advice_on_the_choice():
