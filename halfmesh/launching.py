@@ -45,6 +45,18 @@ class Launch:
     local_rank: int
     group: OwnedGroup | None = None
 
+    @property
+    def dp_size(self) -> int:
+        """The number of data ranks: processes, or groups of them, that see data of their own."""
+        from .compat import get_layout
+
+        return get_layout(self.config, self.world_size).data
+
+    @property
+    def dp_rank(self) -> int:
+        """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
+        return self.rank // self.config.parallel.tensor.size % self.dp_size
+
     def close(self) -> None:
         """Destroy the process group, if this launch made it, and restore the exception hook. May be called twice."""
         if self.group is not None:

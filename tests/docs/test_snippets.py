@@ -64,6 +64,13 @@ def test_python_and_yaml_are_one_config(run, capsys):
     assert names["config"].gradient_accumulation == 4
 
 
+def test_a_launch_under_slurm(run, monkeypatch):
+    for name, value in {"SLURM_PROCID": 0, "SLURM_NPROCS": 1, "SLURM_LOCALID": 0, "HEAD": "node0"}.items():
+        monkeypatch.setenv(name, str(value))
+    launch = run("before-initialize.md", "slurm.py", files=("config.py",))["launch"]
+    assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
+
+
 def test_keys_from_elsewhere(run):
     Path("elsewhere.py").write_text("max_grad_norm = 1.0\nzero = dict(level=2)\n")
     ((command, expected),) = shown_commands("config.md")

@@ -114,6 +114,25 @@ def test_slurm_and_open_mpi_tell_the_place(variables, monkeypatch):
     assert len(joined) == 1
 
 
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"tensor": 2}, [0, 0, 1, 1, 2, 2, 3, 3]),
+        ({"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}}, [0, 0, 1, 1, 0, 0, 1, 1]),
+    ],
+)
+def test_data_ranks_are_known_before_there_is_a_model(parallel, expected, variables, monkeypatch):
+    monkeypatch.setattr(launching, "make_group", lambda *given: None)
+    found = []
+    for rank in range(8):
+        variables(TORCHRUN, WORLD_SIZE="8", RANK=str(rank))
+        run = launch_from_torch({"parallel": parallel}, device="cpu", verbose=False)
+        found.append(run.dp_rank)
+        assert run.dp_size == max(expected) + 1
+    assert found == expected
+
+
 def test_the_default_parser():
     line = "--config c.py --host h --port 5 --world-size 4 --rank 1 --local-rank 1 --backend gloo"
     expected = {"config": "c.py", "host": "h", "port": 5, "world_size": 4, "rank": 1, "local_rank": 1}
