@@ -99,12 +99,10 @@ class Automatic:
             self.stop()
 
     def stop(self) -> None:
-        """Nothing more is saved. Signals are as they were, unless the process is about to end because of one: then
-        another one changes nothing."""
+        """Nothing more is saved. Signals are as they were, unless they are ignored because one ends the process."""
         self._preemption.stop()
         self._handled = None
-        if not self._ended:
-            self._signals.remove()
+        self._signals.remove()
 
     def _pass_boundary(self) -> None:
         engine, before = self._engine, self._step
@@ -115,6 +113,7 @@ class Automatic:
         if self._preemption.is_due(step - before):
             place = self._save_last(self._preemption.reason, f", and ends with status {Preempted().code}")
             self._ended = True
+            self._signals.ignore()
             raise Preempted(place)
         self._save_if_due(before)
 

@@ -84,13 +84,16 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(folder)
         self._folder = folder
         self._files = files
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What tensors there are, and where.
+        """What tensors there are, and where. Read once: what is used is what was checked.
 
         Raises:
             CheckpointError: it holds something else, or names files that are not the checkpoint's.
         """
+        if self._metadata is not None:
+            return self._metadata
         path = self._folder / ".metadata"
         metadata = torch_private.read_checkpoint_metadata(path)
         outside = {info.relative_path for info in metadata.storage_data.values()} - self._files.keys()
@@ -100,6 +103,7 @@ class SafeReader(dcp.FileSystemReader):
                 "it was changed, or does not belong here: take another checkpoint"
             )
         refuse_metadata(metadata, self._files)
+        self._metadata = metadata
         return metadata
 
 
