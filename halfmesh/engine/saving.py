@@ -212,7 +212,7 @@ class Saving(Readings):
         self._refuse_if_closed()
         from .checkpointing.weights import save_weights
 
-        save_weights(self._run.holding, self.context, Path(path), format, max_file_gb)
+        save_weights(self._run.holding, self.context, path, format, max_file_gb)
 
     def load_weights(self, path: str | Path) -> None:
         """Take the model's weights, and masters, from a file of `save_weights`, or of another program that has the same

@@ -107,8 +107,9 @@ class SafeReader(dcp.FileSystemReader):
         return metadata
 
 
-def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> None:
-    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`.
+def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> int:
+    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`. Returns how
+    many tensors that are.
 
     Args:
         group: of all ranks, for what they tell each other; None: torch's default one.
@@ -119,12 +120,13 @@ def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | 
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=ahead)
     planner = PieceSavePlanner()
     if alone:
-        _write_alone(pieces, writer, planner)
+        metadata = _write_alone(pieces, writer, planner)
     else:
-        dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+        metadata = dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+    return len(metadata.state_dict_metadata)
 
 
-def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSavePlanner) -> None:
+def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSavePlanner) -> Metadata:
     """(`dcp.save` warns of a single process, and a thread cannot silence that for itself.)"""
     planner.set_up_planner(dict(pieces), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -132,6 +134,7 @@ def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSav
     plans, metadata = planner.create_global_plan([plan])
     final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     writer.finish(metadata, [writer.write_data(final, planner).wait()])
+    return metadata
 
 
 def read(pieces: Pieces, reader: SafeReader, alone: bool) -> None:

@@ -117,14 +117,14 @@ def _failed(directory: Path, step: int) -> str:
 def _fill(place: Path, what: str, snapshot: Snapshot, ranks: Ranks, keep: int | None) -> tuple[Path, int]:
     """Write all files into `place`, and give it its name. Returns that, and the bytes of all of them."""
     together(ranks, what, lambda: _write_rest(place, snapshot, ranks))
-    together(ranks, what, lambda: _write_tensors(place, snapshot, ranks))  # with collectives of its own
+    tensors = together(ranks, what, lambda: _write_tensors(place, snapshot, ranks))  # with collectives of its own
     mine = together(ranks, what, lambda: folders.describe(place, _written(place, ranks.rank)))
     files = {name: known for theirs in ranks.everyone(mine) for name, known in theirs.items()}
 
     def complete() -> Path | None:
         if ranks.rank != 0:
             return None
-        folders.Manifest(files, snapshot.about).write(place)
+        folders.Manifest(files, {**snapshot.about, "tensors": tensors}).write(place)
         return folders.finish(place, keep)
 
     final: Path = ranks.from_first(together(ranks, what, complete))
@@ -137,14 +137,16 @@ def _write_rest(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
     progress.write(place / progress.rank_file(ranks.rank), snapshot.own)
 
 
-def _write_tensors(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+def _write_tensors(place: Path, snapshot: Snapshot, ranks: Ranks) -> int:
+    """Returns how many tensors there are in the checkpoint."""
     group = ranks.group if isinstance(ranks, HostRanks) else None
     try:
-        planners.write(snapshot.pieces, place, ranks.size == 1, group)
+        return planners.write(snapshot.pieces, place, ranks.size == 1, group)
     except CheckpointException as error:  # on all ranks, with the reasons of those that failed
         mine = error.failures.get(ranks.rank)
         if mine is not None:
             raise mine[0] from error
+        return 0  # the others raise
 
 
 def _written(place: Path, rank: int) -> list[str]:
