@@ -43,8 +43,8 @@ class Manifest:
 
     Attributes:
         files: size in bytes and sha256 of every other file, by name.
-        about: what is told of the run: step, layout, device, model (a digest of names and shapes), config, versions, and
-            the number of tensors.
+        about: what is told of the run: step, layout, device, model (a digest of names and shapes), config, versions,
+            number of tensors.
         format: of the checkpoint; where it is another than `FORMAT`, the rest is empty.
     """
 
