@@ -43,7 +43,7 @@ class Automatic:
         self._options = options
         self._directory = folder_of(options)
         self._step = self._tried = engine.global_step
-        self._ended = False
+        self._ended = self._locked = False
         self._handled = sys.exception()
         self._signals = StopSignals(options.signals)
         self._preemption = Preemption(engine.context, self._signals.came)
@@ -106,6 +106,10 @@ class Automatic:
 
     def _pass_boundary(self) -> None:
         engine, before = self._engine, self._step
+        if not self._locked:  # not earlier: an evaluation beside the run that trains saves nothing
+            what = f"checkpoint.directory={self._options.directory!r}"
+            on_first(engine.context, what, lambda: engine._locks.take(self._directory))
+            self._locked = True
         step = engine.global_step
         if step == before or engine._cycle.holds_gradients:
             return

@@ -1,6 +1,7 @@
 """How checkpoints lie in a folder: complete under their name, or not at all.
 
 checkpoints/
+    .lock                 while a job saves here
     step-00001200/
         manifest.json     format, versions, layout, device, model, config, its sha256; size and sha256 of other files
         .metadata         of torch.distributed.checkpoint

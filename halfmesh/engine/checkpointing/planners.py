@@ -108,8 +108,8 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> int:
-    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`. Returns the
-    number of tensors.
+    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`. Returns
+    the number of tensors.
 
     Args:
         group: of all ranks, for what they tell each other; None: torch's default one.

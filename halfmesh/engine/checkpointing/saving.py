@@ -20,6 +20,7 @@ from ...parallel.context import ParallelContext
 from . import folder as folders
 from . import planners, progress
 from .contents import MODEL, Holding, Pieces, join_groups, refuse_differing, without_empty
+from .lock import FolderLocks
 from .together import HostRanks, Ranks, together
 
 _log = get_logger(__name__)
@@ -72,15 +73,22 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     }
 
 
-def begin(directory: Path, step: int, context: ParallelContext) -> Path:
+def begin(directory: Path, step: int, context: ParallelContext, locks: FolderLocks) -> Path:
     """Make the folder that a checkpoint is written into. All ranks together.
 
     Raises:
-        CheckpointError: it could not be made, or is not there on some rank; raised on all of them.
+        CheckpointError: it could not be made, is not there on some rank, or another job saves to `directory`; raised on
+            all of them.
     """
     what = _failed(directory, step)
-    unfinished = together(context, what, lambda: folders.begin(directory, step) if context.rank == 0 else None)
-    place: Path = context.from_first(unfinished)
+
+    def begun() -> Path | None:
+        if context.rank != 0:
+            return None
+        locks.take(directory)
+        return folders.begin(directory, step)
+
+    place: Path = context.from_first(together(context, what, begun))
     with _removed_after_an_error(place, context):
         together(context, what, lambda: _refuse_unseen(place))
     return place
