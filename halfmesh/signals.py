@@ -106,10 +106,18 @@ class StopSignals:
 
     def remove(self) -> None:
         """Restore what was there before, where nobody has taken this one's place."""
+        self._replace(signal.SIG_DFL)
+
+    def ignore(self) -> None:
+        """Ignore the signals until the process has ended. A handler in Python would not do: the interpreter takes it
+        away when it shuts down, and a launcher's second signal would end the process with another status."""
+        self._replace(signal.SIG_IGN)
+
+    def _replace(self, handler: signal.Handlers) -> None:
         if _in_main_thread():
             for number in self._mine:
                 if signal.getsignal(number) is self:
-                    signal.signal(number, signal.SIG_DFL)
+                    signal.signal(number, handler)
 
 
 class ShelteredWorker:

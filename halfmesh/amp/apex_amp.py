@@ -71,7 +71,7 @@ def _loss_scale(options: ApexOptions, scale: float | Literal["dynamic"]) -> Loss
     if scale == 1.0:
         return None
     if scale != "dynamic":
-        return LossScale(initial=scale, dynamic=False)
+        return LossScale(initial=scale, dynamic=False, skips=False)
     return LossScale(
         initial=min(options.max_loss_scale, INITIAL_SCALE),
         growth_interval=2000,

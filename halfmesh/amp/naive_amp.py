@@ -16,7 +16,7 @@ class NaiveOptions(Options):
     """Colossal-AI's keys and defaults, but `initial_scale` is 2**16: at its 2**32 the first ~20 steps are lost."""
 
     loss_scale: Literal["dynamic"] | Scale = "dynamic"
-    """A number is a static scale: it never moves, and no step is skipped."""
+    """A number is a static scale, which never moves. Updates with inf or nan are skipped, as Colossal-AI does."""
     log_num_zeros_in_grad: bool = False
     """Return the number of zeros in the gradient with each step, as `StepResult.num_zeros`."""
     initial_scale: Scale = 2.0**16

@@ -34,7 +34,7 @@ class MixedPrecisionOptimizer:
 
     One `step`: gradients -> one pass for norm and verdict -> one all-reduce of it -> unscale and clip as one divisor
     -> step or skip -> masters published to the model -> loss scale updated. With a fused SGD, Adam, AdamW or Adagrad
-    nothing in it is read on the host; another optimizer under a dynamic scale reads one number.
+    nothing in it is read on the host; another optimizer under a loss scale reads one number.
 
     Args:
         optimizer: over parameters of `shards` only.

@@ -14,7 +14,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 class LossScale:
     """How the loss scale starts and moves.
 
-    Defaults are those of `torch.amp.GradScaler`. A static scale never moves and never skips a step.
+    Defaults are those of `torch.amp.GradScaler`. A static scale never moves.
     """
 
     initial: float = 2.0**16
@@ -29,6 +29,8 @@ class LossScale:
     max_scale: float = 2.0**127
     verbose: bool = False
     """Log each change of the scale, once it is known on the host."""
+    skips: bool = True
+    """Skip an update with inf or nan. A dynamic scale has to; apex's static one does not."""
 
     def __post_init__(self) -> None:
         fine = (
@@ -37,12 +39,12 @@ class LossScale:
             and 0 < self.backoff_factor < 1
             and self.growth_interval >= 1
             and self.hysteresis >= 1
-            and (not self.dynamic or self.min_scale <= self.initial <= self.max_scale)
+            and (not self.dynamic or (self.skips and self.min_scale <= self.initial <= self.max_scale))
         )
         if not fine:
             raise ValueError(
                 f"{self} cannot work: it needs 0 < initial <= 2**127 between min_scale and max_scale, growth_factor > "
-                "1, 0 < backoff_factor < 1, growth_interval >= 1 and hysteresis >= 1"
+                "1, 0 < backoff_factor < 1, growth_interval >= 1, hysteresis >= 1, and skips if it is dynamic"
             )
 
 
@@ -90,8 +92,8 @@ class Recipe:
 
     @property
     def skips(self) -> bool:
-        """Whether a step with non-finite gradients is skipped by itself: only a dynamic scale does that."""
-        return self.loss_scale is not None and self.loss_scale.dynamic
+        """Whether a step with non-finite gradients is skipped by itself: only under a loss scale."""
+        return self.loss_scale is not None and self.loss_scale.skips
 
     @property
     def keeps_scale(self) -> bool:

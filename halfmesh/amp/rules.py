@@ -14,7 +14,7 @@ class UpdateRules:
     """Clip the norm of all gradients to this; 0 does not clip."""
     norm_type: float = 2.0
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
-    """auto: a dynamic loss scale skips, everything else steps."""
+    """auto: where the recipe has a loss scale it is skipped (not with apex's static one), else stepped."""
     max_consecutive_skips: int = 50
     """Non-finite verdicts in a row that end the run."""
     track_grad_norm: bool = False

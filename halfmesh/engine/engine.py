@@ -16,6 +16,7 @@ from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from .attached import Attached
+from .checkpointing.lock import FolderLocks
 from .cycle import GradientCycle
 from .dataloader import EngineDataLoader
 from .health.health import KEPT, Health
@@ -94,6 +95,7 @@ class Engine(Health):
         self._background = None
         self._automatic = None
         self._attached = Attached()
+        self._locks = FolderLocks()
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -300,6 +302,7 @@ class Engine(Health):
             self._cycle.reducer.close()
         if whole:
             self._passes.close()
+        self._locks.release()
         self._division.close(whole)
 
     def __enter__(self) -> Engine:

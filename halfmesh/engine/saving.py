@@ -12,6 +12,7 @@ from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import checkpoint, rank_random
 from .attached import Attached, Stateful
+from .checkpointing.lock import FolderLocks
 from .cycle import refuse_inside
 from .readings import Readings
 
@@ -39,6 +40,7 @@ class Saving(Readings):
     _automatic: Automatic | None
     """With the config key `checkpoint`."""
     _attached: Attached
+    _locks: FolderLocks
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -212,7 +214,7 @@ class Saving(Readings):
         self._refuse_if_closed()
         from .checkpointing.weights import save_weights
 
-        save_weights(self._run.holding, self.context, Path(path), format, max_file_gb)
+        save_weights(self._run.holding, self.context, path, format, max_file_gb)
 
     def load_weights(self, path: str | Path) -> None:
         """Take the model's weights, and masters, from a file of `save_weights`, or of another program that has the same
@@ -242,7 +244,8 @@ class Saving(Readings):
         from .checkpointing.run import Run
 
         holding = self.model, self._update, self._division
-        return Run(*holding, self.context, self.config, self._cycle, self._lr, self._dataloader, self._attached)
+        loop = self._cycle, self._lr, self._dataloader
+        return Run(*holding, self.context, self.config, *loop, self._attached, self._locks)
 
     @property
     def _layout(self) -> dict[str, int]:

@@ -71,10 +71,7 @@ def loss_scale(value: Any, source: Source) -> Outcome:
     if (off := unless_on(source, "fp16")) is not None:
         return off
     scale = number(value)
-    if scale == 0:
-        return Converted({"fp16.loss_scale": "dynamic"})
-    look = "DeepSpeed skips an update with inf or nan under a static scale, too: on_nonfinite says so"
-    return Converted({"fp16.loss_scale": float(scale), "on_nonfinite": "skip"}, look=look)
+    return Converted({"fp16.loss_scale": float(scale) if scale else "dynamic"})
 
 
 def micro_batch(value: Any, source: Source) -> Outcome:

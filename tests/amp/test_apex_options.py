@@ -55,7 +55,7 @@ def test_the_property_table_is_apexs():
         (
             "O2",
             {"keep_batchnorm_fp32": "False", "loss_scale": "128.0"},
-            replace(O2, keep_batchnorm_fp32=False, loss_scale=LossScale(128.0, dynamic=False)),
+            replace(O2, keep_batchnorm_fp32=False, loss_scale=LossScale(128.0, dynamic=False, skips=False)),
         ),
         (
             "O2",

@@ -20,7 +20,7 @@ from halfmesh.shard import ParamShard
 from tests.support.updates import OPTIMIZERS
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda", 0)
-STATIC = Recipe(loss_scale=LossScale(initial=8.0, dynamic=False))
+STATIC = Recipe(loss_scale=LossScale(initial=8.0, dynamic=False, skips=False))
 MASTERS = Recipe(param_dtype=torch.float16, compute_dtype=torch.float16, master_weights=True)
 
 

@@ -26,6 +26,7 @@ from tests.support.updates import (
 
 SCALED = Recipe(loss_scale=DYNAMIC)
 STATIC = Recipe(loss_scale=LossScale(initial=8.0, dynamic=False))
+APEX = Recipe(loss_scale=LossScale(initial=8.0, dynamic=False, skips=False))
 
 
 def test_on_nonfinite_raise_names_the_parameter():
@@ -64,8 +65,8 @@ def test_a_storm_of_skips_stops_with_a_diagnosis(recipe, ending):
     assert ending in str(caught.value)
 
 
-@pytest.mark.parametrize(("recipe", "skips"), [(FP32, False), (STATIC, False), (SCALED, True)])
-def test_only_a_dynamic_scale_skips(recipe, skips):
+@pytest.mark.parametrize(("recipe", "skips"), [(FP32, False), (APEX, False), (STATIC, True), (SCALED, True)])
+def test_a_loss_scale_skips_but_not_a_static_one_of_apex(recipe, skips):
     params = make_params()
     update = make_update(params, OPTIMIZERS["adamw"], recipe, max_norm=1.0)
     before = copy.deepcopy(params)
@@ -96,7 +97,7 @@ def test_on_a_gpu_a_storm_stops_one_update_later(recipe):
         take(update, params, 0)
 
 
-@pytest.mark.parametrize("recipe", [FP32, STATIC])
+@pytest.mark.parametrize("recipe", [FP32, APEX])
 def test_nan_is_noticed_even_if_nothing_asks_for_a_verdict(recipe):
     """A look now and then: the norm is taken in each fourth update here, and in each one after nan was seen."""
     params = make_params()

@@ -151,7 +151,7 @@ def test_an_error_comes_with_what_waits(tells, tmp_path, monkeypatch):
     save_that_fails(engine, tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match=FAILED):
         getattr(engine, tells)(*([tmp_path] if tells in ("load", "save") else []))
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("*step-*"))
     if tells == "close":
         engine.close()
     else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from halfmesh import torch_private
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import change_manifest, differing, make_engine, train, weights
 
@@ -77,6 +79,56 @@ def test_any_damage_of_any_file_is_refused_and_changes_nothing(saved, name):
     assert engine.global_step == 0
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_manifest_that_is_no_file_is_not_opened(saved, kind, caplog):
+    """A load goes on to the next one, and saves beside it are not held up."""
+    folder, states = saved
+    path = folder / "step-00000002" / "manifest.json"
+    path.rename(folder / "moved.json")
+    if kind == "link":
+        path.symlink_to(folder / "moved.json")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json is damaged \(it is a link, a pipe or a device, not a file"
+    ):
+        made().load(folder / "step-00000002")
+    loads(folder, states[0], 1)
+    engine = made()
+    train(engine, 3)
+    assert engine.save(folder, keep=1).name == "step-00000003"
+
+
+@pytest.mark.parametrize("name", ["counters.step.first.weight", "optimizer.exp_avg.up.bias"])
+def test_metadata_that_lacks_a_tensor_is_refused_before_anything_is_changed(saved, name):
+    place = saved[0] / "step-00000002"
+    metadata = torch_private.read_checkpoint_metadata(place / ".metadata")
+    tensors = len(metadata.state_dict_metadata)
+    del metadata.state_dict_metadata[name]
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    describe_anew(place, ".metadata")
+    engine = made(seed=3)
+    before = weights(engine)
+    with pytest.raises(
+        CheckpointError, match=rf"metadata names {tensors - 1} tensors, and {tensors} were saved; take "
+    ):
+        engine.load(place)
+    assert differing(weights(engine), before) == []
+
+
+def test_a_checkpoint_of_an_older_version_is_read(saved):
+    """Its manifest does not say how many tensors there are."""
+    change_manifest(saved[0] / "step-00000002", "tensors")
+    loads(saved[0], saved[1][1], 2)
+
+
+def describe_anew(place, name):
+    """Make the checksum of a file fit: checksums are no signature."""
+    content = (place / name).read_bytes()
+    described = {name: [len(content), hashlib.sha256(content).hexdigest()]}
+    change_manifest(place, files=json.loads((place / "manifest.json").read_text())["files"] | described)
+
+
 def test_what_is_no_checkpoint(tmp_path, saved):
     folder, _ = saved
     for path in folder.glob("step-*/common.pt"):
@@ -87,6 +139,9 @@ def test_what_is_no_checkpoint(tmp_path, saved):
     for place, words in (("not here", "there is no such folder"), ("empty", "it holds no complete")):
         with pytest.raises(CheckpointError, match=f"loading from .* failed: {words}.*; give the folder that"):
             made().load(folder / place)
+    (folder / "weights.pt").touch()
+    with pytest.raises(CheckpointError, match=r"it is a file, .*; for weights alone call engine.load_weights"):
+        made().load(folder / "weights.pt")
 
 
 def test_a_newer_format_is_refused(saved):
@@ -102,13 +157,11 @@ class Runs:
 
 
 def test_no_code_is_run(saved, monkeypatch):
-    """Of a file whose checksum fits: checksums are no signature."""
+    """Of a file whose checksum fits."""
     monkeypatch.chdir(saved[0])
     place = saved[0] / "step-00000002"
     torch.save({"optimizer": Runs()}, place / "common.pt")
-    content = (place / "common.pt").read_bytes()
-    described = {"common.pt": [len(content), hashlib.sha256(content).hexdigest()]}
-    change_manifest(place, files=json.loads((place / "manifest.json").read_text())["files"] | described)
+    describe_anew(place, "common.pt")
     with pytest.raises(CheckpointError, match="holds more than plain data, which is not read because it could run cod"):
         made().load(place)
     assert not Path("ran").exists()

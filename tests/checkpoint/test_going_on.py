@@ -44,7 +44,8 @@ def test_a_run_that_was_told_to_end_goes_on_exactly(name, tmp_path):
     assert ended.value.folder == tmp_path / f"step-{told_in:08d}"
     assert steps_in(tmp_path) == [told_in]
     first.close()
-    os.kill(os.getpid(), signal.SIGTERM)  # another one changes nothing: the process is about to end
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # another one changes nothing: the process is to end
+    os.kill(os.getpid(), signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     second = made(tmp_path, seed=2, **options)
     assert second.global_step == told_in

@@ -171,11 +171,12 @@ def test_an_earlier_save_leaves_nothing(tmp_path):
         ("w.pt", {}, r"w.pt ends like a file of the format 'torch'.*; give format='torch'"),
         ("w.safetensors", {"format": "torch"}, r"ends like a file of the format 'safetensors'"),
         ("", {}, r"is a folder; give the name of a file in it, such as .*model.safetensors"),
+        ("new/", {}, r"new is a folder; give the name of a file in it, such as .*new/model.safetensors"),
     ],
 )
 def test_saves_that_are_refused(name, arguments, words, tmp_path):
     with pytest.raises(InputError, match=words):
-        small().save_weights(tmp_path / name, **arguments)
+        small().save_weights(f"{tmp_path}/{name}", **arguments)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -122,6 +122,17 @@ def test_on_nonfinite():
         engine.step()
 
 
+@pytest.mark.parametrize(("mode", "skips"), [("naive", True), ("apex", False)])
+def test_a_static_scale_of_naive_skips_as_colossalai_does_and_one_of_apex_steps_as_apex(mode, skips):
+    engine = make_engine({"fp16": {"mode": mode, "loss_scale": 8.0}})
+    before = full_weights(engine)
+    backward(engine, math.inf)
+    assert engine.step().skipped == skips
+    assert (engine.skipped_steps, engine.loss_scale) == (int(skips), 8.0)
+    assert all(torch.equal(value, before[name]) for name, value in full_weights(engine).items()) == skips
+    assert all(value.isfinite().all() for value in full_weights(engine).values()) == skips
+
+
 def test_track_grad_norm():
     assert train(make_engine(), max_batches=1)[0].grad_norm is None
     (result,) = train(make_engine({"track_grad_norm": True}), max_batches=1)

@@ -198,11 +198,14 @@ def assert_same_weights(first, second, tolerance=0.0):
 
 @pytest.mark.slow
 def test_one_process_ends_with_status_75_and_resumes(tmp_path):
-    """With a worker, and the signal to all of its processes, as torchrun and SLURM send it."""
+    """With a worker, and the signal to all of its processes, as torchrun and SLURM send it: again and again, also while
+    the interpreter shuts down."""
     options = make_folders(tmp_path) | {"workers": 1}
     with begin((sys.executable,), **options, pause=0.05) as process:
         await_step(options["log"], 0, 7, process)
-        os.killpg(process.pid, signal.SIGTERM)
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            time.sleep(0.05)
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 75, output
     assert "told to end (SIGTERM): saved to " in output.splitlines()[-1]

@@ -177,7 +177,7 @@ def test_sagemakers_traps_are_said():
         ),
         (
             {"fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 2}},
-            {"fp16": {"mode": "naive", "loss_scale": 64.0}, "on_nonfinite": "skip"},
+            {"fp16": {"mode": "naive", "loss_scale": 64.0}},
             {"fp16.hysteresis": "without"},
         ),
         ({"fp16": {"enabled": False, "hysteresis": 2}}, {}, {"fp16.hysteresis": "without"}),

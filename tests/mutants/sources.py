@@ -43,7 +43,7 @@ UPDATE = (
         (EXACT,),
     ),
     Fault(
-        "a static scale skips updates",
+        "an update without a loss scale is skipped",
         OPTIMIZER,
         "if verdict is not None and self.skips else None",
         "if verdict is not None else None",

@@ -43,7 +43,7 @@ class Automatic:
         self._options = options
         self._directory = folder_of(options)
         self._step = self._tried = engine.global_step
-        self._ended = False
+        self._ended = self._locked = False
         self._handled = sys.exception()
         self._signals = StopSignals(options.signals)
         self._preemption = Preemption(engine.context, self._signals.came)
@@ -99,15 +99,17 @@ class Automatic:
             self.stop()
 
     def stop(self) -> None:
-        """Nothing more is saved. Signals are as they were, unless the process is about to end because of one: then
-        another one changes nothing."""
+        """Nothing more is saved. Signals are as they were, unless they are ignored because one ends the process."""
         self._preemption.stop()
         self._handled = None
-        if not self._ended:
-            self._signals.remove()
+        self._signals.remove()
 
     def _pass_boundary(self) -> None:
         engine, before = self._engine, self._step
+        if not self._locked:  # not earlier: an evaluation beside the run that trains saves nothing
+            what = f"checkpoint.directory={self._options.directory!r}"
+            on_first(engine.context, what, lambda: engine._locks.take(self._directory))
+            self._locked = True
         step = engine.global_step
         if step == before or engine._cycle.holds_gradients:
             return
@@ -115,6 +117,7 @@ class Automatic:
         if self._preemption.is_due(step - before):
             place = self._save_last(self._preemption.reason, f", and ends with status {Preempted().code}")
             self._ended = True
+            self._signals.ignore()
             raise Preempted(place)
         self._save_if_due(before)
 

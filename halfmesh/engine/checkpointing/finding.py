@@ -73,6 +73,11 @@ def _candidates(directory: Path) -> tuple[bool, list[Path]]:
     if (directory / folders.MANIFEST).exists():
         return True, [directory]
     found = folders.checkpoints(directory) if directory.is_dir() else []
+    if directory.is_file():
+        raise CheckpointError(
+            "it is a file, and a checkpoint is a folder; for weights alone call engine.load_weights, of a file in a "
+            "checkpoint name its folder"
+        )
     if not found:
         there = "there is no such folder" if not directory.is_dir() else "it holds no complete checkpoint"
         raise CheckpointError(f"{there}; give the folder that engine.save was given, or one of those in it")

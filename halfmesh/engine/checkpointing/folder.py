@@ -1,6 +1,7 @@
 """How checkpoints lie in a folder: complete under their name, or not at all.
 
 checkpoints/
+    .lock                 while a job saves here
     step-00001200/
         manifest.json     format, versions, layout, device, model, config, its sha256; size and sha256 of other files
         .metadata         of torch.distributed.checkpoint
@@ -17,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,8 @@ class Manifest:
 
     Attributes:
         files: size in bytes and sha256 of every other file, by name.
-        about: what is told of the run: step, layout, device, model (a digest of names and shapes), config, versions.
+        about: what is told of the run: step, layout, device, model (a digest of names and shapes), config, versions,
+            number of tensors.
         format: of the checkpoint; where it is another than `FORMAT`, the rest is empty.
     """
 
@@ -68,6 +71,8 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
+            if not stat.S_ISREG(path.lstat().st_mode):  # to open a pipe or a device may block
+                raise ValueError("it is a link, a pipe or a device, not a file")
             content = json.loads(path.read_bytes())
             saved_as = content.pop("format")
             if saved_as != FORMAT:

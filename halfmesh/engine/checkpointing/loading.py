@@ -70,10 +70,12 @@ def look_into(found: Found, context: ParallelContext) -> Stored:
         reader = planners.SafeReader(folder, files)
         own = progress.rank_file(context.rank)
         try:
+            metadata = reader.read_metadata()
+            _refuse_missing_tensors(metadata, found.manifest.about.get("tensors"))
             return Stored(
                 found,
                 reader,
-                reader.read_metadata(),
+                metadata,
                 progress.read(folder / progress.COMMON, forms.COMMON),
                 progress.read(folder / progress.rank_file(0), forms.OWN),
                 progress.read(folder / own, forms.OWN) if own in files else None,
@@ -85,6 +87,13 @@ def look_into(found: Found, context: ParallelContext) -> Stored:
             ) from error
 
     return together(context, f"loading {found.folder} failed", looked)
+
+
+def _refuse_missing_tensors(metadata: Metadata, saved: Any) -> None:
+    """Raise CheckpointError if there are not as many tensors as were saved; None: an older checkpoint does not say."""
+    there = len(metadata.state_dict_metadata)
+    if saved is not None and saved != there:
+        raise CheckpointError(f".metadata names {there} tensors, and {saved} were saved; take another checkpoint")
 
 
 def refuse_other(stored: Stored, holding: Holding, scheduled: bool, context: ParallelContext) -> None:

@@ -84,13 +84,16 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(folder)
         self._folder = folder
         self._files = files
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What tensors there are, and where.
+        """What tensors there are, and where. Read once: what is used is what was checked.
 
         Raises:
             CheckpointError: it holds something else, or names files that are not the checkpoint's.
         """
+        if self._metadata is not None:
+            return self._metadata
         path = self._folder / ".metadata"
         metadata = torch_private.read_checkpoint_metadata(path)
         outside = {info.relative_path for info in metadata.storage_data.values()} - self._files.keys()
@@ -100,11 +103,13 @@ class SafeReader(dcp.FileSystemReader):
                 "it was changed, or does not belong here: take another checkpoint"
             )
         refuse_metadata(metadata, self._files)
+        self._metadata = metadata
         return metadata
 
 
-def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> None:
-    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`.
+def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | None = None) -> int:
+    """Write what all ranks hold into `folder`, which is there and empty. All ranks together, if not `alone`. Returns
+    the number of tensors.
 
     Args:
         group: of all ranks, for what they tell each other; None: torch's default one.
@@ -115,12 +120,13 @@ def write(pieces: Pieces, folder: Path, alone: bool, group: dist.ProcessGroup | 
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=ahead)
     planner = PieceSavePlanner()
     if alone:
-        _write_alone(pieces, writer, planner)
+        metadata = _write_alone(pieces, writer, planner)
     else:
-        dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+        metadata = dcp.save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+    return len(metadata.state_dict_metadata)
 
 
-def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSavePlanner) -> None:
+def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSavePlanner) -> Metadata:
     """(`dcp.save` warns of a single process, and a thread cannot silence that for itself.)"""
     planner.set_up_planner(dict(pieces), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -128,6 +134,7 @@ def _write_alone(pieces: Pieces, writer: dcp.FileSystemWriter, planner: PieceSav
     plans, metadata = planner.create_global_plan([plan])
     final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     writer.finish(metadata, [writer.write_data(final, planner).wait()])
+    return metadata
 
 
 def read(pieces: Pieces, reader: SafeReader, alone: bool) -> None:

@@ -24,6 +24,7 @@ from . import finding, loading, progress, saving
 from . import folder as folders
 from .background import Background
 from .contents import Holding
+from .lock import FolderLocks
 from .together import together
 
 _log = get_logger(__name__)
@@ -44,6 +45,7 @@ class Run:
     lr: LRAdvance
     dataloader: EngineDataLoader | None
     attached: Attached
+    locks: FolderLocks
 
     @property
     def holding(self) -> Holding:
@@ -60,11 +62,11 @@ def save(run: Run, directory: Path, step: int, keep: int | None, background: Bac
     saving.refuse_arguments(directory, keep, background is not None, run.context)
     snapshot = _snapshot(run, step)
     if background is None:
-        place = saving.begin(directory, step, run.context)
+        place = saving.begin(directory, step, run.context, run.locks)
         return saving.write(place, snapshot, run.context, keep)
     copied = together(run.context, "engine.save", lambda: background.buffers.copy(snapshot.pieces))
     snapshot = replace(snapshot, pieces=copied)
-    place = saving.begin(directory, step, run.context)
+    place = saving.begin(directory, step, run.context, run.locks)
     background.start(lambda ranks: saving.write(place, snapshot, ranks, keep))
     return folders.final_place(place)
 

@@ -20,6 +20,7 @@ from ...parallel.context import ParallelContext
 from . import folder as folders
 from . import planners, progress
 from .contents import MODEL, Holding, Pieces, join_groups, refuse_differing, without_empty
+from .lock import FolderLocks
 from .together import HostRanks, Ranks, together
 
 _log = get_logger(__name__)
@@ -72,15 +73,22 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     }
 
 
-def begin(directory: Path, step: int, context: ParallelContext) -> Path:
+def begin(directory: Path, step: int, context: ParallelContext, locks: FolderLocks) -> Path:
     """Make the folder that a checkpoint is written into. All ranks together.
 
     Raises:
-        CheckpointError: it could not be made, or is not there on some rank; raised on all of them.
+        CheckpointError: it could not be made, is not there on some rank, or another job saves to `directory`; raised on
+            all of them.
     """
     what = _failed(directory, step)
-    unfinished = together(context, what, lambda: folders.begin(directory, step) if context.rank == 0 else None)
-    place: Path = context.from_first(unfinished)
+
+    def begun() -> Path | None:
+        if context.rank != 0:
+            return None
+        locks.take(directory)
+        return folders.begin(directory, step)
+
+    place: Path = context.from_first(together(context, what, begun))
     with _removed_after_an_error(place, context):
         together(context, what, lambda: _refuse_unseen(place))
     return place
@@ -117,14 +125,14 @@ def _failed(directory: Path, step: int) -> str:
 def _fill(place: Path, what: str, snapshot: Snapshot, ranks: Ranks, keep: int | None) -> tuple[Path, int]:
     """Write all files into `place`, and give it its name. Returns that, and the bytes of all of them."""
     together(ranks, what, lambda: _write_rest(place, snapshot, ranks))
-    together(ranks, what, lambda: _write_tensors(place, snapshot, ranks))  # with collectives of its own
+    tensors = together(ranks, what, lambda: _write_tensors(place, snapshot, ranks))  # with collectives of its own
     mine = together(ranks, what, lambda: folders.describe(place, _written(place, ranks.rank)))
     files = {name: known for theirs in ranks.everyone(mine) for name, known in theirs.items()}
 
     def complete() -> Path | None:
         if ranks.rank != 0:
             return None
-        folders.Manifest(files, snapshot.about).write(place)
+        folders.Manifest(files, {**snapshot.about, "tensors": tensors}).write(place)
         return folders.finish(place, keep)
 
     final: Path = ranks.from_first(together(ranks, what, complete))
@@ -137,14 +145,16 @@ def _write_rest(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
     progress.write(place / progress.rank_file(ranks.rank), snapshot.own)
 
 
-def _write_tensors(place: Path, snapshot: Snapshot, ranks: Ranks) -> None:
+def _write_tensors(place: Path, snapshot: Snapshot, ranks: Ranks) -> int:
+    """Returns how many tensors there are in the checkpoint."""
     group = ranks.group if isinstance(ranks, HostRanks) else None
     try:
-        planners.write(snapshot.pieces, place, ranks.size == 1, group)
+        return planners.write(snapshot.pieces, place, ranks.size == 1, group)
     except CheckpointException as error:  # on all ranks, with the reasons of those that failed
         mine = error.failures.get(ranks.rank)
         if mine is not None:
             raise mine[0] from error
+        return 0  # the others raise
 
 
 def _written(place: Path, rank: int) -> list[str]:

@@ -59,10 +59,13 @@ class Whole:
         return torch.Size(self.shape).numel() * self.dtype.itemsize * (len(self.names) if copies else 1)
 
 
-def save_weights(holding: Holding, context: ParallelContext, path: Path, format: Format, max_file_gb: float) -> None:
+def save_weights(
+    holding: Holding, context: ParallelContext, given: str | Path, format: Format, max_file_gb: float
+) -> None:
     """`Engine.save_weights`."""
+    path = Path(given)
     what = f"saving weights to {path} failed"
-    together(context, what, lambda: _refuse_arguments(path, format, max_file_gb))
+    together(context, what, lambda: _refuse_arguments(given, format, max_file_gb))
     pieces = together(context, what, holding.weights)
     extras = {key: value for theirs in context.everyone(holding.extras()) for key, value in theirs.items()}
     together(context, what, lambda: _refuse_extras(extras, format))
@@ -77,7 +80,8 @@ def save_weights(holding: Holding, context: ParallelContext, path: Path, format:
     on_first(context, what, partial(_complete, path, names, files))
 
 
-def _refuse_arguments(path: Path, format: str, max_file_gb: float) -> None:
+def _refuse_arguments(given: str | Path, format: str, max_file_gb: float) -> None:
+    path = Path(given)
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
     if type(max_file_gb) not in (int, float) or not 0 < max_file_gb < MOST_GIB:
@@ -91,7 +95,7 @@ def _refuse_arguments(path: Path, format: str, max_file_gb: float) -> None:
             f"{path} ends like a file of the format {other!r}, and format={format!r} was asked for; give "
             f"format={other!r}, or a name that ends with {fits}"
         )
-    if path.is_dir():
+    if path.is_dir() or os.fspath(given).endswith(os.sep):  # which a Path does not keep
         raise InputError(f"{path} is a folder; give the name of a file in it, such as {path / 'model.safetensors'}")
 
 

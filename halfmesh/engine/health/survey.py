@@ -122,7 +122,7 @@ def make_report(parts: Parts, batch: LastBatch, results: Sequence[StepResult]) -
     report = PrecisionReport(
         compute_dtype=name_of(recipe.compute_dtype),
         loss_scale=scale,
-        is_dynamic=recipe.skips,
+        is_dynamic=recipe.loss_scale is not None and recipe.loss_scale.dynamic,
         skipped=sum(result.skipped for result in results),
         updates=len(results),
         factor=factor if factor > 1 else None,
