@@ -1,0 +1,242 @@
+"""Plans of one's own: those that mix features between colwise and rowwise layers are refused before the first update,
+and the right ones train as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfmesh
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, HIDDEN, HEADS = 8, 16, 4
+PAIR = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+class Hidden(nn.Module):
+    """What stands between two layers; the first gives `times` times as many features as the second takes."""
+
+    times = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, self.times * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return F.gelu(h)
+
+
+class Softmaxed(Hidden):
+    def between(self, h):
+        return F.softmax(h, -1)
+
+
+class SoftmaxLayer(Hidden):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Softmax(-1)
+
+    def between(self, h):
+        return self.act(h)
+
+
+class Normed(Hidden):
+    def between(self, h):
+        return F.layer_norm(h, h.shape[-1:])
+
+
+class RMSNormed(Hidden):
+    def between(self, h):
+        return h * h.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+class Centred(Hidden):
+    def between(self, h):
+        return h - h.mean(-1, keepdim=True)
+
+
+class Relative(Hidden):
+    def between(self, h):
+        return h - h.amax(-1, keepdim=True)
+
+
+class Normalized(Hidden):
+    def between(self, h):
+        return F.normalize(h, dim=-1)
+
+
+class Summed(Hidden):
+    def between(self, h):
+        return h.cumsum(-1)
+
+
+class Gated(Hidden):
+    times = 2
+
+    def between(self, h):
+        value, gate = h.chunk(2, -1)
+        return value * F.silu(gate)
+
+
+class GatedLinear(Hidden):
+    times = 2
+
+    def between(self, h):
+        return F.glu(h, -1)
+
+
+class Grouped(Hidden):
+    """Reshapes into a fixed number of heads."""
+
+    def between(self, h):
+        heads = h.unflatten(-1, (HEADS, -1))
+        return heads.softmax(-1).flatten(-2)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.heads(part) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+
+
+class FixedHeads(Attention):
+    def heads(self, x):
+        return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+
+
+class ReLU(Hidden):
+    def between(self, h):
+        return F.relu(h)
+
+
+class TwoGates(Hidden):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Dropped(Hidden):
+    """Starts at zero, as residual branches do, and drops (nothing of what is here, so that it can be compared)."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+        nn.init.zeros_(self.down.weight)
+
+    def between(self, h):
+        return self.drop(F.gelu(h))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.Module], blocks: int = 2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+FUSED = {"*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
+LINE = "test_tensor_verify.py:"
+WRONG: dict[type[nn.Module], tuple[dict[str, str], str]] = {
+    Softmaxed: (PAIR, "`return F.softmax(h, -1)`"),
+    SoftmaxLayer: (PAIR, "Look at: act is a Softmax."),
+    Normed: (PAIR, "`return F.layer_norm(h, h.shape[-1:])`"),
+    RMSNormed: (PAIR, ".mean(-1, keepdim=True).add(1e-6).rsqrt()`"),
+    Centred: (PAIR, "`return h - h.mean(-1, keepdim=True)`"),
+    Relative: (PAIR, "`return h - h.amax(-1, keepdim=True)`"),
+    Normalized: (PAIR, "`return F.normalize(h, dim=-1)`"),
+    Summed: (PAIR, "`return h.cumsum(-1)`"),
+    Gated: (PAIR, "'*.up' has to be 'fused_colwise(2)'"),
+    GatedLinear: (PAIR, "'*.up' has to be 'fused_colwise(2)'"),
+    Grouped: (PAIR, "`heads = h.unflatten(-1, (HEADS, -1))`"),
+    FixedHeads: (FUSED, "`return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)`"),
+    Attention: ({"*.qkv": "colwise", "*.out": "rowwise"}, "'*.qkv' has to be 'fused_colwise(3)'"),
+}
+RIGHT: dict[type[nn.Module], dict[str, str]] = {
+    Hidden: PAIR,
+    ReLU: PAIR,
+    TwoGates: {**PAIR, "*.gate": "colwise"},
+    Dropped: PAIR,
+    Attention: FUSED,
+    Gated: {**PAIR, "*.up": "fused_colwise(2)"},
+}
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(kind).double()
+
+
+def engine_of(model: nn.Module, plan: dict[str, str], parallel: Any = None, **config: Any) -> halfmesh.Engine:
+    config["parallel"] = {"tensor": {"size": 2, "plan": plan}, **(parallel or {})}
+    return halfmesh.initialize(model, make_optimizer, scalar, config=config, device="cpu")
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    for _ in range(steps):
+        engine.backward(scalar(engine(random(4, 6, WIDTH))))
+        engine.step()
+
+
+def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        kind.__name__: refusal(lambda kind=kind, plan=plan: train(engine_of(made(kind), plan)))
+        for kind, (plan, _) in WRONG.items()
+    }
+
+
+def test_plans_that_mix_features_are_refused_before_the_first_update():
+    for found in run_ranks(wrong_plans, 2):
+        for kind, (plan, cause) in WRONG.items():
+            message = found[kind.__name__]
+            start = "InputError: 1 kind(s) of block compute something else when they are sharded over tensor=2"
+            assert message.startswith(start), (kind, message)
+            assert f"blocks.0 ({kind.__name__}, and 1 more like it): " in message
+            assert f"The plan: {plan}." in message
+            assert cause in message, (kind, message)
+
+
+def right_plans(rank: int, world_size: int) -> dict[str, float]:
+    found = {}
+    for kind, plan in RIGHT.items():
+        model, whole = made(kind), made(kind)
+        optimizer = make_optimizer(whole.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            scalar(whole(random(4, 6, WIDTH))).backward()
+            optimizer.step()
+        engine = engine_of(model, plan)
+        train(engine)
+        engine.close()
+        found[kind.__name__] = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    return found
+
+
+def test_right_plans_train_as_one_process():
+    for found in run_ranks(right_plans, 2):
+        assert max(found.values()) < 1e-9, found
