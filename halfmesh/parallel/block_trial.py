@@ -78,13 +78,13 @@ def _compare(meta: nn.Module, live: nn.Module, call: Any, styles: Styles, axis: 
         run = _Run(sharded, call, axis.device)
         if len(run.outputs) != len(whole.outputs):
             return 1.0, "the number of its outputs"
-        expected, grads = [], []
+        expected, output_grads = [], []
         for mine, output, grad in zip(run.outputs, whole.outputs, whole.output_grads, strict=True):
             if not _is_part(mine, output, axis.size):
                 return 1.0, f"its output, of shape {tuple(mine.shape)} in place of {tuple(output.shape)},"
             expected.append(_part(output, mine, axis))
-            grads.append(_part(grad, mine, axis))
-        run.backward(grads)
+            output_grads.append(_part(grad, mine, axis))
+        run.backward(output_grads)
     except Exception as error:
         return f"computing it sharded failed: {type(error).__name__}: {error}".partition("\n")[0]
     furthest = _furthest([("its output", *pair) for pair in zip(expected, run.outputs, strict=True)])
@@ -93,8 +93,8 @@ def _compare(meta: nn.Module, live: nn.Module, call: Any, styles: Styles, axis: 
     pairs = [("the gradient of its input", a.grad, b.grad) for a, b in zip(whole.leaves, run.leaves, strict=True)]
     for (name, a), b in zip(block.named_parameters(), sharded.parameters(), strict=True):
         if b in splits:  # whole ones may have partial gradients, which are compared elsewhere
-            mine = None if a.grad is None else splits[b].cut(a.grad, axis.rank, axis.size)
-            pairs.append((f"the gradient of {name}", mine, b.grad))
+            cut = None if a.grad is None else splits[b].cut(a.grad, axis.rank, axis.size)
+            pairs.append((f"the gradient of {name}", cut, b.grad))
     return _furthest(pairs)
 
 
