@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import torch_private
-from ..errors import InputError, bullet_list
+from ..errors import InputError, bullet_list, shorten
 from ..log import get_logger
 from ..tree import map_tensors
 from .block_trial import TOLERANCE, compare, without_activations
@@ -97,6 +97,16 @@ class PlanCheck:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+    def explain(self, error: RuntimeError) -> None:
+        """Say what an error in the first forwards may come from: most often sizes that are those of the whole model."""
+        if self._kinds:
+            names = shorten([kind.names[0] or "the model" for kind in self._kinds])
+            error.add_note(
+                f"parallel.tensor.plan shards {names}. Between a 'colwise' and a 'rowwise' layer each rank has 1 / "
+                f"{self._axis.size} of the features: write sizes there as -1, or take them from numbers of the module "
+                "that the style 'heads(name, ...)' makes this rank's (docs/tensor-plan.md)"
+            )
 
     def run(self) -> None:
         """Compare. All ranks together, after the first backward.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
+from tests.support.models import MODES
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
 
@@ -219,6 +220,93 @@ def test_plans_that_mix_features_are_refused_before_the_first_update():
             assert f"blocks.0 ({kind.__name__}, and 1 more like it): " in message
             assert f"The plan: {plan}." in message
             assert cause in message, (kind, message)
+
+
+class Residual(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.block = kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+def row(*kinds: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (Residual(kind) for kind in kinds)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+
+
+BOTH = {**PAIR, **FUSED}
+SEQUENCE = {"1": "sequence_begin", "*.block": "region", "3": "sequence_end"}
+CHECKPOINT = {"activation_checkpoint": {"patterns": ["1", "2"]}}
+WAYS: dict[str, dict[str, Any]] = {
+    **{mode: config for mode, config in MODES.items() if "apex" not in mode},
+    "checkpointed": {**MODES["naive_bf16"], **CHECKPOINT},
+    "compiled": {"compile": {"backend": "eager", "scope": "blocks"}},
+    "accumulated": {"gradient_accumulation": 2},
+}
+
+
+def learn(engine: Any, steps: int = 2) -> None:
+    x, labels = random(4, 6, WIDTH, dtype=torch.float32), torch.arange(24).reshape(4, 6) % 3
+    for _ in range(steps):
+        loss = engine.criterion(engine(x), labels)
+        engine.backward(loss)
+        engine.step()
+
+
+def labelled(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.float().flatten(0, -2), labels.flatten())
+
+
+def start(model: Any, plan: dict[str, str], config: dict[str, Any], **parallel: Any) -> halfmesh.Engine:
+    tensor = {"size": 2, "plan": plan, "sequence_parallel": "1" in plan}
+    config = {**config, "parallel": {"tensor": tensor, **parallel}}
+    return halfmesh.initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), labelled, config=config, device="cpu")
+
+
+def ways(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    """What is said of a wrong plan and of a right one."""
+    found = {}
+    for name, config in WAYS.items():
+        models = row(Attention, Softmaxed), row(Attention, Hidden)
+        found[name] = tuple(refusal(lambda m=m, c=config: learn(start(m, BOTH, c))) for m in models)
+    for name, plan in (("deferred", BOTH), ("sequence", {**BOTH, **SEQUENCE})):
+        kinds = (Attention, Softmaxed), (Attention, Hidden)
+        found[name] = tuple(refusal(lambda k=k, p=plan: learn(start(lambda: row(*k), p, {}))) for k in kinds)
+    return found
+
+
+def test_in_every_precision_and_with_what_changes_the_forward():
+    for found in run_ranks(ways, 2, timeout=240):
+        assert len(found) == len(WAYS) + 2
+        for way, (wrong, right) in found.items():
+            assert "2.block (Softmaxed): its output differs by" in wrong, (way, wrong)
+            assert "Attention" not in wrong, way
+            assert right == "no error", (way, right)
+
+
+def layouts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    """A wrong block in one stage only, and with data ranks under each strategy."""
+    found = {}
+    pipeline = {"size": 2, "microbatches": 2}
+    for name, parallel in {
+        "pipeline": {"pipeline": pipeline},
+        "replicate": {},
+        "zero1": {"data": "zero1"},
+        "fsdp": {"data": "fsdp"},
+    }.items():
+        models = row(Softmaxed, Hidden, Hidden), row(ReLU, Hidden, Hidden)
+        found[name] = tuple(refusal(lambda m=m, p=parallel: learn(start(m, PAIR, {}, **p))) for m in models)
+    return found
+
+
+def test_in_every_layout_on_all_ranks():
+    for found in run_ranks(layouts, 4, timeout=240):
+        for layout, (wrong, right) in found.items():
+            assert "1.block (Softmaxed): its output differs by" in wrong, (layout, wrong)
+            assert right == "no error", (layout, right)
 
 
 def right_plans(rank: int, world_size: int) -> dict[str, float]:
