@@ -77,8 +77,8 @@ def _layers(block: nn.Module) -> Iterator[str]:
 
 def _lines(block: nn.Module) -> Iterator[str]:
     found = []
-    for kind in dict.fromkeys(type(module) for module in block.modules()):
-        if kind.__module__.partition(".")[0] in ("torch", "halfmesh"):
+    for kind in dict.fromkeys(kind for module in block.modules() for kind in type(module).__mro__):
+        if kind.__module__.partition(".")[0] in ("torch", "halfmesh", "builtins"):
             continue
         try:
             lines, first = inspect.getsourcelines(kind)

@@ -3,6 +3,7 @@ and the right ones train as one process."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
+from halfmesh.torch_private import count_call_hooks
 from tests.support.models import MODES
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
@@ -104,6 +106,14 @@ class Grouped(Hidden):
         return heads.softmax(-1).flatten(-2)
 
 
+class ZeroStart(Softmaxed):
+    """With its initial weights the output is zero, whatever comes before."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -148,6 +158,30 @@ class Dropped(Hidden):
         return self.drop(F.gelu(h))
 
 
+class Masked(nn.Module):
+    """Attention that takes a mask by name, and returns the weights of its heads, too."""
+
+    class Heads(Attention):
+        def forward(self, x, *, mask):
+            q, k, v = (self.heads(part) for part in self.qkv(x).chunk(3, -1))
+            weights = (q @ k.transpose(-1, -2)).masked_fill(mask, float("-inf")).softmax(-1)
+            return {"out": self.out((weights @ v).transpose(1, 2).flatten(2)), "weights": weights}
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Heads()
+
+    def forward(self, x):
+        return self.inner(x, mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool())["out"]
+
+
+class AlwaysDrops(Hidden):
+    """Also in evaluation, as F.dropout does by default."""
+
+    def between(self, h):
+        return F.dropout(h, 0.5)
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[nn.Module], blocks: int = 2) -> None:
         super().__init__()
@@ -165,6 +199,7 @@ FUSED = {"*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
 LINE = "test_tensor_verify.py:"
 WRONG: dict[type[nn.Module], tuple[dict[str, str], str]] = {
     Softmaxed: (PAIR, "`return F.softmax(h, -1)`"),
+    ZeroStart: (PAIR, "`return F.softmax(h, -1)`"),
     SoftmaxLayer: (PAIR, "Look at: act is a Softmax."),
     Normed: (PAIR, "`return F.layer_norm(h, h.shape[-1:])`"),
     RMSNormed: (PAIR, ".mean(-1, keepdim=True).add(1e-6).rsqrt()`"),
@@ -184,6 +219,7 @@ RIGHT: dict[type[nn.Module], dict[str, str]] = {
     TwoGates: {**PAIR, "*.gate": "colwise"},
     Dropped: PAIR,
     Attention: FUSED,
+    Masked: FUSED,
     Gated: {**PAIR, "*.up": "fused_colwise(2)"},
 }
 
@@ -328,3 +364,42 @@ def right_plans(rank: int, world_size: int) -> dict[str, float]:
 def test_right_plans_train_as_one_process():
     for found in run_ranks(right_plans, 2):
         assert max(found.values()) < 1e-9, found
+
+
+def costs(rank: int, world_size: int) -> dict[str, Any]:
+    """How often a block is computed, what becomes of random numbers, and what is told where nothing can be tried."""
+    warnings: list[str] = []
+    logging.getLogger("halfmesh").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: record.levelname == "WARNING" and warnings.append(record.getMessage())
+    found: dict[str, Any] = {}
+    calls: list[nn.Module] = []
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True)
+    for name, model, plan in (("brought", layer, "auto"), ("own", Residual(ReLU), PAIR)):
+        block = getattr(model, "block", model)
+        block.register_forward_hook(lambda module, *_: calls.append(module))
+        engine = start(model, plan, {})
+        hooks = count_call_hooks(block)
+        for step in ("first", "second"):
+            calls.clear()
+            output = engine(random(4, 6, WIDTH, dtype=torch.float32))
+            state = torch.get_rng_state()
+            engine.backward(scalar(output))
+            found[f"{name}, {step}"] = len(calls), torch.equal(state, torch.get_rng_state())
+            engine.step()
+        found[f"{name}, hooks"] = hooks - count_call_hooks(block)
+        engine.close()
+    learn(start(row(AlwaysDrops, Hidden), PAIR, {}))
+    logging.getLogger("halfmesh").removeHandler(handler)
+    return found | {"told": warnings}
+
+
+def test_what_it_costs_and_what_is_told():
+    for rank, found in enumerate(run_ranks(costs, 2)):
+        assert found["brought, first"] == found["brought, second"] == found["own, second"] == (1, True)
+        assert found["own, first"] == (3, True)  # whole and sharded
+        assert (found["brought, hooks"], found["own, hooks"]) == (0, 1)  # removed
+        told = [text for text in found["told"] if "parallel.tensor.plan" in text]
+        assert len(told) == (rank == 0)
+        assert all(
+            "whether 1.block computes the same" in text and "it draws random numbers in eval" in text for text in told
+        )
