@@ -291,6 +291,8 @@ class Division:
         Raises:
             InputError: it is something that a model cannot do in this layout.
         """
+        if self.tensor is not None and self.tensor.check is not None:
+            self.tensor.check.explain(error)
         if self.sharded is not None:
             from .parallel.sharding.explain import note_unit, refuse_given_up
 

@@ -43,32 +43,31 @@ for _name, _style in {
 }.items():
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.sequence_styles:{_style}")
 TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.attention:Attention")
-for _name in (
-    "timm_attention",
-    "timm_mlp",
-    "timm_glu_mlp",
-    "timm_swiglu",
-    "timm_block",
-    "timm_vit",
-    "torch_attention",
-    "torch_encoder",
-    "torch_encoder_layer",
-    "torch_decoder_layer",
-    "hugging_face",
-):
-    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.layer_plans:{_name.upper()}")
-for _name in (
-    "torchvision_vit_block",
-    "torchvision_swin_block",
-    "gpt2_attention",
-    "gpt2_mlp",
-    "bert_attention",
-    "bert_layer",
-    "t5_attention",
-    "t5_mlp",
-    "t5_gated_mlp",
-):
-    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.model_plans:{_name.upper()}")
+BUILTIN_TENSOR_PLANS = {
+    "timm_attention": "layer_plans",
+    "timm_mlp": "layer_plans",
+    "timm_glu_mlp": "layer_plans",
+    "timm_swiglu": "layer_plans",
+    "timm_block": "layer_plans",
+    "timm_vit": "layer_plans",
+    "torch_attention": "layer_plans",
+    "torch_encoder": "layer_plans",
+    "torch_encoder_layer": "layer_plans",
+    "torch_decoder_layer": "layer_plans",
+    "hugging_face": "layer_plans",
+    "torchvision_vit_block": "model_plans",
+    "torchvision_swin_block": "model_plans",
+    "gpt2_attention": "model_plans",
+    "gpt2_mlp": "model_plans",
+    "bert_attention": "model_plans",
+    "bert_layer": "model_plans",
+    "t5_attention": "model_plans",
+    "t5_mlp": "model_plans",
+    "t5_gated_mlp": "model_plans",
+}
+"""Those that halfmesh brings, and the modules that have them."""
+for _name, _module in BUILTIN_TENSOR_PLANS.items():
+    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.{_module}:{_name.upper()}")
 DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.sharding.reducers:ShardReducer")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")

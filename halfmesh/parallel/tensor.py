@@ -17,6 +17,8 @@ from .split import Split
 from .style import Undo, removal
 from .tensor_axis import TensorAxis
 from .tensor_checks import ResolvedPlan
+from .tensor_plans import caller
+from .tensor_verify import PlanCheck
 
 
 class TensorParallel:
@@ -33,6 +35,7 @@ class TensorParallel:
         splits: how each cut parameter was cut.
         cuts: what makes this rank's part of a whole tensor that is cut as each parameter was.
         partial: the parameters whose gradients have to be summed over the group.
+        check: compares sharded blocks with whole ones before the first update; None after it.
     """
 
     def __init__(self, model: nn.Module, optimizer: optim.Optimizer, plan: ResolvedPlan, axis: TensorAxis) -> None:
@@ -42,6 +45,7 @@ class TensorParallel:
         self.partial: set[nn.Parameter] = set()
         self._optimizer = optimizer
         self._undo: list[Undo] = []
+        self.check: PlanCheck | None = PlanCheck(model, plan, axis)
         for a in plan.assignments:
             own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
             self.splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
@@ -55,6 +59,8 @@ class TensorParallel:
         hooks = [*self._guard_forks(model, plan), *self._take_whole(model)]
         hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
         self._undo.append(removal(hooks))
+        self.check.watch(model)
+        self._undo.append(self.check.close)
 
     def watch_calls(self, model: nn.Module) -> None:
         """Each call of `model`, the whole, draws random numbers of its own, and is compared over the group."""
@@ -103,7 +109,7 @@ class TensorParallel:
         """Random numbers are in common again where a module ends that divides features, also when it fails. (And where
         the model begins: a backward may have left a fork open, checkpointing with preserve_rng_state=False.)"""
         modules = dict(model.named_modules())
-        parents = {_caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
+        parents = {caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
         for parent in sorted(parents | {""}):
             yield modules[parent].register_forward_hook(self.axis.settle, always_call=True)
 
@@ -134,12 +140,3 @@ class TakePart:
                 )
             if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
                 state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
-
-
-def _caller(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The nearest module above `name` that is called itself (a ModuleList is not)."""
-    while name:
-        name = name.rpartition(".")[0]
-        if type(modules[name]).forward is not nn.Module.forward:
-            break
-    return name

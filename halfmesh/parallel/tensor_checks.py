@@ -13,6 +13,7 @@ from .attention import Attention
 from .sequence_styles import SequenceBegin, SequenceEnd
 from .split import Split
 from .tensor_plans import Assignment, assign, generalise
+from .tensor_proposal import counts_heads, propose, write
 from .tensor_styles import Colwise, Heads, Rowwise, Vocab
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -46,7 +47,7 @@ def resolve(
         assignments = [*assignments, *_shared_words(model, assignments)]
     resolved = ResolvedPlan(tuple(assignments), size)
     if not problems and not any(a.style.splits(a.module) for a in assignments if _fits(a)):
-        problems.append(_no_plan(model, plan))
+        problems.append(_no_plan(model, plan, size))
     for a in assignments:
         problems += [f"{a}: {problem}" for problem in a.style.find_problems(a.module, size)]
     if not problems:
@@ -104,18 +105,13 @@ def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str |
     counted = {a.name for a in assignments if isinstance(a.style, Heads)}
     parents = {a.name.rpartition(".")[0] for a in assignments if isinstance(a.style, Colwise) and a.style.opens_fork}
     for parent in sorted(parents - counted):
-        found = [name for name, value in vars(modules[parent]).items() if type(value) is int and _counts_heads(name)]
+        found = [name for name, value in vars(modules[parent]).items() if type(value) is int and counts_heads(name)]
         if found:
             yield (
                 f"{parent!r} has {found[0]}={getattr(modules[parent], found[0])}, and its features are divided; add "
                 f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
                 "if it takes the number of heads from the shape (-1)"
             )
-
-
-def _counts_heads(name: str) -> bool:
-    """Whether an attention module's attribute of that name may count heads: num_heads, n_kv_heads, nhead, heads."""
-    return "head" in name and not any(part in name for part in ("dim", "size", "width", "features"))
 
 
 def _find_sequence_problems(model: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
@@ -177,7 +173,7 @@ def _handled_params(plan: ResolvedPlan) -> set[int]:
     return handled
 
 
-def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
+def _no_plan(model: nn.Module, plan: str | Mapping[str, str], size: int) -> str:
     """What to do about a model of which nothing would be divided."""
     sizes: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -192,6 +188,8 @@ def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
             "ranks, and most of this model is in them; leave tensor at 1, and use the ranks for data parallelism "
             "(parallel.data = 'fsdp' divides what they hold) or for a pipeline"
         )
+    if proposed := propose(model, size):
+        return f"{which} {type(model).__name__}. Its largest layers: {largest}. {write(proposed, size)}"
     return (
         f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
         "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' layers hand divided features to "

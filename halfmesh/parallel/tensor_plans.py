@@ -179,6 +179,15 @@ def _counted_twice(old: Style, new: Style) -> list[str]:
     return []
 
 
+def caller(modules: Mapping[str, nn.Module], name: str) -> str:
+    """The nearest module above `name` that is called itself (a ModuleList is not)."""
+    while name:
+        name = name.rpartition(".")[0]
+        if type(modules[name]).forward is not nn.Module.forward:
+            break
+    return name
+
+
 def generalise(name: str) -> str:
     """`name` with numbers as "*": "blocks.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

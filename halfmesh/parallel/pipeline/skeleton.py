@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from ... import torch_private
 from ...errors import InputError
 from ...tree import map_tensors
+from ..meta_copy import meta_copy
 from .boundary import Crossing, widen
 from .partition import Partition
 from .pieces import Call
@@ -34,14 +34,8 @@ class Skeleton:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        memo: dict[int, Any] = {}
-        for param in model.parameters():
-            # Frozen ones too: they may be unfrozen later, of which ranks that do not hold them do not hear.
-            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        try:
-            self.model: nn.Module = copy.deepcopy(model, memo)
+        try:  # frozen parameters too get gradients: they may be unfrozen, of which ranks without them do not hear
+            self.model = meta_copy(model, model)
         except Exception as error:
             raise InputError(
                 f"the model cannot be copied ({error}), which a pipeline needs to know the shapes between its stages; "

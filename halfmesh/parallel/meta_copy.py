@@ -1,0 +1,25 @@
+"""Copies of modules without memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
+    """A copy of `module`, one of `model`'s (or `model` itself), with parameters and buffers on the meta device.
+
+    Frozen parameters are not frozen in the copy.
+
+    Raises:
+        Exception: whatever copy.deepcopy raises.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,405 @@
+"""Plans of one's own: those that mix features between colwise and rowwise layers are refused before the first update,
+and the right ones train as one process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfmesh
+from halfmesh.torch_private import count_call_hooks
+from tests.support.models import MODES
+from tests.support.ranks import run_ranks
+from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, HIDDEN, HEADS = 8, 16, 4
+PAIR = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+class Hidden(nn.Module):
+    """What stands between two layers; the first gives `times` times as many features as the second takes."""
+
+    times = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, self.times * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        return F.gelu(h)
+
+
+class Softmaxed(Hidden):
+    def between(self, h):
+        return F.softmax(h, -1)
+
+
+class SoftmaxLayer(Hidden):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Softmax(-1)
+
+    def between(self, h):
+        return self.act(h)
+
+
+class Normed(Hidden):
+    def between(self, h):
+        return F.layer_norm(h, h.shape[-1:])
+
+
+class RMSNormed(Hidden):
+    def between(self, h):
+        return h * h.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+class Centred(Hidden):
+    def between(self, h):
+        return h - h.mean(-1, keepdim=True)
+
+
+class Relative(Hidden):
+    def between(self, h):
+        return h - h.amax(-1, keepdim=True)
+
+
+class Normalized(Hidden):
+    def between(self, h):
+        return F.normalize(h, dim=-1)
+
+
+class Summed(Hidden):
+    def between(self, h):
+        return h.cumsum(-1)
+
+
+class Gated(Hidden):
+    times = 2
+
+    def between(self, h):
+        value, gate = h.chunk(2, -1)
+        return value * F.silu(gate)
+
+
+class GatedLinear(Hidden):
+    times = 2
+
+    def between(self, h):
+        return F.glu(h, -1)
+
+
+class Grouped(Hidden):
+    """Reshapes into a fixed number of heads."""
+
+    def between(self, h):
+        heads = h.unflatten(-1, (HEADS, -1))
+        return heads.softmax(-1).flatten(-2)
+
+
+class ZeroStart(Softmaxed):
+    """With its initial weights the output is zero, whatever comes before."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.heads(part) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+
+
+class FixedHeads(Attention):
+    def heads(self, x):
+        return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+
+
+class ReLU(Hidden):
+    def between(self, h):
+        return F.relu(h)
+
+
+class TwoGates(Hidden):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Dropped(Hidden):
+    """Starts at zero, as residual branches do, and drops (nothing of what is here, so that it can be compared)."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+        nn.init.zeros_(self.down.weight)
+
+    def between(self, h):
+        return self.drop(F.gelu(h))
+
+
+class Masked(nn.Module):
+    """Attention that takes a mask by name, and returns the weights of its heads, too."""
+
+    class Heads(Attention):
+        def forward(self, x, *, mask):
+            q, k, v = (self.heads(part) for part in self.qkv(x).chunk(3, -1))
+            weights = (q @ k.transpose(-1, -2)).masked_fill(mask, float("-inf")).softmax(-1)
+            return {"out": self.out((weights @ v).transpose(1, 2).flatten(2)), "weights": weights}
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Heads()
+
+    def forward(self, x):
+        return self.inner(x, mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool())["out"]
+
+
+class AlwaysDrops(Hidden):
+    """Also in evaluation, as F.dropout does by default."""
+
+    def between(self, h):
+        return F.dropout(h, 0.5)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.Module], blocks: int = 2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(kind() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+FUSED = {"*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
+LINE = "test_tensor_verify.py:"
+WRONG: dict[type[nn.Module], tuple[dict[str, str], str]] = {
+    Softmaxed: (PAIR, "`return F.softmax(h, -1)`"),
+    ZeroStart: (PAIR, "`return F.softmax(h, -1)`"),
+    SoftmaxLayer: (PAIR, "Look at: act is a Softmax."),
+    Normed: (PAIR, "`return F.layer_norm(h, h.shape[-1:])`"),
+    RMSNormed: (PAIR, ".mean(-1, keepdim=True).add(1e-6).rsqrt()`"),
+    Centred: (PAIR, "`return h - h.mean(-1, keepdim=True)`"),
+    Relative: (PAIR, "`return h - h.amax(-1, keepdim=True)`"),
+    Normalized: (PAIR, "`return F.normalize(h, dim=-1)`"),
+    Summed: (PAIR, "`return h.cumsum(-1)`"),
+    Gated: (PAIR, "'*.up' has to be 'fused_colwise(2)'"),
+    GatedLinear: (PAIR, "'*.up' has to be 'fused_colwise(2)'"),
+    Grouped: (PAIR, "`heads = h.unflatten(-1, (HEADS, -1))`"),
+    FixedHeads: (FUSED, "`return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)`"),
+    Attention: ({"*.qkv": "colwise", "*.out": "rowwise"}, "'*.qkv' has to be 'fused_colwise(3)'"),
+}
+RIGHT: dict[type[nn.Module], dict[str, str]] = {
+    Hidden: PAIR,
+    ReLU: PAIR,
+    TwoGates: {**PAIR, "*.gate": "colwise"},
+    Dropped: PAIR,
+    Attention: FUSED,
+    Masked: FUSED,
+    Gated: {**PAIR, "*.up": "fused_colwise(2)"},
+}
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(kind).double()
+
+
+def engine_of(model: nn.Module, plan: dict[str, str], parallel: Any = None, **config: Any) -> halfmesh.Engine:
+    config["parallel"] = {"tensor": {"size": 2, "plan": plan}, **(parallel or {})}
+    return halfmesh.initialize(model, make_optimizer, scalar, config=config, device="cpu")
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    for _ in range(steps):
+        engine.backward(scalar(engine(random(4, 6, WIDTH))))
+        engine.step()
+
+
+def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        kind.__name__: refusal(lambda kind=kind, plan=plan: train(engine_of(made(kind), plan)))
+        for kind, (plan, _) in WRONG.items()
+    }
+
+
+def test_plans_that_mix_features_are_refused_before_the_first_update():
+    for found in run_ranks(wrong_plans, 2):
+        for kind, (plan, cause) in WRONG.items():
+            message = found[kind.__name__]
+            start = "InputError: 1 kind(s) of block compute something else when they are sharded over tensor=2"
+            assert message.startswith(start), (kind, message)
+            assert f"blocks.0 ({kind.__name__}, and 1 more like it): " in message
+            assert f"The plan: {plan}." in message
+            assert cause in message, (kind, message)
+
+
+class Residual(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.block = kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+def row(*kinds: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (Residual(kind) for kind in kinds)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+
+
+BOTH = {**PAIR, **FUSED}
+SEQUENCE = {"1": "sequence_begin", "*.block": "region", "3": "sequence_end"}
+CHECKPOINT = {"activation_checkpoint": {"patterns": ["1", "2"]}}
+WAYS: dict[str, dict[str, Any]] = {
+    **{mode: config for mode, config in MODES.items() if "apex" not in mode},
+    "checkpointed": {**MODES["naive_bf16"], **CHECKPOINT},
+    "compiled": {"compile": {"backend": "eager", "scope": "blocks"}},
+    "accumulated": {"gradient_accumulation": 2},
+}
+
+
+def learn(engine: Any, steps: int = 2) -> None:
+    x, labels = random(4, 6, WIDTH, dtype=torch.float32), torch.arange(24).reshape(4, 6) % 3
+    for _ in range(steps):
+        loss = engine.criterion(engine(x), labels)
+        engine.backward(loss)
+        engine.step()
+
+
+def labelled(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.float().flatten(0, -2), labels.flatten())
+
+
+def start(model: Any, plan: dict[str, str], config: dict[str, Any], **parallel: Any) -> halfmesh.Engine:
+    tensor = {"size": 2, "plan": plan, "sequence_parallel": "1" in plan}
+    config = {**config, "parallel": {"tensor": tensor, **parallel}}
+    return halfmesh.initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), labelled, config=config, device="cpu")
+
+
+def ways(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    """What is said of a wrong plan and of a right one."""
+    found = {}
+    for name, config in WAYS.items():
+        models = row(Attention, Softmaxed), row(Attention, Hidden)
+        found[name] = tuple(refusal(lambda m=m, c=config: learn(start(m, BOTH, c))) for m in models)
+    for name, plan in (("deferred", BOTH), ("sequence", {**BOTH, **SEQUENCE})):
+        kinds = (Attention, Softmaxed), (Attention, Hidden)
+        found[name] = tuple(refusal(lambda k=k, p=plan: learn(start(lambda: row(*k), p, {}))) for k in kinds)
+    return found
+
+
+def test_in_every_precision_and_with_what_changes_the_forward():
+    for found in run_ranks(ways, 2, timeout=240):
+        assert len(found) == len(WAYS) + 2
+        for way, (wrong, right) in found.items():
+            assert "2.block (Softmaxed): its output differs by" in wrong, (way, wrong)
+            assert "Attention" not in wrong, way
+            assert right == "no error", (way, right)
+
+
+def layouts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    """A wrong block in one stage only, and with data ranks under each strategy."""
+    found = {}
+    pipeline = {"size": 2, "microbatches": 2}
+    for name, parallel in {
+        "pipeline": {"pipeline": pipeline},
+        "replicate": {},
+        "zero1": {"data": "zero1"},
+        "fsdp": {"data": "fsdp"},
+    }.items():
+        models = row(Softmaxed, Hidden, Hidden), row(ReLU, Hidden, Hidden)
+        found[name] = tuple(refusal(lambda m=m, p=parallel: learn(start(m, PAIR, {}, **p))) for m in models)
+    return found
+
+
+def test_in_every_layout_on_all_ranks():
+    for found in run_ranks(layouts, 4, timeout=240):
+        for layout, (wrong, right) in found.items():
+            assert "1.block (Softmaxed): its output differs by" in wrong, (layout, wrong)
+            assert right == "no error", (layout, right)
+
+
+def right_plans(rank: int, world_size: int) -> dict[str, float]:
+    found = {}
+    for kind, plan in RIGHT.items():
+        model, whole = made(kind), made(kind)
+        optimizer = make_optimizer(whole.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            scalar(whole(random(4, 6, WIDTH))).backward()
+            optimizer.step()
+        engine = engine_of(model, plan)
+        train(engine)
+        engine.close()
+        found[kind.__name__] = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    return found
+
+
+def test_right_plans_train_as_one_process():
+    for found in run_ranks(right_plans, 2):
+        assert max(found.values()) < 1e-9, found
+
+
+def costs(rank: int, world_size: int) -> dict[str, Any]:
+    """How often a block is computed, what becomes of random numbers, and what is told where nothing can be tried."""
+    warnings: list[str] = []
+    logging.getLogger("halfmesh").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: record.levelname == "WARNING" and warnings.append(record.getMessage())
+    found: dict[str, Any] = {}
+    calls: list[nn.Module] = []
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True)
+    for name, model, plan in (("brought", layer, "auto"), ("own", Residual(ReLU), PAIR)):
+        block = getattr(model, "block", model)
+        block.register_forward_hook(lambda module, *_: calls.append(module))
+        engine = start(model, plan, {})
+        hooks = count_call_hooks(block)
+        for step in ("first", "second"):
+            calls.clear()
+            output = engine(random(4, 6, WIDTH, dtype=torch.float32))
+            state = torch.get_rng_state()
+            engine.backward(scalar(output))
+            found[f"{name}, {step}"] = len(calls), torch.equal(state, torch.get_rng_state())
+            engine.step()
+        found[f"{name}, hooks"] = hooks - count_call_hooks(block)
+        engine.close()
+    learn(start(row(AlwaysDrops, Hidden), PAIR, {}))
+    logging.getLogger("halfmesh").removeHandler(handler)
+    return found | {"told": warnings}
+
+
+def test_what_it_costs_and_what_is_told():
+    for rank, found in enumerate(run_ranks(costs, 2)):
+        assert found["brought, first"] == found["brought, second"] == found["own, second"] == (1, True)
+        assert found["own, first"] == (3, True)  # whole and sharded
+        assert (found["brought, hooks"], found["own, hooks"]) == (0, 1)  # removed
+        told = [text for text in found["told"] if "parallel.tensor.plan" in text]
+        assert len(told) == (rank == 0)
+        assert all(
+            "whether 1.block computes the same" in text and "it draws random numbers in eval" in text for text in told
+        )
