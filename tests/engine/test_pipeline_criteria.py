@@ -116,10 +116,13 @@ def test_the_values_are_those_of_one_process(told):
         class_weights(model(X), Y),
         [class_weights(model(x), y) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)],
     )
-    said = told[0]["class weights"]
-    assert f"gives {whole:.4g}"[:-1] in said
-    assert f"its 2 microbatches make {sum(halves) / 2:.4g}"[:-1] in said
-    assert "(loss_reduction='mean')" in said
+    message = told[0]["class weights"]
+    assert f"gives {whole:.5f} for the whole batch, but its 2 microbatches make {sum(halves) / 2:.5f} (loss" in message
+    plain = F.cross_entropy(model(X), Y)  # as is the mean of the halves' means
+    message = told[0]["mean with a weight"]
+    assert (
+        f"gives {plain / 8:.6f} for the whole batch, but its 2 microbatches make {2 * plain / 8:.6f} (loss" in message
+    )
 
 
 # -- which outputs are joined, and how -------------------------------------------------------------------------------
@@ -139,18 +142,17 @@ class Tree(nn.Module):
         return found if self.is_whole else found | {"number": x.mean()}
 
 
-def of_tree(output: Any, target: torch.Tensor) -> torch.Tensor:
-    each = target.unsqueeze(1).expand(-1, FEATURES)
-    first = F.cross_entropy(output["first"].transpose(0, 1).flatten(0, 1), each.flatten())
-    return first + class_weights(output["rows"][0], each.flatten())
+def of_tree(output: Any, target: torch.Tensor, rows_loss: Any = F.cross_entropy) -> torch.Tensor:
+    each = target.unsqueeze(1).expand(-1, FEATURES).flatten()
+    return F.cross_entropy(output["first"].transpose(0, 1).flatten(0, 1), each) + rows_loss(output["rows"][0], each)
 
 
 def trees(rank: int, world_size: int) -> dict[str, str]:
     found = {}
     for name, model, criterion in (
-        ("sum", Tree(True), of_tree),
-        ("mean", Tree(True), lambda o, t: of_tree(o, t * 0)),  # one class: all weights are alike
-        ("number", Tree(False), of_tree),  # of what it would be in a whole batch nothing is known
+        ("mean", Tree(True), of_tree),
+        ("weights", Tree(True), lambda o, t: of_tree(o, t, class_weights)),
+        ("number", Tree(False), lambda o, t: of_tree(o, t, class_weights)),  # how it is to be joined is not known
     ):
         engine = make(model=nn.Sequential(nn.Linear(FEATURES, FEATURES), model), criterion=criterion)
         found[name] = said(step, engine, X, Y)
@@ -160,7 +162,7 @@ def trees(rank: int, world_size: int) -> dict[str, str]:
 
 def test_outputs_are_joined_where_their_batch_is():
     for found in run_ranks(trees, 2):
-        assert "has to return (sum, weight)" in found["sum"]
+        assert "has to return (sum, weight)" in found["weights"]
         assert found["mean"] == found["number"] == "nothing"
 
 
@@ -193,12 +195,15 @@ def later(rank: int, world_size: int) -> dict[str, Any]:
     engine.close()
     criterion = Counts()
     engine = make(criterion=criterion)
-    drawn = torch.get_rng_state()
     for rows in (8, 8, 2):
         step(engine, X[:rows], Y[:rows])
-    found["drawn"] = torch.equal(drawn, torch.get_rng_state())
     found["state"] = int(criterion.calls), criterion.number, criterion.rows
     found["last"] = engine.context.is_last_stage
+    engine.close()
+    engine = make(criterion=noisy)
+    drawn = torch.get_rng_state()
+    step(engine, X, Y)
+    found["drawn"] = torch.equal(drawn, torch.get_rng_state())
     engine.close()
     return found
 
