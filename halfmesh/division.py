@@ -222,8 +222,9 @@ class Division:
         recipe: Recipe,
     ) -> Passes:
         """How the engine computes. `model` is cast already."""
+        over_tensor = None if self.tensor is None else SameCalls(self._context.tp_group, "tensor group")
         if self.plans.partition is None or self._skeleton is None:
-            return DirectPasses(model, precision, update, accumulation, self._saving(model))
+            return DirectPasses(model, precision, update, accumulation, self._saving(model), over_tensor)
         from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
@@ -250,7 +251,6 @@ class Division:
                 self._saving(model),
             ),
         )
-        over_tensor = None if self.tensor is None else SameCalls(context.tp_group, "tensor group")
         return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)
 
     @contextmanager

@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from . import torch_private
 from .amp.cast import tensors_to_cast
-from .amp.holdings import refuse_foreign_params
+from .amp.holdings import foreign_params
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
 from .deferred.recording import recording_of
 from .engine.dataloader import EMPTY
 from .errors import InputError, shorten
 from .parallel.tensor_layers import DividedLayer
-from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
@@ -129,10 +128,12 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             "another optimizer whose step() needs none"
         )
     if isinstance(model, nn.Module):
-        try:
-            refuse_foreign_params(optimizer, [ParamShard(name, p) for name, p in model.named_parameters()])
-        except InputError as error:
-            yield f"optimizer: {error}"
+        foreign = foreign_params(optimizer, model.parameters())
+        if foreign:
+            yield (
+                f"optimizer: it holds {len(foreign)} parameter(s) that are not the model's: {shorten(list(foreign))}; "
+                "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
+            )
 
 
 def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:

@@ -90,7 +90,7 @@ class Holdings:
 
     def refresh(self) -> None:
         """Take in what changed in the optimizer's groups: parameters added later, implementation flags."""
-        refuse_foreign_params(self.optimizer, self.shards, self.masters.values())
+        self._refuse_late_params()
         if self._recipe.master_weights:
             new = masters_for(self.optimizer, [s for s in self.shards if s.param.dtype in HALF], self.masters)
             repoint(self.optimizer, new)
@@ -120,6 +120,27 @@ class Holdings:
         self._step = step_of(self.optimizer)
         self._held = list(self._objects())
         self._held_ids = list(map(id, self._held))
+
+    def _refuse_late_params(self) -> None:
+        """Raise InputError if the optimizer holds parameters that were none of this rank's at initialize."""
+        known = [*(shard.param for shard in self.shards), *self.masters.values()]
+        foreign = foreign_params(self.optimizer, known)
+        if not foreign:
+            return
+        divided = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
+        names = [divided[id(param)] for param in foreign.values() if id(param) in divided]
+        if names:
+            raise InputError(
+                f"{shorten(names)} came into the optimizer after initialize, but it holds parts of the parameters that "
+                "are sharded over the data ranks, made there; put them in before (frozen ones may be unfrozen later), "
+                "or use data='replicate'"
+            )
+        raise InputError(
+            f"{len(foreign)} parameter(s) came into the optimizer after initialize that this rank's part of the model "
+            f"did not have then: {shorten(list(foreign))}. Add a new layer before initialize (it may be frozen, and "
+            "unfrozen later), or close the engine, add it, and initialize again. What the model had is to be taken "
+            "from engine.model, not from a list made before: under a pipeline each rank has its stages only"
+        )
 
     def take_over(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
@@ -256,20 +277,12 @@ class Holdings:
         ]
 
 
-def refuse_foreign_params(
-    optimizer: optim.Optimizer, shards: Sequence[ParamShard], masters: Iterable[nn.Parameter] = ()
-) -> None:
-    """Raise InputError if `optimizer` holds parameters that are neither in `shards` nor `masters`."""
-    known = {id(shard.param) for shard in shards} | {id(master) for master in masters}
-    foreign = [
-        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}"
+def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters of `optimizer` that are none of `known`, by where they are, in words."""
+    ids = set(map(id, known))
+    return {
+        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
         for g, group in enumerate(optimizer.param_groups)
         for i, param in enumerate(group["params"])
-        if id(param) not in known
-    ]
-    if foreign:
-        raise InputError(
-            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's: {shorten(foreign)}; build it "
-            "from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer` (a layer "
-            "that was added to the model afterwards: close the engine, and initialize again)"
-        )
+        if id(param) not in ids
+    }

@@ -17,6 +17,7 @@ from ..parallel.pipeline.pieces import Call
 from ..tree import map_tensors
 from .accumulation import Accumulation
 from .handles import Handle, PipelineLoss, replace
+from .whole_batch import WholeBatch
 
 
 @dataclass
@@ -27,6 +28,8 @@ class CriterionCalls:
     calls: Sequence[Call]
     stamps: Sequence[tuple[int, int]] = ()
     """Of the tensors in `calls`, which may not change before the backward."""
+    whole: WholeBatch | None = None
+    """Where the batch's loss is computed, too."""
 
 
 class LastStage:
@@ -65,6 +68,8 @@ class LastStage:
         output = self._precision.cast_output(output)
         if self._keeps_outputs:
             self._outputs[index] = map_tensors(torch.Tensor.detach, output)
+        if self._criterion.whole is not None:
+            self._criterion.whole.keep(output, index)
         call = self._criterion.calls[index]
         args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
@@ -76,12 +81,18 @@ class LastStage:
             self._weights[index] = weight
         return self._update.scaled(total, self._divisor)
 
-    def figures(self, mean: bool, device: torch.device) -> torch.Tensor:
-        """The batch's loss, and the weight of a weighted one: float64 [2]."""
+    def figures(self, device: torch.device) -> torch.Tensor:
+        """The batch's loss as the microbatches make it, and the weight of a weighted one; where it was computed of the
+        whole batch, too, that one, or nan if it is the same. float64 [2] or [3]."""
+        reduction, whole = self._accumulation.reduction, self._criterion.whole
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
         weights = [weight.to(device) for weight in self._weights.values()]
         weight = torch.stack(weights).sum() if weights else torch.zeros_like(losses[0])
-        return torch.stack([losses.mean() if mean else losses.sum(), weight])
+        figures = torch.stack([losses.mean() if reduction == "mean" else losses.sum(), weight])
+        if whole is None:
+            return figures
+        divisor = {"mean": float(len(losses)), "sum": 1.0, "weighted": float(weight) or 1.0}[reduction]
+        return torch.cat([figures, figures.new_tensor([whole.other_loss(losses.tolist(), divisor, self._precision)])])
 
     def output(self) -> Any:
         """The outputs of all microbatches as one."""

@@ -12,6 +12,8 @@ from torch import nn
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..parallel.gradients import Reduction
+from ..parallel.pipeline.boundary import tensors_of
+from ..parallel.same_calls import SameCalls
 from .accumulation import Accumulation
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class DirectPasses(DirectBackward):
 
     Args:
         saving: around each forward, for what autograd saves of it.
+        over_tensor: compares calls over this rank's tensor group, if it has one. (Those of the model, its hooks do.)
     """
 
     stages = ()
@@ -95,16 +98,26 @@ class DirectPasses(DirectBackward):
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
         saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        over_tensor: SameCalls | None = None,
     ) -> None:
         super().__init__(precision, update, accumulation)
+        self._model = model
+        self._over_tensor = over_tensor
         self._compute = precision.around(model)
         self._saving = saving
         self.forward: Callable[..., Any] = self._compute if saving is nullcontext else self._save_forward
-        self.criterion = precision.criterion
+        self.criterion: Callable[..., Any] = precision.criterion if over_tensor is None else self._compare_criterion
 
     def _save_forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._saving():
             return self._compute(*args, **kwargs)
+
+    def _compare_criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._over_tensor is not None and self._model.training and torch.is_grad_enabled():
+            targets = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad]
+            if targets:  # not the outputs, which are equal but for rounding
+                self._over_tensor.compare_inputs(True, targets, {}, of="targets")
+        return self._precision.criterion(criterion, *args, **kwargs)
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -21,11 +21,12 @@ from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
-from ..parallel.same_calls import SameCalls
+from ..parallel.same_calls import SameCalls, is_looked_at
 from ..tree import map_tensors
 from .accumulation import Accumulation
 from .handles import Elsewhere, PipelineLoss, PipelineOutput, find_handles, replace
 from .last_stage import CriterionCalls, LastStage
+from .whole_batch import WholeBatch, refuse_other_loss
 
 _log = get_logger(__name__)
 
@@ -39,6 +40,8 @@ class _Forward:
     known: Known
     stamps: Sequence[tuple[int, int]]
     """Of the tensors in `calls`, which may not change before the backward; nor may the model's modes."""
+    whole: Any = None
+    """What the model returns for the whole batch, without memory, if its loss is compared with the microbatches'."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class PipelinePasses:
         self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._told: set[int] = set()
         self._rows = 0  # of the largest microbatch so far
+        self._batches = 0  # of several microbatches, so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
         self._has_batch_norm = any(torch_private.is_batch_norm(module) for module in model.modules())
@@ -123,8 +127,11 @@ class PipelinePasses:
         others = replace((args, kwargs), output, None)
         self._compare_inputs("targets", *others)
         splitter = Splitter(criterion, self._options.non_split, "engine.criterion(...)")
-        calls = splitter.split(Call(args, kwargs), len(forward.calls), forward.rows)
-        return PipelineLoss(output, CriterionCalls(criterion, calls, _stamps(calls)))
+        call = Call(args, kwargs)
+        calls = splitter.split(call, len(forward.calls), forward.rows)
+        compares = forward.whole is not None and self._pipeline.has_last
+        whole = WholeBatch(criterion, call, output, forward.whole) if compares else None
+        return PipelineLoss(output, CriterionCalls(criterion, calls, _stamps(calls), whole))
 
     def check(self, loss: Any) -> PipelineLoss:
         """Refuse what is no loss of this pipeline's, or has been used."""
@@ -142,6 +149,7 @@ class PipelinePasses:
             raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
         self._refuse_changes(forward, loss.call)
+        self._batches += len(forward.calls) > 1
         params = None if self._has_run else list(self._model.parameters())
         keeps, self._has_run = self._options.keep_outputs, True
         last = LastStage(self._precision, self._update, self._accumulation, loss, keeps, params)
@@ -212,7 +220,18 @@ class PipelinePasses:
         calls = self._splitter.split(call, count, rows)
         known = self._pipeline.look_up(calls[0])
         refuse_own_loss(known.crossings[-1])
-        return _Forward(calls, rows, known, _stamps(calls))
+        return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count))
+
+    def _whole(self, call: Call, count: int) -> Any:
+        """What the model returns for a batch that is not split, without memory; None: its loss is not compared."""
+        if count == 1 or torch_private.is_alone(self._context.group("pp")):
+            return None
+        if not is_looked_at(self._batches + 1):
+            return None
+        try:
+            return self._pipeline.look_up(call).crossings[-1].tree
+        except InputError:  # a model for microbatches of this size only
+            return None
 
     def _count(self, rows: int) -> int:
         """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
@@ -240,13 +259,18 @@ class PipelinePasses:
 
     def _settle(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
         """Send the loss (and the outputs) to the other stages, without waiting."""
-        mean = self._accumulation.reduction == "mean"
         device, group, source = self._context.device, self._context.group("pp"), self._pipeline.last_rank
-        figures = last.figures(mean, device) if self._pipeline.has_last else _empty(2, device)
+        size = 2 if forward.whole is None else 3
+        figures = last.figures(device) if self._pipeline.has_last else _empty(size, device)
         work = dist.broadcast(figures, group_src=source, group=group, async_op=True)
         self._sent = [work]
         loss.call = None  # who keeps the loss does not keep the batch
-        if self._accumulation.reduction == "weighted":
+        reduction = self._accumulation.reduction
+        if forward.whole is not None:
+            made, weight, whole = _after([work], figures.tolist)
+            made = made / (weight or 1.0) if reduction == "weighted" else made
+            refuse_other_loss(made, whole, len(forward.calls), reduction)
+        if reduction == "weighted":
             _after([work], lambda: None)
             self._accumulation.add_weight(figures[1])
             loss.settle(lambda: (figures[0].float(), figures[1].float()))

@@ -17,6 +17,11 @@ from .digests import add_tensor
 from .objects import gather_objects
 
 
+def is_looked_at(number: int) -> bool:
+    """Whether call `number` is one that is looked at: the first, the tenth, the hundredth and so on."""
+    return str(number).rstrip("0") == "1"
+
+
 class SameCalls:
     """Compares what goes into the model, and what comes out, over the ranks of a group: in the first call of each kind,
     and what goes in also in the tenth, the hundredth, and so on. Ranks that see different data would mix it up
@@ -41,7 +46,7 @@ class SameCalls:
         if self._alone:
             return
         self._inputs_seen[training, of] += 1
-        looks = str(self._inputs_seen[training, of]).rstrip("0") == "1"
+        looks = is_looked_at(self._inputs_seen[training, of])
         if looks and len(set(self._everyone(_digest((args, kwargs))))) > 1:
             raise InputError(
                 f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "

@@ -231,6 +231,27 @@ def test_batches_that_part_later_are_noticed(changed):
         assert f"10: the 2 ranks of a pipeline were given different {changed}" in found
 
 
+def grows(rank: int, world_size: int) -> dict[str, str]:
+    """Layers and parameters that come after initialize."""
+    found: dict[str, str] = {}
+    x, y = make_data(8)
+    model = deep()
+    engine = make(model=model)
+    step(engine, x, y)
+    model.append(nn.Linear(CLASSES, CLASSES))
+    found["module"] = said(step, engine, x, y)
+    engine.optimizer.add_param_group({"params": list(model[-1].parameters())})
+    del model[-1]
+    found["parameters"] = said(step, engine, x, y)
+    return found
+
+
+def test_layers_that_come_after_initialize():
+    for found in run_ranks(grows, 2):
+        assert "3: modules that were added to the model after initialize, or taken away" in found["module"]
+        assert "2 parameter(s) came into the optimizer after initialize that this rank's part" in found["parameters"]
+
+
 def goes_on(rank: int, world_size: int) -> None:
     """A loop that leaves out batches with errors; the second has a word that there is not."""
     engine = make(model=nn.Sequential(nn.Embedding(4, 8), nn.Flatten(), nn.Linear(16, CLASSES)))
@@ -240,6 +261,15 @@ def goes_on(rank: int, world_size: int) -> None:
             step(engine, torch.full((4, 2), word), y)
         except IndexError:
             continue
+
+
+def list_made_before(rank: int, world_size: int) -> None:
+    """Of the parameters that one rank holds, the other has forgotten all but the objects."""
+    model = deep()
+    params = list(model.parameters())
+    engine = make(model=model, optimizer=lambda _: torch.optim.SGD(params[2:], lr=0.1))
+    engine.optimizer.add_param_group({"params": params[:2]})
+    step(engine, *make_data(8))
 
 
 def penalty(rank: int, world_size: int) -> None:
@@ -255,6 +285,7 @@ def penalty(rank: int, world_size: int) -> None:
     ("loop", "message"),
     [
         (goes_on, r"left in the middle of a batch by an error \(IndexError"),
+        (list_made_before, "not from a list made before: under a pipeline each rank has its stages only"),
         (penalty, "the criterion's loss depends on the model otherwise than through its output"),
     ],
 )

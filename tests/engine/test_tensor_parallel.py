@@ -195,6 +195,31 @@ def test_engines_on_different_layouts():
             assert difference(weights, expected) < tolerance
 
 
+def targets(rank: int, world_size: int) -> dict[str, Any]:
+    """A loader of the user's own that gives the ranks of a tensor group the same inputs and other targets."""
+    engine = make(tensor_config(), criterion=lambda output, *given: nn.functional.cross_entropy(output, given[-1]))
+    (x, y), others = make_data(8), torch.arange(8).roll(rank) % CLASSES
+    found: dict[str, Any] = {"output alone": said(lambda: engine.criterion(engine(x), engine(x).softmax(-1)))}
+    engine.eval()
+    found["evaluation"] = said(engine.criterion, engine(x), others)
+    engine.train()
+    with torch.no_grad():
+        found["no graph"] = said(engine.criterion, engine(x), others)
+    found["first"] = said(step, engine, x, others)
+    found["same"] = [said(step, engine, x, y) for _ in range(8)]
+    found["tenth"] = said(step, engine, x, others)
+    engine.close()
+    return found
+
+
+def test_targets_are_compared_over_a_tensor_group():
+    for found in run_ranks(targets, 2):
+        assert found["output alone"] == found["evaluation"] == found["no graph"] == "nothing"
+        assert "the 2 ranks of a tensor group were given different targets" in found["first"]
+        assert found["same"] == ["nothing"] * 8
+        assert "the 2 ranks of a tensor group were given different targets" in found["tenth"]
+
+
 def schedule(rank: int, world_size: int) -> list[Any]:
     """A scheduler waits for the verdict: overflow on one rank of one tensor group only."""
     model = Divisible()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ... import torch_private
-from ...errors import InputError
+from ...errors import InputError, shorten
 from ...tree import map_tensors
 from ..meta_copy import meta_copy
 from .boundary import Crossing, widen
@@ -89,7 +89,19 @@ class Skeleton:
                     )
 
     def _follow(self, source: nn.Module) -> None:
-        """Take over what may have changed in the model."""
+        """Take over what may have changed in the model.
+
+        Raises:
+            InputError: it has other modules than at first.
+        """
+        here, there = dict(self.model.named_modules()), dict(source.named_modules())
+        changed = sorted(here.keys() ^ there.keys())
+        if changed:
+            raise InputError(
+                f"{shorten(changed)}: modules that were added to the model after initialize, or taken away; under a "
+                "pipeline each rank holds its stages of the model as it was then. Change it before initialize (a layer "
+                "may be frozen, and unfrozen later), or close the engine, change the model, and initialize again"
+            )
         for mine, theirs in zip(self.model.modules(), source.modules(), strict=True):
             for name, value in vars(theirs).items():
                 if isinstance(value, (bool, int, float, str)):

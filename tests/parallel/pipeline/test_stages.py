@@ -194,8 +194,9 @@ def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def criterion(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Each microbatch weighs otherwise."""
-    return sum(t.float().square().mean() for t in tensors_of(output) if t.requires_grad) * target.mean()
+    """Each sample weighs otherwise."""
+    each = [t.float().square().flatten(1).mean(1) for t in tensors_of(output) if t.requires_grad]
+    return (sum(each) * target).mean()
 
 
 sgd = partial(torch.optim.SGD, lr=0.1)

@@ -91,6 +91,25 @@ def test_weights_and_state_are_one_part_of_it(ranks):
             assert units == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
 
+def late(rank, world_size):
+    """A layer that the optimizer holds later, by its new objects and by those that the model came with."""
+    for new in (True, False):
+        model = Blocks()
+        before = list(model.end.parameters())
+        engine = make_engine(
+            "fsdp",
+            model=model,
+            optimizer=lambda groups: torch.optim.AdamW([p for g in groups for p in g["params"]][:4]),
+        )
+        engine.optimizer.add_param_group({"params": list(model.end.parameters()) if new else before})
+        with pytest.raises(InputError, match=r"end.weight, end.bias came into the optimizer after initialize, but it"):
+            take_step(engine, rank, 0)
+
+
+def test_parameters_that_come_later():
+    run_ranks(late, 2)
+
+
 def gives_back(rank, world_size):
     def facts(model):
         hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
