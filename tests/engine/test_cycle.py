@@ -320,7 +320,8 @@ def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulati
         told = caplog.text.count("engine.step() came after 4 batches")
         assert told == (tells and number >= 7), "at the second such step"
     if tells:
-        assert "Delete the `if`" in caplog.text and "gradient_accumulation=1" in caplog.text
+        assert "Delete the `if`" in caplog.text
+        assert "gradient_accumulation=1" in caplog.text
 
 
 @pytest.mark.parametrize("own_loader", [False, True])
