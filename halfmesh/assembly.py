@@ -30,6 +30,7 @@ from .engine.engine import Engine
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .failures import told_to_torchrun
+from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
 from .launching import Launch
 from .log import get_logger
@@ -101,6 +102,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     place = launch.device if launch is not None and device is None else launching.choose_device(device)
     world_size = launching.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
+    settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
     recipe = recipe_of(settings)
     parallel = settings.parallel
     with Adoption() as adoption:

@@ -13,6 +13,7 @@ from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
 from .division import Division
 from .errors import shorten
+from .global_batch import batch_size
 from .memory import StateBytes, readable, state_bytes
 from .parallel.registries import SCHEDULES
 from .parallel.tensor import TensorParallel
@@ -63,7 +64,7 @@ def _values(
     engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
 ) -> dict[str, Any]:
     config, context, partition = engine.config, engine.context, division.plans.partition
-    size, cycle = _batch_size(loader), config.gradient_accumulation
+    size, cycle = batch_size(loader), config.gradient_accumulation
     return {
         "mode": None if config.precision is None else config.precision.label,
         "compute_dtype": _short(recipe.compute_dtype),
@@ -190,15 +191,10 @@ def _activations(engine: Engine, division: Division) -> str:
 
 def _batch(engine: Engine, loader: Any) -> str:
     cycle, dp = engine.config.gradient_accumulation, engine.context.dp_size
-    size = _batch_size(loader)
+    size = batch_size(loader)
     factors = f"{size or '?'} per rank x {dp} data rank(s) x {cycle} accumulated"
-    return f"{factors} = {size * dp * cycle} samples per update" if size else f"{factors}"
-
-
-def _batch_size(loader: Any) -> int | None:
-    loader = getattr(loader, "loader", loader)  # of an IterableDataset that is read in strides
-    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
+    asked = " (global_batch_size)" if engine.config.global_batch_size else ""
+    return f"{factors} = {size * dp * cycle} samples per update{asked}" if size else factors
 
 
 def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:

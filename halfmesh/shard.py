@@ -116,7 +116,7 @@ class Ranks(Protocol):
         """How many there are."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> object:
         """Sum `tensor` in place over all of them."""
         ...
 

@@ -114,6 +114,7 @@ class _Planned:
         is_fresh: bool,
     ) -> None:
         from ..errors import InputError
+        from ..global_batch import accumulate
         from ..memory import parse_bytes
         from ..plan import advice, dry_run, show
 
@@ -137,7 +138,8 @@ class _Planned:
             self._run = run
             if not self.fits and self.limit is not None:
                 self._change = advice.find_change(
-                    config, advice.Asked(run, world_size, device, self.limit, model, batch)
+                    accumulate(config, run.rows or None, run.layout.data),
+                    advice.Asked(run, world_size, device, self.limit, model, batch),
                 )
 
     @property
@@ -172,6 +174,7 @@ def _plan(config: Config, world_size: int) -> dict[str, Any]:
         "mesh": {"pp": layout.pipeline, "dp": layout.data, "tp": layout.tensor},
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,
+        "global_batch_size": config.global_batch_size,
         "clip_grad_norm": config.clip_grad_norm.max_norm or None,
     }
 
@@ -204,7 +207,9 @@ def _print(
         say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
         say(f"  mesh {mesh}, data strategy {plan['data_strategy']}")
         clip = plan["clip_grad_norm"] or "off"
-        say(f"  gradient_accumulation {plan['gradient_accumulation']}, clip_grad_norm {clip}")
+        total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]
+        batches = f"gradient_accumulation {cycle}" if total is None else f"global_batch_size {total}"
+        say(f"  {batches}, clip_grad_norm {clip}")
         for finding in findings:
             say(f"  advice: {finding}", "yellow")
         for line in planned.lines() if planned else ():

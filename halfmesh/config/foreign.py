@@ -34,6 +34,7 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "gradient_clip_val": "set clip_grad_norm instead",
         "accumulate_grad_batches": "set gradient_accumulation instead",
         "gradient_accumulation_steps": "set gradient_accumulation instead",
+        "train_batch_size": "set global_batch_size instead",
         "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
         "gradient_handler": "remove it: halfmesh reduces gradients by itself; see parallel.data",
         "fsdp": "set parallel.data = 'fsdp' instead",
@@ -51,7 +52,7 @@ _ORIGINS: Mapping[str, str] = types.MappingProxyType(
         **dict.fromkeys(("num_micro_batches", "zero", "gradient_handler"), "colossal"),
         **dict.fromkeys(("pipeline_parallel_degree", "partitions", "tensor_parallel_degree"), "sagemaker"),
         **dict.fromkeys(("sharded_data_parallel_degree", "shard_optimizer_state", "offload_activations"), "sagemaker"),
-        **dict.fromkeys(("zero_optimization", "gradient_clipping"), "deepspeed"),
+        **dict.fromkeys(("zero_optimization", "gradient_clipping", "train_batch_size"), "deepspeed"),
     }
 )
 """Those that only one engine's configs have, and what `halfmesh convert-config --from` calls it."""

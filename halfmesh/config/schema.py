@@ -270,6 +270,8 @@ class Settings(Options):
     bf16: Precision = None
     parallel: Annotated[ParallelConfig, BeforeValidator(_expand_parallel)] = ParallelConfig()
     gradient_accumulation: PositiveInt = 1
+    global_batch_size: PositiveInt | None = None
+    """Samples per update, of all data ranks; `gradient_accumulation` follows from it."""
     clip_grad_norm: Annotated[ClipConfig, _shorthand("max_norm")] = ClipConfig()
     loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
     lr_interval: Literal["step", "epoch", "manual"] = "step"

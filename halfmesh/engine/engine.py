@@ -23,6 +23,7 @@ from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
 from .passes import Passes
 from .scheduling import LRAdvance
+from .step_watch import StepWatch
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -96,6 +97,7 @@ class Engine(Health):
         self._automatic = None
         self._attached = Attached()
         self._locks = FolderLocks()
+        self._steps = StepWatch(length, dataloader) if (length := config.gradient_accumulation) > 1 else None
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -160,6 +162,8 @@ class Engine(Health):
         elif seen.takes_output and not retain_graph:  # what the criterion was given is known without it
             seen.output = seen.value = None
         loader = self._dataloader
+        if self._steps is not None:
+            self._steps.before_backward(seen.call)
         try:
             self._cycle.add(loss, loader is not None and loader.at_end, retain_graph, loss_id)
         except RuntimeError as error:
@@ -195,6 +199,8 @@ class Engine(Health):
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
                 "(loss.backward() does not count)"
             )
+        if self._steps is not None:
+            self._steps.before_step()
         closes, at_end = last or cycle.closes, cycle.at_end
         cycle.count()
         if not closes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from ..amp.cast import Precision
@@ -12,6 +13,7 @@ from ..amp.cast_lists import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError
+from ..parallel.context import ParallelContext
 from .cycle import GradientCycle
 from .dataloader import EngineDataLoader
 from .scheduling import LRAdvance
@@ -42,6 +44,7 @@ class Readings(UpdateReadings):
     """The engine's read-only half."""
 
     model: nn.Module
+    context: ParallelContext
     _dataloader: EngineDataLoader | None
     _eval_dataloader: EngineDataLoader | None
     _criterion: Callable[..., Any] | None
@@ -78,6 +81,11 @@ class Readings(UpdateReadings):
     def has_criterion(self) -> bool:
         """Whether a criterion was given to initialize."""
         return self._criterion is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self.context.device
 
     @property
     def optimizer(self) -> optim.Optimizer:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
-from .objects import broadcast_object, gather_objects
+from .objects import broadcast_object, gather_objects, join_rows
 
 if TYPE_CHECKING:
     from ..process_group import OwnedGroup
@@ -173,19 +173,47 @@ class ParallelContext:
             mine = group if self.rank in chosen else mine
         return mine
 
-    def all_reduce(self, tensor: torch.Tensor, axis: str | None = None) -> None:
-        """Sum `tensor` in place over all ranks of the engine, or over those of one axis.
+    def all_reduce(
+        self, tensor: torch.Tensor, axis: str | None = None, op: Literal["sum", "mean"] = "sum"
+    ) -> torch.Tensor:
+        """Sum `tensor` over all ranks of the engine, or over those of one axis; in place, without gradients.
 
         Args:
             axis: "dp" for what each data rank has counted in its own batches (the ranks of a tensor group see the same
                 ones), "tp" or "pp"; None for all ranks.
+            op: "mean" divides the sum by the number of these ranks.
+
+        Returns:
+            `tensor`.
         """
+        size = self._size_of(axis)
+        if op not in ("sum", "mean"):
+            raise InputError(f"op={op!r}: all_reduce gives the 'sum' or the 'mean'")
+        if size > 1:
+            dist.all_reduce(tensor, group=None if axis is None else self.group(axis))
+            if op == "mean":
+                tensor.detach().div_(size)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, axis: str | None = None) -> torch.Tensor:
+        """The tensors of all ranks of the engine, or of those of one axis, joined along dim 0 in order of rank; without
+        gradients. It reads shapes on the host, and waits for the device.
+
+        Args:
+            tensor: [rows, ...], of which ranks may have different numbers; a 0-dim tensor is one row.
+            axis: as of `all_reduce`; "dp" for predictions of each data rank's own batches.
+
+        Raises:
+            InputError: dtypes, or shapes beyond dim 0, differ between the ranks; raised on all of them.
+        """
+        rows = tensor.detach().reshape(-1, *tensor.shape[1:])
+        return rows if self._size_of(axis) == 1 else join_rows(rows, None if axis is None else self.group(axis))
+
+    def _size_of(self, axis: str | None) -> int:
+        """How many ranks an axis has; None: all."""
         if axis is not None and axis not in AXES:
             raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), AXES)}: {AXES}")
-        if axis is None and self.size > 1:
-            dist.all_reduce(tensor)
-        elif axis is not None and self.shape[AXES.index(axis)] > 1:
-            dist.all_reduce(tensor, group=self.group(axis))
+        return self.size if axis is None else self.shape[AXES.index(axis)]
 
     def start_equal(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.

@@ -1,4 +1,5 @@
-"""Python objects between ranks. In a dry run, where nobody else is there, all ranks have what this one has."""
+"""Python objects between ranks, and tensors of unequal lengths. In a dry run, where nobody else is there, all ranks
+have what this one has."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_private
+from ..errors import InputError, show
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -27,3 +29,23 @@ def broadcast_object(value: Any, place: int, device: torch.device, group: dist.P
     objects = [value]
     dist.broadcast_object_list(objects, group_src=place, group=group, device=device)
     return objects[0]
+
+
+def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The rows [n, ...] of all ranks of `group` (None: of all), which may have different n, in order of rank.
+
+    Raises:
+        InputError: they differ otherwise, in shape or dtype.
+    """
+    shapes = gather_objects((tuple(rows.shape), str(rows.dtype)), group)
+    if len({(shape[1:], dtype) for shape, dtype in shapes}) > 1:
+        raise InputError(
+            f"context.gather joins tensors along dim 0, but the ranks gave {show(shapes)}; give all of them one dtype, "
+            "and the same size in each other dim"
+        )
+    counts = [shape[0] for shape, _ in shapes]
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -14,7 +14,9 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..assembly import initialize
+from ..compat import get_layout
 from ..errors import InputError
+from ..global_batch import accumulate
 from ..parallel.buckets import give_grad
 from ..tree import map_tensors
 from . import subject
@@ -83,13 +85,14 @@ def rehearse(
         if given.inputs is not None:
             given = given if rows is None else given.with_rows(rows)
             _refuse_rows(given.rows, config)
+            config = accumulate(config, given.rows, get_layout(config, place.size).data)
         wanted = config.parallel.pipeline.microbatches
         if microbatches is not None and wanted is not None and microbatches != wanted:
             given = given.with_rows(given.rows // wanted * microbatches)
             config = with_microbatches(config, microbatches)
         length = config.gradient_accumulation
-        without_files = {"checkpoint": None, "resume": None}
-        config = config.model_copy(update={"gradient_accumulation": min(length, 2), **without_files})
+        left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
+        config = config.model_copy(update={"gradient_accumulation": min(length, 2), **left_out})
         engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
         return _Rehearsal(engine, given, tracker, length).run()
 

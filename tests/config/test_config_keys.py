@@ -167,3 +167,50 @@ def test_each_half_precision_changes_the_weights():
         train(engine)
         weights = full_weights(engine)
         assert max((weights[n] - w).abs().max().item() for n, w in expected.state_dict().items()) > 1e-6
+
+
+def _updates(config, **layout):
+    """The engine's cycle, the plan's row, and how many updates 8 batches of 8 make on each data rank."""
+    engine = make_engine(config | {"parallel": layout}, loader=make_loader(64, 8))
+    updates = sum(result is not None for result in train(engine))
+    found = engine.config.gradient_accumulation, engine.plan.rows["batch"], updates
+    engine.close()
+    return found
+
+
+def global_batches(rank, world_size):
+    cut = {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}
+    return _updates({"global_batch_size": 32}), _updates({"global_batch_size": 16}, **cut)
+
+
+@pytest.mark.distributed
+def test_global_batch_size():
+    """Of all data ranks, which are 1, 2, and 1 where two ranks are a tensor group."""
+    text = "8 per rank x {} data rank(s) x {} accumulated = {} samples per update (global_batch_size)"
+    assert _updates({"global_batch_size": 16}) == (2, text.format(1, 2, 16), 4)
+    assert _updates({"global_batch_size": 8, "gradient_accumulation": 1}) == (1, text.format(1, 1, 8), 8)
+    for found in run_ranks(global_batches, 2):
+        assert found == ((2, text.format(2, 2, 32), 2), (2, text.format(1, 2, 16), 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "loader", "words"),
+    [
+        (
+            {"global_batch_size": 20},
+            make_loader(),
+            "20 is no multiple of batch size 8 x 1 data rank.s. = 8; set it to ",
+        ),
+        ({"global_batch_size": 4}, make_loader(), "set it to 8, or change the batch size"),
+        (
+            {"global_batch_size": 32, "gradient_accumulation": 2},
+            make_loader(),
+            "x gradient_accumulation=2 makes 16 samples; remove one of the two keys, or set gradient_accumulation=4",
+        ),
+        ({"global_batch_size": 32}, make_loader(batch_size=None), "there is no dataloader that has one"),
+    ],
+)
+def test_a_global_batch_size_that_does_not_fit(config, loader, words):
+    model = MLP()
+    with pytest.raises(ConfigError, match=f"global_batch_size: .*{words}"):
+        make_engine(config, model=model, loader=loader)

@@ -288,3 +288,59 @@ def test_close_within_a_cycle_leaves_nothing_behind(mode):
     before = copy.deepcopy(engine.model.state_dict())
     engine.optimizer.step()
     torch.testing.assert_close(engine.model.state_dict(), before, rtol=0, atol=0)
+
+
+def _every_fourth(step, number):
+    if (number + 1) % 4 == 0:
+        step()
+
+
+def _ends_every_fourth(step, number):
+    if (number + 1) % 4 == 0:
+        step(last=True)
+
+
+def _each(step, number):
+    step(last=(number + 1) % 4 == 0)
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+@pytest.mark.parametrize(
+    ("stepping", "accumulation", "tells"),
+    [(_every_fourth, 4, True), (_ends_every_fourth, 4, True), (_each, 4, False), (_every_fourth, 1, False)],
+)
+def test_a_loop_that_counts_its_batches_itself_is_told_once(stepping, accumulation, tells, own_loader, caplog):
+    """`if (i + 1) % 4 == 0: engine.step()`, as in most scripts, beside gradient_accumulation=4."""
+    engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(64, 4))
+    batches = [(x.clone(), y) for x, y in make_loader(64, 4)] if own_loader else engine.dataloader
+    for number, (x, y) in enumerate(batches):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), y))
+        stepping(engine.step, number)
+        told = caplog.text.count("engine.step() came after 4 batches")
+        assert told == (tells and number >= 7), "at the second such step"
+    if tells:
+        assert "Delete the `if`" in caplog.text
+        assert "gradient_accumulation=1" in caplog.text
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_several_forwards_or_losses_of_a_batch_are_no_batches(own_loader, caplog):
+    """Two views and one loss; a batch with two losses; one in chunks; a batch that is passed over; a leftover."""
+    engine = make_engine({"gradient_accumulation": 2}, loader=make_loader(56, 8))
+    for number, (x, y) in enumerate(list(make_loader(56, 8)) if own_loader else engine.dataloader):
+        if number < 2:
+            engine.backward((engine(x) - engine(-x)).square().mean())
+        elif number < 4 and not own_loader:
+            for half in HALVES:
+                engine.backward(engine.criterion(engine(x[half]), y[half]))
+        elif number < 5:
+            output = engine(x)
+            engine.backward(output.square().mean(), retain_graph=True)
+            engine.backward(engine.criterion(output, y))
+        elif number < 6:
+            continue
+        else:
+            engine.backward(engine.criterion(engine(x), y))
+        engine.step(last=number == 6)
+    assert "came after" not in caplog.text

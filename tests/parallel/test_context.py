@@ -24,13 +24,38 @@ SIZES = [(1, 2), (2, 2), (1, 4), (2, 1), (4, 1), (1, 1)]
 def test_one_process_needs_no_group():
     context, value = ParallelContext(1, 1, CPU), torch.tensor([2.0])
     for axis in (None, *AXES):
-        context.all_reduce(value, axis)
+        assert context.all_reduce(value, axis) is value
+        assert context.all_reduce(value, axis, op="mean") is value
+        assert context.gather(value.squeeze(), axis).tolist() == [2.0]
     assert value.item() == 2.0
+    assert make_engine().device == CPU
     assert not dist.is_initialized()
     with pytest.raises(InputError, match=r"one process has no DeviceMesh; .*torchrun"):
         _ = context.mesh
     with pytest.raises(InputError, match="pipeline=2 x tensor=1 does not divide the 1 ranks"):
         ParallelContext(2, 1, CPU)
+
+
+def _join(context: ParallelContext, rank: int) -> None:
+    """Means, and tensors of unlike lengths, over each axis."""
+    for axis in (None, *AXES):
+        ranks = range(context.size) if axis is None else dist.get_process_group_ranks(context.group(axis))
+        value = torch.tensor([10.0 * rank], requires_grad=True)
+        mean = context.all_reduce(value, axis, op="mean")
+        assert mean is value
+        assert mean.item() == sum(10.0 * r for r in ranks) / len(ranks)
+        counted = torch.tensor(rank)
+        assert context.all_reduce(counted, axis) is counted, "integers"
+        joined = context.gather(torch.full((rank, 2), rank, dtype=torch.int64), axis)
+        assert joined.tolist() == [[r, r] for r in ranks for _ in range(r)]
+        assert context.gather(torch.tensor(float(rank)), axis).tolist() == list(ranks)
+    if context.size > 1:
+        with pytest.raises(InputError, match=r"context\.gather joins tensors along dim 0, but the ranks gave"):
+            context.gather(torch.ones(1, 1 + rank))
+        with pytest.raises(InputError, match="give all of them one dtype"):
+            context.gather(torch.ones(1, dtype=torch.float64 if rank else torch.float32))
+    with pytest.raises(InputError, match="op='avg': all_reduce gives the 'sum' or the 'mean'"):
+        context.all_reduce(value, op="avg")  # type: ignore[arg-type]
 
 
 def axes(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -49,6 +74,7 @@ def axes(rank: int, world_size: int) -> list[dict[str, Any]]:
             found[axis] = dist.get_process_group_ranks(context.group(axis)), value.item()
         with pytest.raises(InputError, match="axis='DP' is not an axis of the mesh; did you mean 'dp'"):
             context.all_reduce(value, "DP")
+        _join(context, rank)
         value = torch.ones(1)
         other.all_reduce(value, "tp")
         context.close()

@@ -71,6 +71,18 @@ def test_what_accumulated_batches_send():
     assert five == pytest.approx(once + 4 * gathered, rel=0.01)
 
 
+def test_accumulation_that_follows_from_the_global_batch():
+    """20 rows on each of 2 data ranks; also where fewer microbatches are run than there are."""
+    runs = [
+        dry_run(pipeline(20).replace(**keys), 4, SMALL, ("20,32:int64",))
+        for keys in ({"gradient_accumulation": 3}, {"global_batch_size": 120})
+    ]
+    assert runs[0].ranks == runs[1].ranks
+    assert runs[0].ranks != dry_run(pipeline(20), 4, SMALL, ("20,32:int64",)).ranks
+    refused = dry_run(pipeline(20).replace(global_batch_size=100), 4, SMALL, ("20,32:int64",))
+    assert "global_batch_size: 100 is no multiple of batch size 20 x 2 data rank(s)" in refused.problems[0]
+
+
 def test_all_kinds_of_ranks():
     run = dry_run(pipeline(8, size=4, tensor=2), 4096, SMALL)
     assert run.problems == []
