@@ -36,6 +36,7 @@ from .launching import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
 from .parallel.random import separate_dp_ranks
+from .parallel.trained import SameTrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,7 +205,7 @@ def _convert(
         context=context,
         passes=passes if sync is None else sync.compared(passes),
         division=division,
-        cycle=GradientCycle(update, precision, passes, accumulation, reducer),
+        cycle=GradientCycle(update, precision, passes, accumulation, reducer, SameTrained(context)),
         lr=lr,
         config=config,
         dataloader=dataloader,

@@ -164,6 +164,10 @@ class Holdings:
         """Whether the groups hold other parameters than at the last `refresh`."""
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._ids
 
+    def trainable(self) -> list[tuple[int, bool]]:
+        """The id of each of `trained`, and whether its parameter requires gradients now."""
+        return [(id(shard), (shard.source or shard).param.requires_grad) for shard in self.trained]
+
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`, one of those trained."""
         return self.targets[id(shard)]

@@ -12,6 +12,7 @@ from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..errors import InputError
 from ..parallel.gradients import Reduction
+from ..parallel.trained import SameTrained
 from .accumulation import Accumulation
 from .passes import Backward
 
@@ -33,14 +34,18 @@ class GradientCycle:
         passes: Backward,
         accumulation: Accumulation,
         reducer: Reduction | None,
+        same: SameTrained | None = None,
     ) -> None:
         self.begun = self.fresh = self.closes = self.at_end = False
         self.reducer = reducer
+        self._same = same
         self._update = update
         self._precision = precision
         self._passes = passes
         self._accumulation = accumulation
         self._complete = False  # the gradients that are there are reduced
+        self._trained = update.holdings.trainable()
+        self._may_shrink = False  # what is frozen within a cycle takes part until its end
         self.clear()  # gradients older than the engine
 
     @property
@@ -139,9 +144,19 @@ class GradientCycle:
     def _keep_covered(self, reducer: Reduction) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
         self._update.take_in_new()
-        trained = self._update.holdings.trained
-        if not reducer.covers(trained):
-            reducer.cover(trained)
+        holdings = self._update.holdings
+        trained = holdings.trainable()
+        if trained == self._trained and not self._may_shrink:
+            return
+        if trained != self._trained:
+            if self._same is not None:
+                taking = {shard for shard, takes in trained if takes}
+                flags = bytes(id(shard) in taking for shard in holdings.shards)
+                self._same.compare([shard.name for shard in holdings.shards], flags)
+            self._trained = trained
+        if not reducer.covers(holdings.trained):
+            reducer.cover(holdings.trained)
+        self._may_shrink = self.holds_gradients
 
 
 def refuse_inside(cycle: GradientCycle, call: str) -> None:

@@ -17,6 +17,8 @@ from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
 from .objects import broadcast_object, gather_objects, join_rows
+from .objects import broadcast_object, gather_objects
+from .trained import refuse_unlike
 
 if TYPE_CHECKING:
     from ..process_group import OwnedGroup
@@ -127,6 +129,25 @@ class ParallelContext:
         if self.size > 1 and "host" not in self._axis_groups:
             self._axis_groups["host"] = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._axis_groups.get("host")
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The ranks of this rank's pipeline stage, which hold the same parameters, or parts of the same."""
+        size = self.dp_size * self.tp_size
+        return list(range(self.pp_rank * size, (self.pp_rank + 1) * size))
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """Those ranks, over gloo. Made when first asked for, by all ranks together."""
+        if self.pp_size == 1:
+            return self.host_group
+        if "stage" not in self._axis_groups:
+            made = [
+                dist.new_group(self._grid[p].flatten().tolist(), backend="gloo", timeout=self._timeout)
+                for p in range(self.pp_size)
+            ]
+            self._axis_groups["stage"] = made[self.pp_rank]
+        return self._axis_groups["stage"]
 
     @property
     def batch_group(self) -> dist.ProcessGroup | None:
@@ -269,14 +290,16 @@ class ParallelContext:
             "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
         }
         digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
-        everyone = self.everyone(digests)
+        names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
+        everyone = self.everyone((digests, bytes(trained)))
         for what in mine:
-            odd = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
+            odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs[what] != everyone[0][0][what]]
             if odd:
                 raise InputError(
                     f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
                     "same model and optimizer, and load the same checkpoint, on every rank before initialize"
                 )
+        refuse_unlike(names, [flags for _, flags in everyone], [f"rank {rank}" for rank in range(self.size)])
 
     def agree(self, value: str) -> bool:
         """Whether all ranks call this with the same `value`."""

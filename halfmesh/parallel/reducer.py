@@ -75,7 +75,6 @@ class Reducer:
         self._finished = False
         self._collecting = False
         self._armed = False
-        self._covered: list[tuple[int, bool]] = []  # what `covers` was asked for last, outside of a cycle, and affirmed
         self._bucket_of: dict[int, Bucket] = {}
         self._taking: set[int] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -93,18 +92,12 @@ class Reducer:
             for shard in self._shards
             if shard.param.requires_grad
         ]
-        self._covered = []
         self._reset()
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
         """Whether exactly those of `shards` take part that `cover` would choose now."""
-        now = [(id(shard), shard.param.requires_grad) for shard in shards]
-        if now == self._covered:
-            return True
         wanted = [shard for shard in shards if self._takes_part(shard)]
-        covers = len(wanted) == len(self._shards) and all(id(shard) in self._taking for shard in wanted)
-        self._covered = now if covers and not self._collecting else []  # within a cycle frozen ones stay
-        return covers
+        return len(wanted) == len(self._shards) and all(id(shard) in self._taking for shard in wanted)
 
     def open(self, last: bool) -> None:
         """A backward begins; `last`: it is the last before the update, so send buckets as they fill.

@@ -1,0 +1,174 @@
+"""Ranks train the same parameters: from the start, and whenever some are frozen or unfrozen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfmesh.errors import InputError
+from halfmesh.parallel.trained import refuse_unlike
+from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
+from tests.support.ranks import free_port, run_ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicate": {},
+    "zero1": {"data": "zero1"},
+    "fsdp": {"data": "fsdp"},
+    "tensor": {"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}},
+}
+
+
+def make_model(frozen: int | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    if frozen is not None:
+        model[frozen].requires_grad_(False)
+    return model
+
+
+def test_words():
+    with pytest.raises(InputError) as refused:
+        refuse_unlike(["a", "b", "c"], [bytes([1, 1, 0]), bytes([1, 0, 1])], ["rank 0", "rank 1"])
+    for words in ("'b' is trained on rank 0 and frozen on rank 1", "first of 2", "random.Random(0)"):
+        assert words in str(refused.value)
+    refuse_unlike(["a", "b"], [bytes([1, 0])] * 2, ["rank 0", "rank 1"])
+
+
+def from_the_start(rank: int, world_size: int) -> list[str]:
+    return [
+        said(make_engine, {"parallel": layout}, model=make_model(2 if rank == 0 else 4)) for layout in LAYOUTS.values()
+    ]
+
+
+@pytest.mark.distributed
+def test_unlike_from_the_start():
+    for messages in run_ranks(from_the_start, 2):
+        for message in messages:
+            assert "'2.weight' is trained on rank 1 and frozen on rank 0 (the first of 4 " in message
+
+
+def mid_run(rank: int, world_size: int) -> dict[str, Any]:
+    """Random layer freezing, drawn from unequal seeds: after a step, and within a cycle of two batches."""
+    x, y = make_data()
+    found = {}
+    for name, layout in LAYOUTS.items():
+        for accumulation in (1, 2):
+            engine = make_engine({"parallel": layout, "gradient_accumulation": accumulation}, model=make_model())
+            step_on(engine, x, y)
+            before = {name: value.clone() for name, value in full_weights(engine).items()} if accumulation == 1 else {}
+            engine.model[random.Random(rank).choice([2, 4])].requires_grad_(False)
+            message = said(step_on, engine, x, y)
+            after = engine.model.state_dict() if before else {}
+            found[name, accumulation] = message, all(torch.equal(before[n], after[n]) for n in before)
+    return found
+
+
+@pytest.mark.distributed
+def test_unlike_in_the_middle_of_a_run():
+    assert random.Random(0).choice([2, 4]) != random.Random(1).choice([2, 4])
+    for found in run_ranks(mid_run, 2):
+        for case, (message, unchanged) in found.items():
+            assert "'2.weight' is trained on rank" in message, (case, message)
+            assert unchanged, case
+
+
+def only_one(rank: int, world_size: int, port: int) -> str:
+    x, y = make_data()
+    limit = timedelta(seconds=2)
+    address = f"tcp://localhost:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
+    engine = make_engine({"timeout": 2.0}, model=make_model())
+    step_on(engine, x, y)
+    if rank == 1:
+        engine.model[2].requires_grad_(False)
+    try:
+        step_on(engine, x, y)
+    except (InputError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.distributed
+def test_one_rank_alone_ends_by_the_time_limit():
+    first, second = run_ranks(only_one, 2, free_port(), init=False, fresh=True)
+    assert second.startswith("InputError: requires_grad was changed on rank 1, but not on all ranks"), second
+    assert first.startswith("RuntimeError"), first  # gloo's: it waits for the gradients of rank 1
+
+
+def alike(rank: int, world_size: int, config: dict[str, Any], share: int = 1) -> dict[str, torch.Tensor]:
+    """Each rank draws the same; a stage of a pipeline has its own layers only."""
+    x, y = make_data(16)
+    engine = make_engine(config, model=make_model())
+    draw, size = random.Random(0), len(x) // share
+    own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
+    params = dict(engine.model.named_parameters())
+    for _ in range(8):
+        frozen = str(draw.choice([0, 2, 4, 5]))
+        for name, param in params.items():
+            param.requires_grad_(not name.startswith(frozen))
+        engine.zero_grad()
+        step_on(engine, x[own], y[own])
+    engine.close()
+    return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
+
+
+@pytest.mark.distributed
+def test_alike_in_the_middle_of_a_run():
+    expected = alike(0, 1, FP16_NAIVE)
+    for parallel in ({}, {"data": "zero1"}, {"pipeline": {"size": 2, "microbatches": 2}}):
+        share = 1 if "pipeline" in parallel else 2
+        for found in run_ranks(alike, 2, {**FP16_NAIVE, "parallel": parallel}, share):
+            torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    both = {"pipeline": {"size": 2, "microbatches": 2}}
+    for found in run_ranks(alike, 4, {**FP16_NAIVE, "parallel": both}, 2):
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def frozen_for_good(rank: int, world_size: int) -> list[int]:
+    """Bytes sent in each of three cycles, with a layer frozen within the first."""
+    x, y = make_data(16)
+    engine = make_engine({"gradient_accumulation": 2}, model=make_model())
+    sent, reducer = [0], engine._cycle.reducer
+    for batch in range(6):
+        if batch == 1:
+            engine.model[2].requires_grad_(False)
+        step_on(engine, x, y)
+        sent += [reducer.bytes_reduced] if batch % 2 else []
+    return [after - before for before, after in itertools.pairwise(sent)]
+
+
+@pytest.mark.distributed
+def test_what_was_frozen_within_a_cycle_is_sent_no_more_after_it():
+    for first, second, third in run_ranks(frozen_for_good, 2):
+        assert first - second == 4 * (8 * 8 + 8 + 2)
+        assert third == second
+
+
+def one_stage(rank: int, world_size: int) -> str:
+    """Data ranks differ in the last stage; the first has nothing to compare."""
+    x, y = make_data(16)
+    engine = make_engine({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "timeout": 3.0}, model=make_model())
+    own = slice(engine.context.dp_rank * 8, engine.context.dp_rank * 8 + 8)
+    step_on(engine, x[own], y[own])
+    if engine.context.pp_rank == 1:
+        engine.model[5 - engine.context.dp_rank].requires_grad_(False)
+    try:
+        step_on(engine, x[own], y[own])
+    except (InputError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.distributed
+def test_the_data_ranks_of_one_stage():
+    *_, third, fourth = run_ranks(one_stage, 4, fresh=True)
+    for message in (third, fourth):
+        words = "'4.weight' is trained on rank 2 (pp 1, dp 0) and frozen on rank 3 (pp 1, dp 1) (the first of 4 "
+        assert words in message, message
