@@ -17,7 +17,6 @@ from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
 from .objects import broadcast_object, gather_objects, join_rows
-from .objects import broadcast_object, gather_objects
 from .trained import refuse_unlike
 
 if TYPE_CHECKING:
