@@ -83,7 +83,7 @@ class DirectPasses(DirectBackward):
     """At once: this process has all of the model.
 
     Args:
-        saving: around each forward, for what autograd saves of it.
+        scope: around each forward.
     """
 
     stages = ()
@@ -94,16 +94,16 @@ class DirectPasses(DirectBackward):
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(precision, update, accumulation)
         self._compute = precision.around(model)
-        self._saving = saving
-        self.forward: Callable[..., Any] = self._compute if saving is nullcontext else self._save_forward
+        self._scope = scope
+        self.forward: Callable[..., Any] = self._compute if scope is nullcontext else self._forward_within
         self.criterion = precision.criterion
 
-    def _save_forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._saving():
+    def _forward_within(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
             return self._compute(*args, **kwargs)
 
     def close(self) -> None:
