@@ -19,7 +19,7 @@ from .amp.rules import UpdateRules
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
-from .distribution import batch_seed, make_reduction, make_sync, refuse_uneven_evaluation, shard
+from .distribution import make_reduction, make_sync, refuse_uneven_evaluation
 from .division import Division
 from .division_plans import Plans, balance_by_time, make_plans
 from .effective_plan import make_plan
@@ -27,6 +27,7 @@ from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
 from .engine.dataloader import EngineDataLoader
 from .engine.engine import Engine
+from .engine.samplers import shard_loader
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .failures import told_to_torchrun
@@ -35,8 +36,11 @@ from .key_checks import find_advice, recipe_of
 from .launching import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
+<<<<<<< HEAD
 from .parallel.random import separate_dp_ranks
 from .parallel.trained import SameTrained
+=======
+>>>>>>> wA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,8 +151,8 @@ def _prepare(
         make_folder(config.checkpoint, context)
     plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
     loaders = [
-        shard(given.dataloader, context, config.seed, training=True),
-        shard(given.eval_dataloader, context, config.seed, training=False),
+        None if loader is None else shard_loader(loader, context, training)
+        for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
     ]
     if parallel.data.strategy == "fsdp":
         refuse_uneven_evaluation(loaders[1], context)
@@ -173,7 +177,6 @@ def _convert(
     division = Division(given.model, given.optimizer, plans, config, context, late)
     shards = division.make_shards(given.model, given.optimizer, recipe)
     _move_state(given.optimizer)
-    separate_dp_ranks(config.seed, context)
     backend, rules = _backend(config), _rules(config)
     update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, division.update_device)
     precision = backend.precision(update.recipe, context.device)
@@ -184,14 +187,14 @@ def _convert(
         )
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
-    if division.random is not None:
+    if division.tensor is not None or division.cut is not None:
         update.tell_of_parts()
     elif accumulation.length > 1 or accumulation.reduction == "weighted":
         update.tell_of_divisors()
     reducer = make_reduction(given.model, update, context, config, division)
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     division.checkpoint_and_compile(given.model)
-    place: dict[str, Any] = {"device": context.device, "seed": batch_seed(config.seed, context)}
+    place: dict[str, Any] = {"context": context, "seed": config.seed}
     dataloader = None
     if loaders[0] is not None:  # alone, each batch closes its cycle, whatever follows
         needs_end = config.gradient_accumulation > 1

@@ -1,4 +1,4 @@
-"""What the mesh means for data and gradients: this rank's part of a loader, and how gradients become complete."""
+"""What the mesh means for data and gradients: which batches ranks have, and how gradients become complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from . import torch_private
 from .amp.optimizer import MixedPrecisionOptimizer
 from .division import Division, reduce_options
-from .engine.samplers import generators, shard_loader
 from .errors import InputError
 from .parallel.context import ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
@@ -20,18 +19,6 @@ if TYPE_CHECKING:
     from .config import Config
     from .engine.dataloader import EngineDataLoader
     from .engine.sync_check import SyncCheck
-
-
-def shard(loader: Any, context: ParallelContext, seed: int, training: bool) -> Any:
-    """This data rank's part of a loader; `training` pads it, so that no rank runs out before the others."""
-    if loader is None:
-        return None
-    for generator in generators(loader) if context.size > 1 else ():
-        state = generator.get_state()
-        context.broadcast(state)  # the ranks must draw the same order to take disjoint parts of it
-        generator.set_state(state)
-    agree, copies = context.agree if training else None, context.size // context.dp_size
-    return shard_loader(loader, context.dp_rank, context.dp_size, seed, pad=training, agree=agree, copies=copies)
 
 
 def refuse_uneven_evaluation(loader: Any, context: ParallelContext) -> None:
@@ -49,11 +36,6 @@ def refuse_uneven_evaluation(loader: Any, context: ParallelContext) -> None:
             "data='fsdp' each batch needs all ranks, which hold the weights together; evaluate a multiple of batch "
             "size x data ranks, give the loader drop_last=True, or use data='zero1'"
         )
-
-
-def batch_seed(seed: int, context: ParallelContext) -> int | None:
-    """What batches are fetched with where several ranks must get the same ones."""
-    return None if context.size == context.dp_size else seed + context.dp_rank
 
 
 def make_reduction(

@@ -19,11 +19,10 @@ from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
 from .engine.passes import DirectPasses, Passes
-from .engine.samplers import OwnRandomness
 from .failures import is_timeout
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
-from .parallel.random import CommonRandom, model_seed
+from .parallel.random import CommonRandom, OwnRandomness, model_seed
 from .parallel.recompute import Checkpointed
 from .parallel.reducer import ReduceOptions
 from .parallel.regions import Placement, whole
@@ -62,7 +61,7 @@ class Division:
     Attributes:
         tensor, cut: what was done for each axis; None where it is 1.
         slices, sharded: this rank's parts of the parameters under zero1, or fsdp.
-        random: the model's own random numbers, where several ranks compute one batch.
+        random: the model's own random numbers, where there are several ranks.
         compiled: the modules that `compile` has compiled.
         checkpointed: what stands in for the forwards of modules that are computed again.
         offload: moves activations to the host, if they are to be moved.
@@ -89,8 +88,7 @@ class Division:
         self.sharded: FullyShard | None = None
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
-        shared = plans.tensor is not None or plans.partition is not None
-        self.random = CommonRandom(model_seed(config.seed, context), context.device) if shared else None
+        self.random = CommonRandom(model_seed(config.seed, context), context.device) if context.size > 1 else None
         self.host_random = OwnRandomness(model_seed(config.seed, context))
         """Those of python and numpy that stages of a pipeline draw, one more or less often than others."""
         if plans.tensor is not None:
@@ -224,7 +222,11 @@ class Division:
         """How the engine computes. `model` is cast already."""
         over_tensor = None if self.tensor is None else SameCalls(self._context.tp_group, "tensor group")
         if self.plans.partition is None or self._skeleton is None:
+<<<<<<< HEAD
             return DirectPasses(model, precision, update, accumulation, self._saving(model), over_tensor)
+=======
+            return DirectPasses(model, precision, update, accumulation, self._around_call(model))
+>>>>>>> wA
         from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
@@ -265,6 +267,22 @@ class Division:
         finally:
             settle()
             self.random.leave()
+
+    def _around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+        """What is around a forward of the whole model in training: its own random numbers, and `_saving`."""
+        saving = self._saving(model)
+        if self.random is None:
+            return saving
+        random = self.random
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            # A tensor group calls the same layers, also where python's or numpy's numbers choose them.
+            alike = self.host_random if self.tensor is not None and model.training else nullcontext()
+            with alike, random.around(model), saving():
+                yield
+
+        return around
 
     def _saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
         """What is around a forward of `model`, or of a stage, for what autograd saves of it."""

@@ -13,11 +13,11 @@ from .amp.cast import Precision
 from .amp.recipe import Recipe
 from .compilation import Compilation
 from .deferred.adoption import named_tensors, recorded
-from .engine.samplers import OwnRandomness
 from .errors import IncompatibleConfigError, InputError
 from .key_checks import recipe_of
 from .parallel import elementwise
 from .parallel.context import ParallelContext
+from .parallel.random import OwnRandomness
 from .parallel.tensor_checks import ResolvedPlan
 from .parallel.tensor_checks import resolve as resolve_tensor
 

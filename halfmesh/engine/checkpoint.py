@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from .. import torch_private
 from ..errors import InputError
 from ..parallel.context import ParallelContext
 
@@ -74,28 +69,3 @@ def _words(layout: Mapping[str, int]) -> str:
     return words + (
         f", and part {layout['dp_rank']} of {layout['dp_size']} of it (zero1 or fsdp)" if "dp_rank" in layout else ""
     )
-
-
-@torch_private.outside_of_dry_run()
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every random generator that training may use on this rank."""
-    legacy: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = legacy
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-@torch_private.outside_of_dry_run()
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Undo the draws made since `random_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"].cpu())
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

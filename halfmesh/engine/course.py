@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader
 
 from .. import torch_private
-from .checkpoint import random_state, set_random_state
-from .samplers import OwnRandomness, generators, set_generators
+from ..parallel.context import ParallelContext
+from ..parallel.random import CPU, OwnRandomness, SharedRandomness, derived_seed, random_state
+from .samplers import draw_seed, find_sharded, generators, is_random, is_stream, seed_workers, set_epoch, set_generators
+from .transfer import workers
 
-_CPU = torch.device("cpu")
 _REMEMBERED = 2
 """Fetches whose random numbers are kept: of the batch that was handed out last, and of one fetched ahead of it."""
-
-Drawn = AbstractContextManager[Any]
-"""A scope in which batches are fetched: `OwnRandomness`, or none."""
 
 
 @dataclass
@@ -33,11 +32,10 @@ class Course:
         backwards: how many backwards ran.
         runs: whether it is being iterated.
         finished: whether it came to its end.
-        start: where the random numbers were when its order was drawn.
-        fetches: where they were when each of the last batches was fetched, by its number.
-        here: whether batches are fetched in this process, where they may draw.
+        start: where the random numbers were when its order was drawn; the same on all ranks.
+        fetches: where they were when each of the last batches was fetched, by its number, in one process without
+            workers: there the dataset draws what the loop draws.
         fetched: batches fetched, with those that are not handed out yet.
-        drawn: the scope in which they are.
     """
 
     epoch: int = -1
@@ -46,109 +44,70 @@ class Course:
     backwards: int = 0
     runs: bool = False
     finished: bool = False
-    start: dict[str, Any] = field(default_factory=dict)
-    fetches: dict[int, dict[str, Any]] = field(default_factory=dict)
-    here: bool = True
+    start: Mapping[str, Any] = field(default_factory=dict)
+    fetches: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     fetched: int = 0
-    drawn: Drawn = field(default_factory=nullcontext)
-
-    def note_fetch(self, number: int) -> None:
-        """Batch `number` is fetched next."""
-        if self.here:  # it costs some 50 us
-            self.fetches[number] = random_state(_CPU)
-            self.fetches.pop(number - _REMEMBERED, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `resume` needs."""
+        """What `draw` needs to go on with it."""
         over = self.finished or not (self.runs or self.trained)  # a look at some batches is not an epoch
-        fetches = dict(self.fetches)
-        if self.here and isinstance(self.drawn, OwnRandomness) and self.drawn.state is not None:
-            fetches[self.fetched] = self.drawn.state  # with which the next one will be
         return {
             "epoch": self.epoch,
             "trained": self.trained,
             "finished": over,
             "start": self.start,
-            "fetches": fetches,
+            "fetches": dict(self.fetches),
         }
 
 
-def draw(course: Course, loader: Any, drawn: Drawn) -> Iterator[Any]:
-    """The batches of an epoch, from its beginning; what is needed to go on with it later is noted in `course`."""
-    course.drawn = drawn
-    with drawn:
-        course.start = _start(loader)
-        batches = iter(loader)
-    yield from _fetch(course, batches)
+def draw(
+    course: Course, loader: Any, context: ParallelContext, seed: int, saved: tuple[Mapping[str, Any], bool] | None
+) -> Iterator[Any]:
+    """The batches of an epoch, in the order that the user's own loader draws in one process; on several ranks from
+    where random numbers are on rank 0.
 
-
-def draw_rest(course: Course, loader: Any, drawn: Drawn, saved: Mapping[str, Any], is_own: bool) -> Iterator[Any]:
-    """The batches of an epoch that were not trained on when `saved` was taken (a `Course.state_dict`).
-
-    Its order is drawn again, from the same random numbers. Batches that had been fetched already are fetched with those
-    that they had; then random numbers go on as they were before this call. A DataLoader does not read what is skipped.
+    In one process all else is drawn as in a plain loop, too. On several ranks what the dataset draws here comes from
+    `seed`, the epoch, the batch and the data rank, so that the ranks that compute one batch fetch the same.
 
     Args:
-        is_own: whether it was saved by the same rank of the same layout. Else the order does not depend on the rank's
-            random numbers, and they are left as they are; it may depend on its samplers' generators.
+        saved: a `Course.state_dict`, whose batches that were trained on are left out: a DataLoader does not read them.
+            And whether it is of the same rank of the same layout: then batches that had been fetched are fetched with
+            the random numbers that they had.
     """
-    course.handed = course.trained = course.fetched = saved["trained"]
-    course.fetches = dict(saved["fetches"]) if is_own else {}
-    course.drawn = drawn
-    fetches = dict(course.fetches)
-    aside: Callable[[], AbstractContextManager[dict[str, Any]]] = _aside if is_own else lambda: nullcontext({})
-    # A batch that nothing was fetched ahead of draws from what this rank draws from; workers draw their seeds only.
-    goes_on = is_own and course.here and course.fetched not in fetches and not isinstance(drawn, OwnRandomness)
-
-    def go_on() -> None:
-        if course.fetched in fetches:
-            set_random_state(fetches[course.fetched], _CPU)
-        elif goes_on:
-            set_random_state(outside, _CPU)
-            course.note_fetch(course.fetched)
-
-    with aside() as outside, drawn:
-        if is_own:
-            set_random_state(saved["start"]["random"], _CPU)
-        set_generators(loader, saved["start"]["generators"], is_own)
-        course.start = _start(loader)
-        batches = _skipping(loader, course.fetched, go_on)
-        batch = next(batches, _NOTHING)
-        if goes_on:
-            outside.update(random_state(_CPU))
-    while batch is not _NOTHING:
-        course.fetched += 1
-        yield batch
-        if course.fetched not in fetches:
-            yield from _fetch(course, batches)
-            return
-        with aside(), drawn:
-            go_on()
-            batch = next(batches, _NOTHING)
-
-
-def _start(loader: Any) -> dict[str, Any]:
-    """What the order of an epoch depends on, before it is drawn."""
-    return {"random": random_state(_CPU), "generators": [generator.get_state() for generator in generators(loader)]}
-
-
-@contextmanager
-def _aside() -> Iterator[dict[str, Any]]:
-    """What is drawn within is drawn as if it were not. Gives the random numbers that are put back at its end."""
-    outside = random_state(_CPU)
-    try:
-        yield outside
-    finally:
-        set_random_state(outside, _CPU)
-
-
-_NOTHING = object()
-
-
-def _fetch(course: Course, batches: Iterator[Any]) -> Iterator[Any]:
+    set_epoch(loader, course.epoch)
+    seed_workers(loader, derived_seed(seed, context.dp_rank, course.epoch))
+    several = context.size > 1
+    state, own = (None, True) if saved is None else saved
+    if state is None:
+        start: Mapping[str, Any] = {
+            "random": random_state(CPU),
+            "generators": [generator.get_state() for generator in generators(loader)],
+        }
+        course.start = context.from_first(start) if is_random(loader) else start
+    else:
+        course.handed = course.trained = course.fetched = state["trained"]
+        course.start = state["start"]
+    set_generators(loader, course.start["generators"])
+    order = SharedRandomness(course.start["random"])
+    if (sampler := find_sharded(loader)) is not None:
+        sampler.draw(order)
+    with order:
+        batches = iter(loader) if state is None else _rest(loader, course.fetched)
+    again = dict(state["fetches"]) if state is not None and own else {}
+    course.fetches = dict(again)
+    notes = not (several or workers(loader))
     while True:
-        with course.drawn:
-            course.note_fetch(course.fetched)
+        scope: AbstractContextManager[Any] = nullcontext()
+        if is_stream(loader) and (several or not own):
+            scope = order
+        elif several and not workers(loader):
+            scope = OwnRandomness(derived_seed(seed, context.dp_rank, course.epoch, course.fetched))
+        elif course.fetched in again:
+            scope = OwnRandomness(again.pop(course.fetched))
+        with scope:
+            if notes:  # it costs some 50 us
+                course.fetches[course.fetched] = random_state(CPU)
+                course.fetches.pop(course.fetched - _REMEMBERED, None)
             batch = next(batches, _NOTHING)
         if batch is _NOTHING:
             return
@@ -156,32 +115,20 @@ def _fetch(course: Course, batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _skipping(loader: Any, count: int, then: Callable[[], None]) -> Iterator[Any]:
-    """The batches of `loader` without the first `count`; `then` is called before the next one is read."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+_NOTHING = object()
+
+
+def _rest(loader: Any, count: int) -> Iterator[Any]:
+    """The batches of `loader` without the first `count`. Their order is drawn now."""
+    if not isinstance(loader, DataLoader) or is_stream(loader):
         batches = iter(loader)
         for _ in range(count):
             next(batches, None)
-        then()
         return batches
     rest = torch_private.without_workers(loader)
+    rest.generator = torch.Generator().manual_seed(draw_seed(loader.generator))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    object.__setattr__(rest, name, _Rest(getattr(loader, name), count, then))  # DataLoader forbids it; this is a copy
+    items = iter(getattr(loader, name))
+    begun = list(itertools.islice(items, count + 1))[count:]
+    object.__setattr__(rest, name, itertools.chain(begun, items))  # DataLoader forbids it; this is a copy
     return iter(rest)
-
-
-class _Rest(Sampler[Any]):
-    """What `inner` gives after its first `count`."""
-
-    def __init__(self, inner: Any, count: int, then: Callable[[], None]) -> None:
-        self._inner, self._count, self._then = inner, count, then
-
-    def __iter__(self) -> Iterator[Any]:
-        rest = iter(self._inner)
-        for _ in range(self._count):
-            next(rest, None)
-        self._then()
-        yield from rest
-
-    def __len__(self) -> int:
-        return max(0, len(self._inner) - self._count)

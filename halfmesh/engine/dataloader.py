@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,15 +10,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import InputError
 from ..log import get_logger
-from .course import Course, draw, draw_rest
+from ..parallel.context import ParallelContext
+from ..parallel.same_calls import are_same
+from .course import Course, draw
 from .loader_watch import LoaderWatch
 from .lookahead import ahead, in_turn, looks_ahead
-from .samplers import OwnRandomness, Share, generators, set_epoch, set_generators, share
-from .transfer import Transfer, reuses_memory, workers
+from .samplers import Share, generators, set_generators, share
+from .transfer import Transfer, reuses_memory
 
 _log = get_logger(__name__)
-
-_EPOCH_STEP = 1_000_003  # more than there are data ranks, whose seeds follow each other
 
 
 class EngineDataLoader:
@@ -31,9 +30,10 @@ class EngineDataLoader:
     An epoch ends when the loop asks for a batch after the last one, or lets go of its iterator when it has trained on
     the last one.
 
+    Other attributes are those of the loader: `dataset`, `batch_size`, `sampler`, `num_workers`.
+
     Args:
-        seed: batches are fetched with random numbers from it and the epoch alone, so that all ranks with the same seed
-            augment them alike, whatever else they draw. None: with those that are there.
+        seed: of what batches are fetched with on several ranks, beside the epoch, the batch and the data rank.
         needs_end: whether training depends on `at_end`, so that it has to be exact.
 
     Attributes:
@@ -48,20 +48,20 @@ class EngineDataLoader:
     def __init__(
         self,
         loader: Iterable[Any],
-        device: torch.device,
+        context: ParallelContext,
+        seed: int,
         on_epoch_end: Callable[[], None] | None = None,
         may_be_empty: bool = False,
-        seed: int | None = None,
         needs_end: bool = False,
     ) -> None:
         self.loader = loader
-        self.device = device
+        self._context = context
         self._seed = seed
         self._needs_end = needs_end
         self.epoch = -1
         self.at_end = False
-        self._transfer = Transfer(device)
-        self._watch = None if on_epoch_end is None else LoaderWatch(loader, device)  # evaluation may wait
+        self._transfer = Transfer(context.device)
+        self._watch = None if on_epoch_end is None else LoaderWatch(loader, context.device)  # evaluation may wait
         self._on_epoch_end = on_epoch_end
         self._may_be_empty = may_be_empty
         self.next_epoch = 0
@@ -81,8 +81,8 @@ class EngineDataLoader:
         return self._course.handed > self._course.trained
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch` (its number decides the order of the samples when there are several
-        data ranks). Without a call, epochs count up by themselves."""
+        """The next iteration is epoch `epoch`, of which samplers with a `set_epoch` are told. Without a call, epochs
+        count up by themselves."""
         self.next_epoch = epoch
 
     def note_training(self) -> None:
@@ -91,7 +91,23 @@ class EngineDataLoader:
         course.trained = course.handed
         if course.finished and 0 < course.backwards < course.handed:
             self._tell_of_fetching()
+        if self.epoch < 0 and course.backwards == 1:
+            self._tell_of_another()
         course.backwards += 1
+
+    def _tell_of_another(self) -> None:
+        """Training began with other batches than this loader's."""
+        ranks = self._context.dp_size
+        if ranks > 1 or self._needs_end:
+            _log.warning(
+                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
+                "given to initialize. %s If the batches are meant to come from another loader, give initialize none; "
+                "shard yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
+                f"That one is not sharded: {ranks} data ranks train on the same batches."
+                if ranks > 1
+                else "The engine does not see where that one ends, so the last batches of an epoch go into the first "
+                "cycle of the next.",
+            )
 
     def _tell_of_fetching(self) -> None:
         """There were fewer backwards than batches, and after the last batch there is one."""
@@ -133,16 +149,15 @@ class EngineDataLoader:
         epoch if it was over.
 
         Args:
-            own: False: it is another rank's, whose workers' seeds must not be repeated here; the order is the same on
-                all.
+            own: False: it is another rank's, or another layout's, whose batches were others; the order is the same.
 
         Returns:
-            What is otherwise, if it was saved with other data ranks, whose order has no such place.
+            What is otherwise, if what was seen is no whole number of this run's batches.
         """
         self._rest, self._course = None, Course()
         self.set_epoch(state["next_epoch"] if state["finished"] else state["epoch"])
         mine = share(self.loader)
-        set_generators(self.loader, state["generators"], own)
+        set_generators(self.loader, state["generators"])
         if state["finished"]:
             return None
         trained = mine.same_place(Share(*state["share"]), state["trained"], own)
@@ -161,6 +176,11 @@ class EngineDataLoader:
         """Batches of an epoch on this rank."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not made yet
+            raise AttributeError(name)
+        return getattr(getattr(self.loader, "loader", self.loader), name)  # one that is read in strides has one inside
+
     def __bool__(self) -> bool:
         """There is a loader; without this, Python would ask for its length, which an IterableDataset has not."""
         return True
@@ -171,8 +191,7 @@ class EngineDataLoader:
                 self._course.finished = True  # it was left, and is not gone on with
             self.before_fetch()
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
-        set_epoch(self.loader, self.epoch)
-        outside, course = self._course, Course(self.epoch, runs=True, here=not workers(self.loader))
+        outside, course = self._course, Course(self.epoch, runs=True)
         at_end_outside = self.at_end  # this may be a loop inside another over the same loader
         self._course, self.at_end = course, False
         try:
@@ -187,7 +206,7 @@ class EngineDataLoader:
         rest, self._rest = self._rest, None
         if rest is not None and rest[0]["epoch"] != self.epoch:  # another one was set since it was loaded
             rest = None
-        for batch, last in self._on_device(course, self._fetched(course, rest)):
+        for batch, last in self._on_device(course, draw(course, self.loader, self._context, self._seed, rest)):
             course.handed += 1
             self.at_end = last
             try:
@@ -234,18 +253,22 @@ class EngineDataLoader:
         if self._on_epoch_end is not None and is_training:
             self._on_epoch_end()
 
-    def _fetched(self, course: Course, rest: tuple[dict[str, Any], bool] | None) -> Iterator[Any]:
-        """The batches, with random numbers of their own where a seed is given."""
-        drawn = nullcontext() if self._seed is None else OwnRandomness(self._seed + _EPOCH_STEP * self.epoch)
-        if rest is None:
-            return draw(course, self.loader, drawn)
-        return draw_rest(course, self.loader, drawn, *rest)
-
 
 EMPTY = (
     "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
     "drop_last=False"
 )
+
+
+def warn_of_same_inputs(inputs: Any, context: ParallelContext) -> None:
+    """Tell if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
+    if are_same(inputs, context.dp_group):
+        _log.warning(
+            "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. "
+            "Shard the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed what draws them "
+            "by rank (torch.manual_seed(seed + dp_rank)); a DataLoader that is given to initialize is sharded",
+            context.dp_size,
+        )
 
 
 def get_dataloader(
@@ -257,13 +280,15 @@ def get_dataloader(
     add_sampler: bool = True,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader whose order depends on `seed` alone. `initialize` shards it over the data ranks.
+    """A DataLoader whose order depends on `seed` alone, in every layout, whatever else draws random numbers.
+    `initialize` shards it over the data ranks.
 
     Args:
         dataset: the samples; any torch Dataset with a length.
         batch_size: samples per batch and data rank.
         shuffle: another order in each epoch, the same in every run with this seed.
-        seed: seeds the order and the workers (1024, as Colossal-AI).
+        seed: seeds the order, and in one process the workers (1024, as Colossal-AI); on several ranks they are seeded
+            by the config's `seed`.
         add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
         options: further arguments of `torch.utils.data.DataLoader`.
     """

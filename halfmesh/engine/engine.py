@@ -18,7 +18,7 @@ from ..parallel.context import ParallelContext
 from .attached import Attached
 from .checkpointing.lock import FolderLocks
 from .cycle import GradientCycle
-from .dataloader import EngineDataLoader
+from .dataloader import EngineDataLoader, warn_of_same_inputs
 from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
 from .passes import Passes
@@ -92,6 +92,7 @@ class Engine(Health):
         self._last: StepResult | None = None
         self._seen = LastBatch()
         self._results: list[StepResult | None] = [None] * KEPT
+        self._compares_inputs = context.dp_size > 1 and dataloader is None
         self._closed = False
         self._background = None
         self._automatic = None
@@ -221,6 +222,9 @@ class Engine(Health):
         self.global_step += 1
         if self._lr.scheduler is not None:
             self._lr.after(result)
+        if self._compares_inputs:
+            self._compares_inputs = False
+            warn_of_same_inputs(self._seen.call, self.context)
         if self._sync is not None:
             self._sync.after_step(self.global_step, result)
         return result

@@ -1,18 +1,14 @@
-"""The random numbers of a rank: its own, and those of the model that several ranks compute together."""
+"""The random numbers of a rank: its own, and those of the model where there are several ranks."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..parallel.context import ParallelContext
-from ..parallel.random import model_seed
-from .checkpoint import random_state, set_random_state
-from .samplers import OwnRandomness
+from ..parallel.random import OwnRandomness, model_seed, random_state, set_random_state
 
 if TYPE_CHECKING:
     from ..division import Division
@@ -32,17 +28,17 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division
     if state["rank"] != context.rank:
         return
     set_random_state(state, context.device)
-    if division.random is not None:
+    if division.random is not None and state["model"] is not None:  # older checkpoints of data ranks have none
         division.random.state = state["model"].cpu()
         division.host_random.state = state["host"]
 
 
 def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
-    """Begin sequences of this rank's own from `seed`, as initialize does from the config's."""
-    torch.manual_seed(seed + context.dp_rank)
-    random.seed(seed + context.dp_rank)
-    np.random.seed((seed + context.dp_rank) % 2**32)
+    """Begin the model's random numbers anew from `seed`: on several ranks its own, as initialize does from the config's
+    seed; in one process those of the GPU. The CPU's decide the order of the data, too."""
+    own = model_seed(seed, context)
+    if division.random is None and context.device.type == "cuda":
+        torch.cuda.manual_seed(own)
     if division.random is not None:
-        own = model_seed(seed, context)
         division.random.state = torch.Generator(context.device).manual_seed(own).get_state()
         division.host_random = OwnRandomness(own)

@@ -1,11 +1,11 @@
-"""Which samples a data rank sees."""
+"""Which samples a data rank sees: its part of the order that the user's own loader would draw in one process."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,18 +14,20 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from .. import torch_private
 from ..errors import InputError
-from .checkpoint import random_state, set_random_state
-from .transfer import copied, reuses_memory
+from ..parallel.context import ParallelContext
+from ..parallel.random import SharedRandomness
+from .transfer import copied, reuses_memory, workers
 
 Agree = Callable[[str], bool]
 """A collective: whether all ranks were given the same text."""
+_IN_ORDER = (SequentialSampler, range, list, tuple)
 
 
 class ShardedSampler(Sampler[Any]):
     """Every `size`-th item of another sampler, beginning with the `rank`-th.
 
-    Joined over the ranks, one batch of each is one batch of the unsharded order. The order is drawn with the same
-    seed on every rank, and anew for each epoch.
+    Joined over the ranks, one batch of each is one batch of the unsharded order, which `draw` draws as the user's own
+    loader would.
 
     Args:
         inner: a sampler of samples or of batches; one without a length may be endless.
@@ -34,34 +36,49 @@ class ShardedSampler(Sampler[Any]):
         agree: whether all ranks were given the same text; asked once an epoch, to find an order that is not the same
             on every rank. None does not ask.
 
-    Raises:
-        InputError: the ranks draw different orders.
+    Attributes:
+        generator: of the user's loader.
+        stays: whether the workers of the user's loader stay from epoch to epoch.
     """
 
-    def __init__(
-        self, inner: Iterable[Any], rank: int, size: int, seed: int, pad: bool, agree: Agree | None = None
-    ) -> None:
-        self.inner, self.rank, self.size, self.seed, self.pad = inner, rank, size, seed, pad
+    generator: torch.Generator | None = None
+    stays = False
+
+    def __init__(self, inner: Iterable[Any], rank: int, size: int, pad: bool, agree: Agree | None = None) -> None:
+        self.inner, self.rank, self.size, self.pad = inner, rank, size, pad
         self.epoch = 0
         self._agree = agree
+        self._items: Iterator[Any] | None = None
+        self._has_begun = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch from now on."""
+        """Which epoch the next iteration is."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Any]:
-        if hasattr(self.inner, "set_epoch"):
-            self.inner.set_epoch(self.epoch)
-        randomness = OwnRandomness(self.seed + self.epoch)
+    def draw(self, randomness: SharedRandomness) -> None:
+        """Draw the order of the next iteration; of a sampler without a length its first round.
+
+        Raises:
+            InputError: the ranks draw different orders.
+        """
         check = _Check(self._agree, self.epoch, type(self.inner).__name__)
-        if not isinstance(self.inner, Sized):
-            return _every(self.inner, self.rank, self.size, self.pad, randomness, check)
         with randomness:
-            items = list(self.inner)
+            if not (self.stays and self._has_begun):
+                draw_seed(self.generator)
+            self._has_begun = True
+            items = list(self.inner) if isinstance(self.inner, Sized) else iter(self.inner)
+        if not isinstance(items, list):
+            rounds = _every(items, self.rank, self.size, self.pad, check, randomness)
+            self._items = itertools.chain(list(itertools.islice(rounds, 1)), rounds)
+            return
         check(repr(items))
         if self.pad and items:
             items = list(itertools.islice(itertools.cycle(items), -(-len(items) // self.size) * self.size))
-        return iter(items[self.rank :: self.size])
+        self._items = iter(items[self.rank :: self.size])
+
+    def __iter__(self) -> Iterator[Any]:
+        items, self._items = self._items, None
+        return items if items is not None else itertools.islice(self.inner, self.rank, None, self.size)
 
     def __len__(self) -> int:
         if not isinstance(self.inner, Sized):
@@ -80,94 +97,57 @@ class StridedBatches:
         InputError: the ranks read different data.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], rank: int, size: int, seed: int, pad: bool, agree: Agree | None
-    ) -> None:
-        self.loader, self.rank, self.size, self.seed, self.pad = loader, rank, size, seed, pad
+    def __init__(self, loader: DataLoader[Any], rank: int, size: int, pad: bool, agree: Agree | None) -> None:
+        self.loader, self.rank, self.size, self.pad = loader, rank, size, pad
         self.epoch = 0
         self._agree = agree
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch from now on."""
+        """Which epoch the next iteration is."""
         self.epoch = epoch
-        if hasattr(self.loader.dataset, "set_epoch"):
-            self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         check = _Check(self._agree, self.epoch, type(self.loader.dataset).__name__)
         # The batches of a round are read one after the other, before one of them is handed out.
-        batches = map(copied, self.loader) if reuses_memory(self.loader) else self.loader
-        return _every(batches, self.rank, self.size, self.pad, OwnRandomness(self.seed + self.epoch), check)
+        batches = map(copied, self.loader) if reuses_memory(self.loader) else iter(self.loader)
+        return _every(batches, self.rank, self.size, self.pad, check)
 
     def __len__(self) -> int:
         return _share(len(self.loader), self.rank, self.size, self.pad)
 
 
-class OwnRandomness:
-    """A scope in which python's, numpy's and torch's generators draw from a sequence of their own.
-
-    Leaving it puts back what was there; entering it again goes on. So the order of the data does not depend on what
-    else a rank draws (the ranks' generators differ, for dropout).
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.state: dict[str, Any] | None = None
-        """Where the sequence is, between two scopes; None before the first."""
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._outside = random_state(torch.device("cpu"))
-        if self.state is not None:
-            set_random_state(self.state, torch.device("cpu"))
-        else:
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            torch.random.default_generator.manual_seed(self._seed)
-
-    def __exit__(self, *_: object) -> None:
-        self.state = random_state(torch.device("cpu"))
-        set_random_state(self._outside, torch.device("cpu"))
-
-
-def shard_loader(
-    loader: DataLoader[Any],
-    rank: int,
-    size: int,
-    seed: int,
-    pad: bool,
-    agree: Agree | None = None,
-    copies: int = 1,
-) -> Iterable[Any]:
-    """A loader like `loader` that yields the part of data rank `rank` of `size`; the batch size stays.
-
-    `loader` itself is left alone. Its workers are seeded by rank, so that random augmentation differs.
+def shard_loader(loader: DataLoader[Any], context: ParallelContext, training: bool) -> Iterable[Any]:
+    """A loader like `loader` that yields this data rank's part; the batch size stays. `loader` itself is left alone.
 
     Args:
-        agree: see `StridedBatches`.
-        copies: how many ranks see each part; where it is more than 1, they draw the same order, also of a single part.
+        training: pad the parts, so that no rank runs out before the others.
 
     Raises:
         InputError: the loader already has a distributed sampler for another rank or number of ranks.
     """
-    if _is_sharded(loader, rank, size) or size * copies == 1:
+    rank, size = context.dp_rank, context.dp_size
+    shards_itself = _is_sharded(loader, rank, size)
+    if context.size == 1:
         return loader
+    agree = context.agree if training and not shards_itself else None
+    rank, size = (0, 1) if shards_itself else (rank, size)
     sharded = torch_private.without_workers(loader)  # a copy keeps what a subclass of DataLoader adds
     if isinstance(loader.dataset, IterableDataset):
-        sharded.generator = torch.Generator().manual_seed(seed)  # workers that shuffle must do it alike
-        return StridedBatches(sharded, rank, size, seed, pad, agree)
-    sharded.generator = torch.Generator().manual_seed(seed + rank)
+        return StridedBatches(sharded, rank, size, training, agree)
 
     def put(attribute: str, sampler: Any) -> None:
         object.__setattr__(sharded, attribute, sampler)  # DataLoader forbids it on a finished loader; this is a copy
 
-    batches = loader.batch_sampler
-    if batches is None or type(batches) is BatchSampler:
-        sampler = ShardedSampler(loader.sampler if batches is None else batches.sampler, rank, size, seed, pad, agree)
+    batches: Any = loader.batch_sampler
+    joins = type(batches) is BatchSampler
+    inner = batches.sampler if joins else loader.sampler if batches is None else batches
+    sampler = ShardedSampler(inner, rank, size, training, agree)
+    sampler.generator, sampler.stays = loader.generator, loader.persistent_workers
+    sharded.generator = torch.Generator()  # its workers' seeds, which differ between data ranks: `seed_workers`
+    if joins or batches is None:
         put("sampler", sampler)
-        if batches is not None:
-            put("batch_sampler", BatchSampler(sampler, batches.batch_size, batches.drop_last))
-    else:
-        put("batch_sampler", ShardedSampler(batches, rank, size, seed, pad, agree))
+    if batches is not None:
+        put("batch_sampler", BatchSampler(sampler, batches.batch_size, batches.drop_last) if joins else sampler)
     return sharded
 
 
@@ -177,14 +157,18 @@ def _share(total: int, rank: int, size: int, pad: bool) -> int:
 
 
 def _every(
-    items: Iterable[Any], rank: int, size: int, pad: bool, randomness: OwnRandomness, check: _Check
+    items: Iterator[Any],
+    rank: int,
+    size: int,
+    pad: bool,
+    check: _Check,
+    randomness: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
 ) -> Iterator[Any]:
-    """The `rank`-th of each `size` items. If `pad`, the last round is filled by repeating its first ones."""
-    with randomness:  # a stream may draw its order here already
-        iterator = iter(items)
+    """The `rank`-th of each `size` items, which are drawn within `randomness`. If `pad`, the last round is filled by
+    repeating its first ones."""
     for round_ in itertools.count():
         with randomness:
-            turn = list(itertools.islice(iterator, size))
+            turn = list(itertools.islice(items, size))
         if round_ == 0:
             check(turn)
         if rank < len(turn):
@@ -232,79 +216,102 @@ def _digest(tree: Any) -> str:
     return hashed.hexdigest()
 
 
+def draw_seed(generator: torch.Generator | None) -> int:
+    """As a DataLoader draws the seed of its workers, before its sampler draws anything, also where it has none."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def find_sharded(loader: Any) -> ShardedSampler | None:
+    """The sampler of `loader` that gives this data rank's part, if `shard_loader` has put one there."""
+    samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return next((sampler for sampler in samplers if isinstance(sampler, ShardedSampler)), None)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """What decides the order of `loader`: itself and its samplers."""
+    parts = [loader]
+    for part in parts:  # grows: a loader has samplers, a sharded sampler has one inside
+        inner = (getattr(part, name, None) for name in ("loader", "sampler", "batch_sampler", "inner"))
+        parts += [each for each in inner if each is not None and not any(each is part for part in parts)]
+    return parts
+
+
+def is_random(loader: Any) -> bool:
+    """Whether the order of `loader` may depend on random numbers."""
+    samplers = [part for part in _parts(loader) if not isinstance(part, (DataLoader, ShardedSampler))]
+    return is_stream(loader) or not all(type(part) in (*_IN_ORDER, BatchSampler) for part in samplers)
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether the order of `loader` is its dataset's own."""
+    return isinstance(loader, StridedBatches) or isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell every sampler of `loader` that wants to know which epoch begins."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    candidates = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    told: list[int] = []
-    for sampler in candidates:
-        if sampler is not None and hasattr(sampler, "set_epoch") and id(sampler) not in told:
-            sampler.set_epoch(epoch)
-            told.append(id(sampler))
+    """Tell every sampler of `loader`, and a stream, that wants to know which epoch begins."""
+    parts = _parts(loader)
+    for part in [*parts, *(part.dataset for part in parts if is_stream(part) and isinstance(part, DataLoader))]:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def seed_workers(loader: Any, seed: int) -> None:
+    """Begin the random numbers of the workers of a sharded loader."""
+    if find_sharded(loader) is not None:
+        loader.generator.manual_seed(seed)
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """The random generators that decide the order of `loader` and the seeds of its workers."""
-    owners = [loader]
-    for owner in owners:  # grows: a loader has samplers, a sharded sampler has one inside
-        inner = (getattr(owner, name, None) for name in ("loader", "sampler", "batch_sampler", "inner"))
-        owners += [each for each in inner if each is not None and not any(each is owner for owner in owners)]
-    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners) if g is not None}
-    return list(found.values())
+    """The torch generators that decide the order of `loader`, in the same sequence in every layout."""
+    parts = _parts(loader)[0 if find_sharded(loader) is None else 1 :]  # a sharded loader's own seeds its workers only
+    found = {id(g): g for g in (getattr(part, "generator", None) for part in parts)}
+    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
 
-def set_generators(loader: Any, states: Iterable[torch.Tensor], own: bool) -> None:
-    """Give the `generators` of `loader` these states. Not `own`: they are another rank's, whose workers' seeds must not
-    be repeated here; what the samplers draw from is the same on all."""
+def set_generators(loader: Any, states: Iterable[torch.Tensor]) -> None:
+    """Give the `generators` of `loader` these states."""
     for generator, state in zip(generators(loader), states, strict=False):
-        if own or generator is not getattr(loader, "generator", None):
-            generator.set_state(state.cpu())
+        generator.set_state(state.cpu())
 
 
 class Share(NamedTuple):
-    """What of an order of the data one batch of every data rank is.
+    """What of the order of the data one batch of every data rank is. The order is the same in every layout.
 
     Attributes:
-        order: "in order", "seed 1024", or "own" where it depends on what this rank draws. "seed 1024, 1 generator(s)"
-            where samplers draw from generators of their own, whose state has to be the same, too.
-        step: how many items of it all data ranks take together.
+        items: what the order consists of: "samples", or "batches" of a batch sampler; with the number of ranks where
+            the user's sampler shards it.
+        step: how many of them all data ranks take together.
     """
 
-    order: str
+    items: str
     step: int
 
-    def same_place(self, other: Share, batches: int, own: bool = True) -> int | None:
+    def same_place(self, other: Share, batches: int, own: bool) -> int | None:
         """How many batches of this share see what `batches` of the `other` have seen; None if none do.
 
         Args:
-            own: whether the other is of the same rank of the same layout, with its random numbers.
+            own: whether the other is of the same rank of the same layout.
         """
-        if self == other and (own or self.order != "own"):
+        if self == other or (own and other.items == "own"):  # as older checkpoints of one process call it
             return batches
-        if self.order != other.order or self.order == "own" or batches * other.step % self.step:
-            return None
-        return batches * other.step // self.step
+        seen = batches * other.step
+        is_same = self.items == {"in order": "samples"}.get(other.items, other.items)
+        return seen // self.step if is_same and seen % self.step == 0 else None
 
 
 def share(loader: Any) -> Share:
-    """What of an order `loader`, as `shard_loader` gives it, takes at a time."""
+    """What of its order `loader`, as `shard_loader` gives it, takes at a time."""
     if isinstance(loader, StridedBatches):
-        return Share(f"batches, seed {loader.seed}", loader.size)
-    batches = getattr(loader, "batch_sampler", None)
-    if isinstance(batches, ShardedSampler):
-        return Share(f"batches, {_seeds(batches)}", batches.size)
-    sampler, size = getattr(loader, "sampler", None), getattr(batches, "batch_size", None) or 1
-    if isinstance(sampler, ShardedSampler):
-        in_order = isinstance(sampler.inner, SequentialSampler)
-        return Share("in order" if in_order else _seeds(sampler), size * sampler.size)
-    if isinstance(sampler, SequentialSampler) and type(batches) in (BatchSampler, type(None)):
-        return Share("in order", size)
-    return Share("own", size)
-
-
-def _seeds(sampler: ShardedSampler) -> str:
-    count = len(generators(sampler))
-    return f"seed {sampler.seed}" + (f", {count} generator(s)" if count else "")
+        whole = share(loader.loader)
+        return Share(whole.items, whole.step * loader.size)
+    batches, size = getattr(loader, "batch_sampler", None), getattr(loader, "batch_size", None) or 1
+    if is_stream(loader) and workers(loader) > 1:  # which give their batches in turn
+        return Share(f"batches of {size} from {workers(loader)} workers", 1)
+    sampler = find_sharded(loader)
+    items = "samples" if type(batches) in (BatchSampler, type(None)) else "batches"
+    copies = max((getattr(part, "num_replicas", None) or 1 for part in _parts(loader)), default=1)
+    of = f" of {copies} ranks" if copies > 1 else ""
+    return Share(items + of, size * (1 if sampler is None else sampler.size))
 
 
 def _is_sharded(loader: DataLoader[Any], rank: int, size: int) -> bool:

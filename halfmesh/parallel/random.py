@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,21 +19,96 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far ap
 _WORD = 2**64
 _OFFSET_STEP = 4  # CUDA counts in steps of 4
 _OFFSET_FACTOR = 0xBF58476D1CE4E5B9  # odd, and no small multiple of _GOLDEN
+CPU = torch.device("cpu")
 _REMEMBERED = 1024  # forks that a backward may still go back into, of 5 kB each on the CPU
 
 
-def separate_dp_ranks(seed: int, context: ParallelContext) -> None:
-    """Seed torch with `seed` + dp rank, so that dropout differs between the data ranks and agrees within one.
+@torch_private.outside_of_dry_run()
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of every random generator that training may use on this rank."""
+    legacy: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
 
-    The ranks of a tensor group or pipeline see the same data, so what loads and augments them draws alike, too:
-    python's and numpy's generators are seeded where there are such ranks. One process, and data ranks for those two,
-    keep what the user seeded. Weights do not depend on any of it: they are made before, and broadcast.
+
+@torch_private.outside_of_dry_run()
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Undo the draws made since `random_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed of 63 bits that is another one for other numbers."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+class OwnRandomness:
+    """A scope in which python's, numpy's and torch's CPU generators draw from a sequence of their own.
+
+    Leaving it puts back what was there; entering it again goes on.
+
+    Args:
+        start: a seed, or what `random_state` gave.
     """
-    if context.size > context.dp_size:
-        random.seed(seed + context.dp_rank)
-        np.random.seed((seed + context.dp_rank) % 2**32)
-    if context.size > 1:
-        torch.manual_seed(seed + context.dp_rank)
+
+    def __init__(self, start: int | Mapping[str, Any]) -> None:
+        self.state: Mapping[str, Any] | None = None if isinstance(start, int) else start
+        """Where the sequence is, between two scopes; None before the first, if it begins with a seed."""
+        self._seed = start if isinstance(start, int) else 0
+
+    def __enter__(self) -> None:
+        self._outside = random_state(CPU)
+        if self.state is not None:
+            set_random_state(self.state, CPU)
+        else:
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            torch.random.default_generator.manual_seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        self.state = random_state(CPU)
+        set_random_state(self._outside, CPU)
+
+
+class SharedRandomness(OwnRandomness):
+    """A sequence that is rank 0's on all ranks, while it is inside: what is drawn within was drawn by the user's
+    generators, wherever they stood where rank 0's did when the scope was entered. Others are put back.
+
+    Args:
+        start: `random_state` of rank 0, or one that was saved.
+    """
+
+    def __init__(self, start: Mapping[str, Any]) -> None:
+        super().__init__(start)
+
+    def __enter__(self) -> None:
+        self._begun = self.state
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        assert self._begun is not None
+        assert self.state is not None
+        ours, begun, drawn = self._outside, self._begun, self.state
+        set_random_state({name: (drawn if _same(ours[name], begun[name]) else ours)[name] for name in ours}, CPU)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal."""
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other)) if len(one) < 6 else one == other
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def model_seed(seed: int, context: ParallelContext) -> int:
@@ -39,12 +117,12 @@ def model_seed(seed: int, context: ParallelContext) -> int:
 
 
 class CommonRandom:
-    """The random numbers of the model's own forward in training: a sequence of their own, so that all ranks of a tensor
-    group drop alike, whatever else one of them draws (to write a sample, to pick a colour). What is drawn outside goes
-    on as if the model had drawn nothing.
+    """The random numbers of the model's own forward in training, where there are several ranks: a sequence of their
+    own, so that all ranks of a tensor group drop alike, and data ranks differently, whatever else one of them draws (to
+    write a sample, to pick a colour). What is drawn outside goes on as if the model had drawn nothing.
 
     Args:
-        seed: the same on all ranks of the group.
+        seed: the same on all ranks of a tensor group.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -67,6 +145,15 @@ class CommonRandom:
             self.state = self._generator.get_state()
             self._generator.set_state(self._outside)
             self._outside = None
+
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """The same as a scope around a call of the model."""
+        self.enter(model)
+        try:
+            yield
+        finally:
+            self.leave()
 
 
 class RandomFork:

@@ -76,6 +76,14 @@ class SameCalls:
         return gather_objects(mine, self._group)
 
 
+def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` gave the same tensors. False where there are none."""
+    if torch_private.is_alone(group):
+        return False
+    everyone = gather_objects(_digest(tree), group)
+    return len(set(everyone)) == 1 and everyone[0] != _digest(())
+
+
 def _digest(tree: Any) -> str:
     digest = hashlib.sha256()
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from ..distribution import batch_seed, refuse_uneven_evaluation, shard
+from ..distribution import refuse_uneven_evaluation
 from ..engine.dataloader import EngineDataLoader
 from ..engine.engine import Engine
+from ..engine.samplers import shard_loader
 from ..engine.transfer import copied
 from ..errors import InputError
 
@@ -28,11 +29,11 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
             f"shard_dataloader takes a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
             "DataLoader(dataset, batch_size=...)"
         )
-    context, seed = engine.context, engine.config.seed
-    loader = shard(dataloader, context, seed, training=False)
+    context = engine.context
+    loader = shard_loader(dataloader, context, training=False)
     if engine.config.parallel.data.strategy == "fsdp":
         refuse_uneven_evaluation(loader, context)
-    return EngineDataLoader(loader, may_be_empty=True, device=context.device, seed=batch_seed(seed, context))
+    return EngineDataLoader(loader, context, engine.config.seed, may_be_empty=True)
 
 
 def choose_train_loader(engine: Engine, train: Any) -> Any:

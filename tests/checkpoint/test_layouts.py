@@ -190,52 +190,76 @@ class Numbered(Dataset):
         return torch.full((FEATURES,), float(index)), index % CLASSES
 
 
-def samples_seen(rank, world_size, parallel, folder, save_at):
-    """Of an epoch from its beginning, with a save on the way; or of what is left of it after a load. And the log."""
+def samples_seen(rank, world_size, layout, folder, save_at=None, batch=8):
+    """What two epochs give, with a save on the way; or what is left of them after a load. The dropout of the first
+    batches. And the log."""
+    parallel = LAYOUTS[layout][1]
+    torch.manual_seed(1 if save_at else 2)
     engine = halfmesh.initialize(
-        Net(),
+        Net(dropout=0.5 if world_size > 1 else 0.0),  # in one process it draws from what the order is drawn from
         lambda params: torch.optim.SGD(params, lr=1e-6),
         nn.functional.cross_entropy,
-        DataLoader(Numbered(), 8 * (2 if parallel else 1) // world_size, shuffle=True),
+        DataLoader(Numbered(), batch // 2 if layout == "dp2" else batch, shuffle=True),
         {"parallel": parallel},
         device="cpu",
     )
-    said, seen = [], []
+    masks, seen = [], []
+    engine.model.drop.register_forward_hook(lambda *given: masks.append((given[2] == 0).tolist()))
+    said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("halfmesh").addHandler(handler)
     if save_at is None:
         engine.load(folder)
-    before = torch.get_rng_state()
-    drawn = torch.rand(4).tolist()  # as dropout would draw
-    torch.set_rng_state(before)
-    for x, y in engine.dataloader:
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-        seen.append(sorted(x[:, 0].int().tolist()))
-        if len(seen) == save_at:
-            engine.save(folder)
+    for _ in range(engine.dataloader.next_epoch, 2):
+        for x, y in engine.dataloader:
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+            seen.append(x[:, 0].int().tolist())
+            if len(seen) == save_at:
+                engine.save(folder)
     logging.getLogger("halfmesh").removeHandler(handler)
-    return seen, said, drawn
+    return seen, masks[:4], said
 
 
-def test_the_place_in_the_data_of_other_data_ranks(tmp_path):
-    """The order that two data ranks share is that of a tensor group; that of one process is not."""
-    tensor = {"tensor": {"size": 2, "plan": {"up": "colwise", "down": "rowwise"}}}
-    start = run_ranks(samples_seen, 2, {}, str(tmp_path), 2)
-    first = [seen for seen, *_ in start]
-    rest = {sample for seen in first for batch in seen[2:] for sample in batch}
-    assert len(rest) == 16
-    (seen, said, _), _ = run_ranks(samples_seen, 2, {}, str(tmp_path), None)
-    assert seen == first[0][2:]
-    assert not [words for words in said if "change during training" in words], "of a buffer that the load has written"
-    (seen, said, _), _ = run_ranks(samples_seen, 2, tensor, str(tmp_path), None)
-    assert {sample for batch in seen for sample in batch} == rest
-    assert [len(batch) for batch in seen] == [8, 8]
-    assert "it was saved in another layout: random numbers (dropout) are seeded anew" in said[-1]
-    samples_seen(0, 1, {}, str(tmp_path / "one"), 2)
-    loaded = run_ranks(samples_seen, 2, {}, str(tmp_path / "one"), None)
-    seen, said, _ = loaded[0]
-    assert len(seen) == 4
+def joined(layout, results):
+    """The samples of all data ranks, as one process has them."""
+    if layout != "dp2":
+        return results[0][0]
+    pairs = zip(results[0][0], results[1][0], strict=True)
+    return [[sample for both in zip(*pair, strict=True) for sample in both] for pair in pairs]
+
+
+ONE_ORDER = {"one": 1, "dp2": 2, "tp2": 2}
+
+
+@pytest.mark.distributed
+def test_an_epoch_goes_on_at_the_same_sample_in_every_layout(tmp_path):
+    """And so does the next one, although other numbers were seeded."""
+
+    def run(layout, *how):
+        ranks = ONE_ORDER[layout]
+        return [samples_seen(0, 1, layout, *how)] if ranks == 1 else run_ranks(samples_seen, ranks, layout, *how)
+
+    whole, dropped = None, {}
+    for source in ONE_ORDER:
+        results = run(source, str(tmp_path / source), 2)
+        whole = whole or joined(source, results)
+        assert joined(source, results) == whole
+        dropped[source] = [masks for _, masks, _ in results]
+    assert len(whole) == 8
+    assert dropped["dp2"][0] != dropped["dp2"][1]
+    for source in ONE_ORDER:
+        for target in ONE_ORDER:
+            results = run(target, str(tmp_path / source))
+            assert joined(target, results) == whole[2:], (source, target)
+            said = results[0][-1]
+            assert not [words for words in said if "change during training" in words], "of a buffer that the load wrote"
+            anew = "it was saved in another layout: random numbers (dropout) are seeded anew" in said[-1]
+            assert anew == (source != target)
+            if anew and target != "one":
+                repeated = [mask for masks in dropped[target] for mask in masks]
+                assert not any(mask in repeated for _, masks, _ in results for mask in masks)
+    seen, _, said = samples_seen(0, 1, "one", str(tmp_path / "dp2"), None, 5)
+    assert sum(seen, []) == sum(whole[4:], [])  # noqa: RUF017 - they are few
     assert "2 batches of epoch 0 were trained on, which is not a place in this run's order of the data" in said[-1]
-    assert len({tuple(drawn) for *_, drawn in (*start, *loaded)}) == 4, "random numbers are others, on each data rank"

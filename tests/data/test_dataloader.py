@@ -12,6 +12,7 @@ import halfmesh
 from halfmesh.engine.dataloader import EngineDataLoader
 from halfmesh.engine.loader_watch import LoaderWatch
 from halfmesh.errors import InputError
+from halfmesh.parallel.context import ParallelContext
 from tests.support.models import MLP, make_engine, make_loader, sgd
 
 Pair = namedtuple("Pair", ["image", "label"])
@@ -33,7 +34,8 @@ def dataloader(loader, accumulation=1):
     ids=["dicts", "nested tuples", "named tuples"],
 )
 def test_batches_of_any_structure_are_moved(item):
-    batch = next(iter(EngineDataLoader(DataLoader([item] * 4, 2), torch.device("meta"))))
+    context = ParallelContext(1, 1, torch.device("meta"))
+    batch = next(iter(EngineDataLoader(DataLoader([item] * 4, 2), context, seed=0)))
     tensors = []
     halfmesh.tree.map_tensors(lambda t: tensors.append(t) or t, batch)
     assert tensors

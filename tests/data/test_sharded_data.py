@@ -211,27 +211,6 @@ def test_every_kind_of_loader_is_sharded_once():
         assert message in first[name], name
 
 
-def seeds(rank: int, world_size: int) -> list:
-    orders = []
-    for seed in (1, 1, 2):
-        with make_engine({"seed": seed}, loader=DataLoader(range(16), 4, shuffle=True)) as engine:
-            order = first_batches(engine.dataloader)
-            drawn = torch.rand(1).item()
-            engine.dataloader.set_epoch(5)
-            orders.append((order, drawn, first_batches(engine.dataloader)))
-    return orders
-
-
-def test_seed_and_epoch_decide_the_order():
-    first, second = run_ranks(seeds, 2)
-    for one, again, other in (first, second):
-        assert one == again
-        assert one[0] != other[0]
-        assert one[0] != one[2]
-        assert one[1] != other[1]
-    assert first[0][1] != second[0][1], "dropout differs between data ranks"
-
-
 def workers_after_a_foreign_state(rank: int, world_size: int) -> list[float]:
     multiprocessing.current_process().daemon = False
     engine = make_engine(loader=DataLoader(Noise(), 2, num_workers=1, multiprocessing_context="fork"))

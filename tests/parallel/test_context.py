@@ -152,33 +152,29 @@ def test_different_models_are_refused_on_every_rank():
 
 
 def draws(rank: int, world_size: int, tp: int) -> list[float]:
-    """Numbers of torch, python and numpy, which the ranks had seeded otherwise."""
+    """Numbers of torch, python and numpy, after initialize; each rank has seeded them by its number."""
     model = MLP()
-    torch.manual_seed(rank)
-    random.seed(rank)
-    np.random.seed(rank)
+    seed_all(rank)
     tensor = {"size": tp, "plan": {"last": "colwise_gather"}}
     make_engine({"seed": 2**32 - 1, "parallel": {"tensor": tensor}}, model=model)
+    return drawn()
+
+
+def seed_all(seed: int) -> None:
+    for each in (torch.manual_seed, random.seed, np.random.seed):
+        each(seed)
+
+
+def drawn() -> list[float]:
     return [torch.rand(1).item(), random.random(), np.random.rand()]
 
 
 @pytest.mark.distributed
-def test_data_ranks_draw_differently_and_a_tensor_group_alike():
-    first, second, third, fourth = run_ranks(draws, 4, 2)
-    assert first == second
-    assert third == fourth
-    assert all(a != b for a, b in zip(first, third, strict=True))
-    data = run_ranks(draws, 2, 1)
-    assert data[0][0] != data[1][0]
-    random.seed(1)
-    np.random.seed(1)
-    assert data[1][1:] == [random.random(), np.random.rand()], "data ranks keep what the user seeded"
-
-
-def test_one_process_keeps_the_users_seed():
-    model = MLP()
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    make_engine(model=model)
-    assert torch.equal(torch.rand(3), expected)
+def test_no_layout_seeds_the_users_generators():
+    expected = []
+    for rank in range(4):
+        seed_all(rank)
+        expected.append(drawn())
+    assert run_ranks(draws, 4, 2) == expected
+    assert run_ranks(draws, 2, 1) == expected[:2]
+    assert draws(0, 1, 1) == expected[0]

@@ -15,6 +15,7 @@ from ...division import Division
 from ...errors import InputError, bullet_list
 from ...log import get_logger
 from ...parallel.context import ParallelContext
+from ...parallel.random import CPU, SharedRandomness, random_state, set_random_state
 from .. import rank_random
 from ..attached import Attached
 from ..cycle import GradientCycle
@@ -119,7 +120,8 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     run.cycle.clear()
     loading.read_tensors(stored, run.holding, run.context)
     common = stored.common
-    notes = together(run.context, loading.too_late(stored), lambda: _take_rest(run, stored))
+    shared = SharedRandomness(run.context.from_first(random_state(CPU)))
+    notes = together(run.context, loading.too_late(stored), lambda: _take_rest(run, stored, shared))
     if run.cycle.reducer is not None:
         run.cycle.reducer.note_buffers()
     if run.context.rank == 0:
@@ -128,12 +130,13 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     return found.folder, common["global_step"]
 
 
-def _take_rest(run: Run, stored: loading.Stored) -> list[str]:
+def _take_rest(run: Run, stored: loading.Stored, shared: SharedRandomness) -> list[str]:
     """All but the tensors of model and optimizer. Returns what begins anew."""
     common = stored.common
     run.holding.set_extras(common["extras"])
     run.update.watch.load_state_dict(common["skips"])
-    notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
+    notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common)]
+    notes += _take_position(run, stored, shared)
     return [*notes, *_take_attached(run, stored)]
 
 
@@ -151,13 +154,20 @@ def _take_schedule(run: Run, common: Any) -> Iterator[str]:
     run.lr.load_state_dict(common["lr_scheduler"])
 
 
-def _take_position(run: Run, stored: loading.Stored) -> Iterator[str]:
-    """Random numbers and the place in the data."""
+def _take_position(run: Run, stored: loading.Stored, shared: SharedRandomness) -> Iterator[str]:
+    """Random numbers and the place in the data.
+
+    Args:
+        shared: rank 0's random numbers as they are now. In another layout, ranks that have the same go on with those
+            that rank 0 had, from which the order of the next epochs is drawn; others keep their own.
+    """
     step, own = stored.common["global_step"], stored.own or stored.first
     about = stored.found.manifest.about
     same = (about["layout"], about["device"]) == (run.layout, run.context.device.type) and stored.own is not None
     if not same:
         rank_random.seed_anew(run.config.seed + _SEED_STEP * step, run.context, run.division)
+        with shared:
+            set_random_state(stored.first["random"], CPU)
         where = "on another kind of device" if about["layout"] == run.layout else "in another layout"
         yield f"it was saved {where}: random numbers (dropout) are seeded anew"
     place = own["dataloader"]
