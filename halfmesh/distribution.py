@@ -72,6 +72,8 @@ def _over_data_ranks(
         from .parallel.sharding.reducers import ShardReducer
 
         update.stepper.publisher = division.sharded
+        is_part, weighted = division.random is not None, config.loss_reduction == "weighted"
+        division.sharded.withholds = update.losses.scale is not None or is_part or weighted
         return ShardReducer(division.sharded, *arguments, device=context.device)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
     return reduction

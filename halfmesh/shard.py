@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,8 +26,6 @@ class ParamShard:
     """The parameter as the model on this rank uses it."""
     weight: float = 1.0
     """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
-    main_grad: torch.Tensor | None = field(default=None, repr=False)
-    """The gradient in a wider dtype than the parameter's, when one is kept (fp32 accumulation or reduction)."""
     source: ParamShard | None = field(default=None, repr=False)
     """The parameter that the model uses, where `param` is only the part of it that this rank steps. Backward leaves the
     gradient there."""
@@ -54,26 +52,35 @@ class ParamShard:
         if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 
-    def take_grad(self) -> torch.Tensor | None:
-        """The gradient collected so far: `main_grad` plus the parameter's own, taken away from the parameter.
-
-        The result stays reachable as `main_grad` when it is wider than the parameter, else as `param.grad`.
-        """
-        grad = self.param.grad
-        if self.main_grad is None:
-            return grad
-        if grad is not None:
-            self.main_grad.add_(grad)
+    def follow_grad(self) -> None:
+        """Others gave `source` another gradient, or took it away: `param` gets its part of that."""
+        assert self.source is not None
+        grad: Any = self.source.param.grad
+        if grad is None:
             self.param.grad = None
-        if self.main_grad.dtype == self.param.dtype:
-            self.param.grad, self.main_grad = self.main_grad, None
-            return self.param.grad
-        return self.main_grad
+        elif self.original is not None:  # a DTensor, whose local part shares its memory
+            self.param.grad = grad.to_local()
+        else:
+            set_grad(self.param, self.part_of(torch.empty_like(self.source.param, dtype=grad.dtype).copy_(grad)))
 
-    def clear_grad(self) -> None:
-        """Forget all of the gradient."""
-        self.param.grad = None
-        self.main_grad = None
+
+def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Make `grad` the gradient of `param`, in whatever dtype it is: fp32 sums of a half-precision parameter, too.
+
+    What later backwards add is added in that dtype, until `clear_grads`.
+    """
+    if param.grad_dtype != grad.dtype:
+        param.grad = None  # torch changes no dtype under a gradient
+        param.grad_dtype = grad.dtype
+    param.grad = grad
+
+
+def clear_grads(params: Iterable[torch.Tensor]) -> None:
+    """Forget the gradients of `params`; the next ones come in the parameters' dtypes."""
+    for param in params:
+        param.grad = None
+        if param.grad_dtype != param.dtype:  # once it was set, it does not follow `param.data = ...` any more
+            param.grad_dtype = param.dtype
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:

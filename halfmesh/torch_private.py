@@ -106,6 +106,21 @@ def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, tensor.data_ptr()
 
 
+def without_storage(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """A tensor of the class `kind`, which has `__torch_dispatch__`, with the metadata of `like` and no values."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+
+
+def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Of each how often it was written in place (0 where nobody counts: of None, and of what inference mode made)."""
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A shallow copy of `loader` that starts workers of its own, where `loader` keeps some (persistent_workers)."""
     clone = copy.copy(loader)

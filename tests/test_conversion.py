@@ -181,6 +181,9 @@ def test_misuse():
         optimizer.backward(model(x))
     with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss"):
         optimizer.backward(criterion(model(x), y), loss_id=1)
+    with pytest.raises(InputError, match="The update would divide them by the loss scale"):
+        optimizer.backward(criterion(model(x), y))
+    optimizer.zero_grad()
     optimizer.backward(criterion(model(x), y))
     optimizer.optimizer.zero_grad()  # either clears
     with pytest.raises(InputError, match="there is nothing to step with"):

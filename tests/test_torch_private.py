@@ -55,6 +55,31 @@ def test_a_product_with_half_precision_rounds_once(dtype, factor):
 # -- what was done to a tensor ---------------------------------------------------------------------------------
 
 
+def test_versions_count_what_is_written_in_place():
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    held = [torch.ones(2), None, torch.ones(2).to_sparse()]
+    before = torch_private.versions(held)
+    held[0].mul_(2)
+    assert [now - then for now, then in zip(torch_private.versions(held), before, strict=True)] == [1, 0, 0]
+    assert torch_private.versions([*held, uncounted]) == [*torch_private.versions(held), 0]
+
+
+def test_tensors_without_storage():
+    class Nothing(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise ArithmeticError(str(function))
+
+    param = nn.Parameter(torch.ones(2, 3).half().t())
+    made = torch_private.without_storage(Nothing, param)
+    assert (made.shape, made.stride(), made.dtype) == (param.shape, param.stride(), param.dtype)
+    param.grad = made
+    assert param.grad is made
+    with pytest.raises(ArithmeticError, match=r"linalg_vector_norm"):
+        nn.utils.clip_grad_norm_([param], 1.0)
+
+
 def test_edit_stamps_see_every_kind_of_edit():
     param = nn.Parameter(torch.ones(3))
     stamps = [torch_private.edit_stamp(param)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ..shard import ParamShard, Ranks
+from ..shard import ParamShard, Ranks, set_grad
 from .apex_private import Apex
 from .backend import Backend
 from .cast import Precision
@@ -113,8 +113,6 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         # Unscaled in `step` only: before the ranks' gradients are averaged, each would come to a verdict of its own.
         with self.apex.amp.scale_loss(loss.float() / divisor, self.optimizer, delay_unscale=True) as scaled:
             scaled.backward(retain_graph=retain_graph)
-        if self.losses.scale is not None:
-            self._edits.note(self.holdings.trained)
 
     def _hold(self, shards: Sequence[ParamShard], masters: Mapping[nn.Parameter, nn.Parameter] | None) -> Holdings:
         return _ApexHoldings(self.apex, self.optimizer, shards, self.recipe, self.rules)
@@ -128,7 +126,7 @@ class ApexOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
         with self.apex.casts_off():
-            self._edits.warn(self.holdings.trained, True)  # before apex edits them
+            self.check_gradients(divisor)  # before apex edits them
             if self.holdings.changed():
                 self.holdings.refresh()
             self._put_back()
@@ -167,10 +165,11 @@ class ApexOptimizer(MixedPrecisionOptimizer):
         grads = self.gradients()
         self.apex.refuse_unknown(grads.layout.shards)
         for shard, grad in grads:
-            shard.main_grad, shard.param.grad = None, grad.to(shard.param.dtype)
+            half = grad.to(shard.param.dtype)
+            set_grad(shard.param, half)
             master = self.holdings.masters.get(shard.param)
             if master is not None and grad.dtype != shard.param.dtype:
-                rest = grad - shard.param.grad
+                rest = grad - half
                 master.grad = rest if self.losses.scale is None else rest / self.losses.scale
 
     def _unscale(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from ..shard import ParamShard, Ranks
+from ..shard import ParamShard, Ranks, clear_grads
 from .cast import cast_model, tensors_to_cast
 from .master_weights import cast_state, current_value, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
@@ -64,14 +64,17 @@ def take_back(
     for shard in update.holdings.shards:
         if shard.source is not None and shard.param in masters:  # whoever has all parts brings them together
             value = current_value(shard.param, masters[shard.param])
-            shard.param.data, shard.param.grad = value.to(dtypes.get(shard.name, value.dtype)), None
+            shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
+            clear_grads([shard.param])
     for name, tensor in named_tensors(model):
         dtype = dtypes.get(name, tensor.dtype)
         if isinstance(tensor, nn.Parameter) and tensor in masters:
-            tensor.data, tensor.grad = current_value(tensor, masters[tensor]).to(dtype), None
+            tensor.data = current_value(tensor, masters[tensor]).to(dtype)
+            clear_grads([tensor])
         elif tensor.dtype != dtype:
             changed[tensor] = tensor.dtype
-            tensor.data, tensor.grad = tensor.data.to(dtype), None
+            tensor.data = tensor.data.to(dtype)
+            clear_grads([tensor])
     cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 

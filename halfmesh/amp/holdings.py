@@ -52,6 +52,7 @@ class Holdings:
         trained: the shards whose parameters the optimizer holds, or has held: those with masters.
         stepped: of these, those that it holds.
         receivers: those in which backward leaves their gradients: themselves, or what they are parts of.
+        with_grads: the parameters of all these, each of which may have a gradient.
         targets: what it holds for each of them, by the shard's id.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
@@ -98,6 +99,7 @@ class Holdings:
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
+        self.with_grads = list({id(s): s.param for s in (*self.trained, *self.receivers)}.values())
         self.targets = {id(s): self.masters.get(s.param, s.param) for s in self.trained}
         self.stepped = [s for s in self.trained if id(self.targets[id(s)]) in held]
         self._forms = forms([self.targets[id(s)] for s in self.stepped])
@@ -223,7 +225,7 @@ class Holdings:
     def collect(self) -> Gradients:
         """What an update would use now: the gradients that are there on this rank."""
         shards = self.stepped
-        grads: list[Any] = [shard.param.grad if shard.main_grad is None else shard.take_grad() for shard in shards]
+        grads: list[Any] = [shard.param.grad for shard in shards]
         if any(map(is_, grads, repeat(None))):
             shards = [shard for shard, grad in zip(shards, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]

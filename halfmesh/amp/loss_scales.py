@@ -10,7 +10,7 @@ import torch
 from .. import torch_private
 from ..errors import InputError
 from ..log import get_logger
-from ..shard import ParamShard
+from ..shard import ParamShard, clear_grads, set_grad
 from .collected import Gradients
 from .loss_scaler import LossScaler
 from .master_weights import STREAM_BYTES, by_bytes
@@ -30,9 +30,8 @@ class LossScales:
     One scaler: gradients of all losses add up with its scale, and the update divides by it.
 
     Several, as in apex: after each backward its gradients are divided by that loss's scale and added in fp32 to those
-    of the other losses: in `param.grad` where that is fp32, else in `main_grad`. An overflow in any of them skips the
-    step; only the scale of the loss that overflowed is lowered, and a loss without a backward in this update leaves its
-    scale as it was.
+    of the other losses. An overflow in any of them skips the step; only the scale of the loss that overflowed is
+    lowered, and a loss without a backward in this update leaves its scale as it was.
 
     Attributes:
         ids: of the losses.
@@ -53,6 +52,7 @@ class LossScales:
         self.ids = range(recipe.num_losses)
         self._device = device
         self._nonfinite: dict[int, torch.Tensor] = {}
+        self._aside: dict[ParamShard, torch.Tensor] = {}  # gradients of the other losses, while one runs backward
         self._tells = options is not None and options.dynamic and options.verbose
         self.first = self.scalers[0] if self.scalers else None
         self.scale = None if self.several or self.first is None else self.first.scale
@@ -70,12 +70,16 @@ class LossScales:
         seed = (scaler.scale / divisor).to(loss)  # never the scale itself, which moves in place
         return seed if loss.ndim == 0 else seed.expand_as(loss)
 
-    def set_aside(self, shards: Sequence[ParamShard]) -> None:
-        """Before a backward: keep what is there already apart from what comes, where they add up in fp32."""
+    def prepare(self, shards: Sequence[ParamShard]) -> None:
+        """Before a backward: what is there already becomes fp32 where it is added up so; of several losses it is kept
+        apart from what comes."""
         for shard in shards if self.several or self.wide_sums else ():
-            if self.several or shard.param.dtype in HALF:
-                grad = shard.take_grad()
-                shard.main_grad, shard.param.grad = None if grad is None else _widen(grad), None
+            grad = shard.param.grad
+            if grad is not None and self.several:
+                self._aside[shard] = _widen(grad)
+                clear_grads([shard.param])
+            elif grad is not None and grad.dtype in HALF:
+                set_grad(shard.param, _widen(grad))
 
     def collect(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """After a backward: with several losses, unscale its gradients and add them to those of the others."""
@@ -89,11 +93,11 @@ class LossScales:
             wide = [_widen(new.pop(shard)) for shard in bucket]
             torch_private.foreach_mul_(wide, factor)
             for shard, grad in zip(bucket, wide, strict=True):
-                shard.main_grad = grad if shard.main_grad is None else shard.main_grad.add_(grad)
-                shard.param.grad = None
-        for shard in shards:  # where it fits it goes where the user looks, and where model.zero_grad() reaches it
-            if shard.main_grad is not None and shard.main_grad.dtype == shard.param.dtype:
-                shard.param.grad, shard.main_grad = shard.main_grad, None
+                held = self._aside.pop(shard, None)
+                set_grad(shard.param, grad if held is None else held.add_(grad))
+        for shard, held in self._aside.items():  # this loss gave it none
+            set_grad(shard.param, held)
+        self._aside = {}
 
     def by_loss(self) -> torch.Tensor | None:
         """For each loss how many pieces of its gradients were inf or nan on this rank, and whether it was used here.
@@ -131,7 +135,7 @@ class LossScales:
 
     def forget(self) -> None:
         """The gradients are used or cleared."""
-        self._nonfinite = {}
+        self._nonfinite, self._aside = {}, {}
 
     def cap(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
         """Keep the scale of a loss at or below 2**15, because its backward starts in fp16 with the loss scale itself.
@@ -147,7 +151,7 @@ class LossScales:
         if scaler is None or before is None or not scaler.cap(FP16_SEED_LIMIT, reason):
             return
         _log.warning("the loss scale is kept at or below %g: %s", FP16_SEED_LIMIT, reason)
-        held = [grad for shard in shards for grad in (shard.param.grad, shard.main_grad) if grad is not None]
+        held = [grad for shard in shards if (grad := shard.param.grad) is not None]
         if held and not self.several:
             torch_private.foreach_mul_(held, scaler.scale / before)
         self._restart_log()

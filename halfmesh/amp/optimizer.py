@@ -12,9 +12,9 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..errors import InputError
-from ..shard import OneRank, ParamShard, Ranks
+from ..shard import OneRank, ParamShard, Ranks, clear_grads
 from .collected import Gradients
-from .edit_watch import IN_PARTS, SCALED, SUMMED, UNDIVIDED, EditWatch
+from .gradient_watch import IN_PARTS, UNDIVIDED, GradientWatch
 from .holdings import Holdings
 from .loss_scaler import LossScaler
 from .loss_scales import LossScales
@@ -80,7 +80,7 @@ class MixedPrecisionOptimizer:
         self._clip_once: tuple[float, Verdict | None] | None = None
         self._begun = False  # an update has gradients
         self._used: list[torch.Tensor] = []
-        self._edits = EditWatch(SCALED if self.losses.scale is not None else SUMMED if self.losses.wide_sums else None)
+        self._gradient_watch = GradientWatch(self.losses.scale is not None)
         self.on_close: Callable[[], None] | None = None
         """Undoes what was done to make this, in `close`."""
 
@@ -113,16 +113,32 @@ class MixedPrecisionOptimizer:
 
     def tell_of_parts(self) -> None:
         """The gradients of this rank are a part of the model's."""
-        self._edits.why = IN_PARTS
+        self._gradient_watch.why = IN_PARTS
 
     def tell_of_divisors(self) -> None:
         """Some updates have a divisor of their own."""
-        self._edits.why = self._edits.why or UNDIVIDED
+        self._gradient_watch.why = self._gradient_watch.why or UNDIVIDED
 
-    def watch_edits(self) -> None:
-        """What others change of the gradients from now on is told, where they are not what they look like."""
-        if self._edits.why is not None:
-            self._edits.note(self.holdings.trained)
+    def begin_backward(self) -> None:
+        """Before all that a backward does: take in new parameters, and look at gradients that others made or changed.
+
+        Raises:
+            InputError: others left gradients, which the update would divide by the loss scale.
+        """
+        if self.holdings.regrouped:
+            self.take_in_new()
+        if self._begun:
+            self._gradient_watch.check(None)
+        else:
+            self._gradient_watch.check_empty(self.holdings.receivers)
+
+    def note_gradients(self) -> None:
+        """A backward is over. What others change of the gradients from now on is told, if it is a mistake."""
+        self._gradient_watch.note(self.holdings.trained, self.holdings.receivers)
+
+    def check_gradients(self, divisor: float | torch.Tensor) -> None:
+        """Before the gradients are completed or used: tell what others changed of them."""
+        self._gradient_watch.check(divisor)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, divisor: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -155,8 +171,7 @@ class MixedPrecisionOptimizer:
 
     def _step(self, divisor: float | torch.Tensor) -> StepResult:
         holdings, rules = self.holdings, self.rules
-        if self._edits.grad is not None:
-            self._edits.warn(holdings.trained, not _is_one(divisor))
+        self._gradient_watch.check(divisor)
         if holdings.changed():
             self.take_in_new()
             holdings.refresh()
@@ -212,10 +227,8 @@ class MixedPrecisionOptimizer:
         if self.losses.several:
             self.losses.forget()
         self._begun = False
-        for shard in self.holdings.trained:
-            shard.param.grad = shard.main_grad = None
-            if shard.source is not None:
-                shard.source.clear_grad()
+        self._gradient_watch.forget()
+        clear_grads(self.holdings.with_grads)
 
     def take_in_new(self) -> None:
         """Take in parameters that were put into the optimizer. What earlier backwards left in them does not count.
@@ -232,9 +245,7 @@ class MixedPrecisionOptimizer:
             )
         known = {id(shard) for shard in self.holdings.trained}
         self.holdings.refresh()
-        for shard in self.holdings.trained:
-            if id(shard) not in known:
-                shard.clear_grad()
+        clear_grads([shard.param for shard in self.holdings.trained if id(shard) not in known])
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer state, masters by parameter name, loss scalers and counters."""
@@ -269,18 +280,14 @@ class MixedPrecisionOptimizer:
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # what was measured is no longer all
         self._used = []
-        if self.holdings.regrouped:
-            self.take_in_new()
         if self.losses.several or self.losses.wide_sums:
-            self.losses.set_aside(self.holdings.receivers)
+            self.losses.prepare(self.holdings.receivers)
         self._begun = True
 
     def _collected(self, loss_id: int) -> None:
         """After a backward."""
         if self.losses.several:
             self.losses.collect(loss_id, self.holdings.receivers)
-        if self._edits.why is not None:
-            self._edits.note(self.holdings.receivers)
 
     def gradients(self) -> Gradients:
         """What a step would use now: the shards that have gradients on this rank, with these."""
@@ -307,10 +314,6 @@ class MixedPrecisionOptimizer:
     def _apply(self, grads: Gradients, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `total` (fp32) and step, unless `found_inf` is set. Empties `grads`, to free them as it goes."""
         self.stepper.take(grads, total, found_inf)
-
-
-def _is_one(divisor: float | torch.Tensor) -> bool:
-    return not isinstance(divisor, torch.Tensor) and divisor == 1
 
 
 def _asks(recipe: Recipe, rules: UpdateRules) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import torch_private
-from ..shard import ParamShard
+from ..shard import ParamShard, clear_grads
 from .collected import Gradients, Layout, forms
 from .holdings import Holdings
 from .master_weights import by_bytes, publish
@@ -68,8 +68,7 @@ class Part:
 
     def attach(self, converted: list[torch.Tensor]) -> None:
         """Give each target its gradient, and drop the one it is made from."""
-        for shard in self._replaced:
-            shard.param.grad = shard.main_grad = None
+        clear_grads([shard.param for shard in self.shards])
         for target, grad in zip(self.targets, converted, strict=True):
             target.grad = grad
 

@@ -72,6 +72,7 @@ class GradientCycle:
         if type(loss_id) is not int or loss_id not in update.losses.ids:
             update.losses.refuse(loss_id)
         loss = self._passes.check(loss)
+        update.begin_backward()
         self.at_end, self.closes = at_end, at_end or self._accumulation.index + 1 >= self._accumulation.length
         sends = self.closes and not update.losses.several
         if self.reducer is not None:
@@ -86,8 +87,9 @@ class GradientCycle:
                     self._passes.backward(loss, loss_id, retain_graph, self.reducer, sends)
             self._precision.forget_casts()
             self.fresh = True
-            if sends and self.reducer is not None:
+            if sends:
                 self.complete()
+            update.note_gradients()
         except BaseException as error:
             if self.begun:
                 error.add_note(
@@ -115,14 +117,16 @@ class GradientCycle:
         """Reduce what has not been reduced yet."""
         if self.reducer is not None and (self.reducer.stale or not self._complete):
             self.reducer.finish()
-            self._update.watch_edits()
         self._complete = True
 
     def divisor(self) -> float | torch.Tensor:
         """Complete the gradients; returns what they still have to be divided by."""
-        if self.reducer is not None:
+        divisor = self._accumulation.divisor(self._accumulation.index + self.fresh)
+        if self.reducer is not None and (self.reducer.stale or not self._complete):
+            self._update.check_gradients(divisor)
             self.complete()
-        return self._accumulation.divisor(self._accumulation.index + self.fresh)
+            self._update.note_gradients()
+        return divisor
 
     def clear(self) -> None:
         """Forget the gradients and begin a new cycle."""
@@ -143,6 +147,7 @@ class GradientCycle:
 
     def _keep_covered(self, reducer: Reduction) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
+<<<<<<< HEAD
         self._update.take_in_new()
         holdings = self._update.holdings
         trained = holdings.trainable()
@@ -157,6 +162,11 @@ class GradientCycle:
         if not reducer.covers(holdings.trained):
             reducer.cover(holdings.trained)
         self._may_shrink = self.holds_gradients
+=======
+        trained = self._update.holdings.trained
+        if not reducer.covers(trained):
+            reducer.cover(trained)
+>>>>>>> wC
 
 
 def refuse_inside(cycle: GradientCycle, call: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from .. import torch_private
 from ..errors import InputError
-from ..shard import ParamShard
+from ..shard import ParamShard, clear_grads, set_grad
 from ..strides import is_dense
 
 
@@ -50,7 +51,7 @@ class Bucket:
 
     def _move_to(self, flat: torch.Tensor) -> list[int]:
         """Move the gradients into the beginning of `flat`, zeros where there are none. Returns which these are."""
-        grads = [shard.take_grad() for shard in self.shards]
+        grads = [shard.param.grad for shard in self.shards]
         absent: list[int] = []
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(flat), strict=True)):
@@ -64,7 +65,7 @@ class Bucket:
                 )
             else:
                 present.append((view, grad))
-            shard.clear_grad()
+        clear_grads([shard.param for shard in self.shards])
         if present:
             torch_private.foreach_copy_(*zip(*present, strict=True))
         return absent
@@ -76,7 +77,7 @@ class Bucket:
         for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
             if index in self._absent and flags[index] == 0:
                 continue
-            give_grad(shard, view)
+            give_grad(shard.param, view)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
@@ -89,13 +90,10 @@ class Bucket:
         return views
 
 
-def give_grad(shard: ParamShard, grad: torch.Tensor) -> None:
-    """Make `grad` the gradient of `shard`: as `main_grad` where its dtype holds more than the parameter's."""
-    half = shard.param.dtype.itemsize < torch.float32.itemsize
-    if half and grad.dtype != shard.param.dtype:  # bf16 and fp16 do not fit into each other either
-        shard.main_grad = grad
-    else:
-        shard.param.grad = grad.to(shard.param.dtype)
+def give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Make `grad`, which was reduced, the gradient of `param`: in its own dtype, or that of a wider parameter."""
+    half = param.dtype.itemsize < torch.float32.itemsize  # bf16 and fp16 do not fit into each other either
+    set_grad(param, grad if half else grad.to(param.dtype))
 
 
 def make_buckets(shards: Sequence[ParamShard], reduce_dtype: torch.dtype, size_limit: int) -> list[Bucket]:

@@ -97,7 +97,7 @@ class TensorGradients:
         shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
-        samples = torch.stack([_sample(shard.take_grad(), self._tensor.axis.device) for shard in shards])
+        samples = torch.stack([_sample(shard.param.grad, self._tensor.axis.device) for shard in shards])
         everyone = torch.stack(self._tensor.axis.gathered(samples))
         if not bool(everyone.isfinite().all()):
             return  # an overflow is not comparable; the next update is

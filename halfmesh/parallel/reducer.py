@@ -108,7 +108,7 @@ class Reducer:
         self._refuse_mixed_sums()
         if self._finished and not self.options.mean:
             # What is already summed will be summed again: a mean of equal values changes nothing, a sum does.
-            grads = [grad for shard in self._shards if (grad := shard.take_grad()) is not None]
+            grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
             if grads:
                 torch_private.foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
         self._finished = self.stale = False

@@ -173,7 +173,7 @@ class _Rehearsal:
         for hook in hooks:
             hook.remove()
         trained = engine._update.holdings.trained
-        tracker.label([grad for s in trained for grad in (s.main_grad, s.param.grad)], "gradients")
+        tracker.label([shard.param.grad for shard in trained], "gradients")
 
     def _traffic(self) -> dict[str, Traffic]:
         """What was sent, by axis."""
@@ -189,7 +189,7 @@ class _Rehearsal:
         reduced = getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None
         for shard in update.holdings.trained:
             if shard.param.requires_grad:
-                give_grad(shard, torch.zeros_like(shard.param, dtype=reduced))
+                give_grad(shard.param, torch.zeros_like(shard.param, dtype=reduced))
         update.step()
         update.zero_grad(after_update=True)
         engine.zero_grad()

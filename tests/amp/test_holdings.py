@@ -45,6 +45,7 @@ def test_several_groups_and_one_added_later(master):
         update.zero_grad()
         optimizer.zero_grad()
         scale = scale_of(update)
+        update.begin_backward()
         with update.collecting():
             give(params, gradients(step), scale)
         give(reference, [(g * scale).to(params[0].dtype).float() / scale for g in gradients(step)])

@@ -179,33 +179,6 @@ def test_verbose_logs_each_change_of_the_scale(caplog):
     assert "loss scale 8 -> 16" in caplog.text
 
 
-def test_gradients_edited_while_they_are_scaled_are_warned_of(caplog):
-    params = make_params()
-    update = make_update(params, OPTIMIZERS["sgd"], SCALED)
-    for edited in (False, True, True):
-        assert caplog.text == "" or edited
-        update.zero_grad()
-        update.backward(sum(p.sum() for p in params))
-        if edited:
-            nn.utils.clip_grad_norm_(params, 1.0)
-        update.step()
-    assert caplog.text.count("gradients were changed between engine.backward and engine.step") == 1
-
-
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_edits_of_the_last_of_several_gradients_are_warned_of(backwards, caplog):
-    """param.grad is all that there is of one backward, and of several the last one's: the others are kept in fp32."""
-    params = make_params()
-    recipe = Recipe(torch.bfloat16, torch.bfloat16, master_weights=True, wide_gradients=True)
-    update = make_update(params, OPTIMIZERS["sgd"], recipe)
-    for _ in range(2):
-        for _ in range(backwards):
-            update.backward(sum(p.float().sum() for p in params))
-        nn.utils.clip_grad_norm_(params, 1.0)
-        update.step()
-    assert caplog.text.count("those of the last backward alone") == (backwards > 1)
-
-
 def test_recipes_and_scales_that_cannot_work():
     for wrong in (
         {"compute_dtype": torch.float16},

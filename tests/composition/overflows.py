@@ -85,8 +85,7 @@ def _poison(param: nn.Parameter) -> None:
 
 def _gradients(engine: halfmesh.Engine) -> list[torch.Tensor]:
     """As this rank holds them."""
-    grads = (grad for shard in engine._update.holdings.trained for grad in (shard.param.grad, shard.main_grad))
-    return [grad for grad in grads if grad is not None]
+    return [shard.param.grad for shard in engine._update.holdings.trained if shard.param.grad is not None]
 
 
 def _state(engine: halfmesh.Engine) -> list[str]:

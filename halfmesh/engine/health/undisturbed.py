@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...shard import clear_grads, set_grad
 from ..rank_random import rank_random, set_rank_random
 from .contents import Undo, contents
 from .parts import Parts
@@ -61,26 +63,13 @@ def _trained(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
 def _gradients(parts: Parts) -> Iterator[Undo]:
     """Parameters that the optimizer does not hold may have some that nobody clears."""
     shards = parts.update.holdings.shards
-    holders: list[Any] = [*shards, *(shard.source for shard in shards if shard.source is not None)]
-    params = [holder.param for holder in holders]
+    params = [shard.param for shard in (*shards, *(s.source for s in shards if s.source is not None))]
     known = {id(param) for param in params}
     params += [param for param in parts.others() if id(param) not in known]
-    for holder in holders:
-        yield _Kept(holder, "main_grad").put_back
-        holder.main_grad = None
     for param in params:
-        yield _Kept(param, "grad").put_back
-        param.grad = None
-
-
-class _Kept:
-    """One attribute as it is now."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name, self._value = owner, name, getattr(owner, name)
-
-    def put_back(self) -> None:
-        setattr(self._owner, self._name, self._value)
+        grad = param.grad
+        yield partial(clear_grads, [param]) if grad is None else partial(set_grad, param, grad)
+        clear_grads([param])
 
 
 def _random_numbers(parts: Parts) -> Iterator[Undo]:

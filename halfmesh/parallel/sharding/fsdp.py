@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from ... import torch_private
 from ...errors import InputError, shorten
 from ...shard import ParamShard, tell_compute_dtype
-from ..buckets import give_grad
 from ..elementwise import refuse_other_state
 from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
 from .units import ShardOptions, Units, can_be_sharded
 from .unwrap import Origin
 from .whole import Whole, is_cut
+from .withheld import UNFINISHED, WithheldGradient
 from .wrap import prefetch, wrap
 
 
@@ -46,6 +46,8 @@ class FullyShard:
     Attributes:
         shards: as given, with this rank's part in place of each parameter that is sharded.
         parts: of these, those that are parts.
+        withholds: whether summed gradients are not what they look like: nobody shall compute with them then. (Whether
+            somebody has changed a DTensor cannot be seen: torch's `_foreach` functions do not count that.)
         whole: names of parameters that FSDP2 cannot shard (scalars, empty ones, such that are not contiguous, those of
             several units, under a pipeline those of modules that no stage calls): each rank has them whole.
     """
@@ -62,6 +64,7 @@ class FullyShard:
         make: Callable[[nn.Module], None],
     ) -> None:
         self.model = model
+        self.withholds = False
         self._param_dtype = options.param_dtype
         self._optimizer = optimizer
         self._ranks = mesh.size(-1)
@@ -185,6 +188,10 @@ class FullyShard:
         Args:
             params: of what has them only; None: of all.
         """
+        for part in self.parts if self.withholds else ():
+            source = part.source.param  # type: ignore[union-attr]
+            if isinstance(source.grad, WithheldGradient):
+                source.grad = None
         wanted = None if params is None else set(map(id, params))
         for unit, held in zip(self.units, self._held, strict=True):
             if wanted is None or not held.isdisjoint(wanted):
@@ -219,9 +226,9 @@ class FullyShard:
             )
 
     @property
-    def has_grads(self) -> bool:
-        """Whether FSDP2 holds gradients that are summed."""
-        return any(part.source.param.grad is not None for part in self.parts if part.source is not None)
+    def was_used(self) -> bool:
+        """Whether a parameter had a gradient on this rank since `take_grads`."""
+        return bool(self._use.seen)
 
     def take_grads(self, counts: Sequence[float]) -> None:
         """The gradients that FSDP2 has summed become those of the parts.
@@ -235,13 +242,18 @@ class FullyShard:
         lost = []
         for part, count in zip(self.parts, counts, strict=True):
             assert part.source is not None
-            grad = part.source.take_grad()
-            part.source.clear_grad()
-            if grad is not None and count:
-                held, local = part.take_grad(), _local(grad)
-                give_grad(part, local) if held is None else held.add_(local)
-            elif count and part.source.param.requires_grad:
+            source = part.source.param
+            if source.grad is not None and count:
+                local, held = _local(source.grad), part.param.grad
+                if not self.withholds:  # each further backward is added to the gradient there, whose memory this is
+                    part.param.grad = local
+                    continue
+                part.param.grad = local if held is None else held.add_(local)
+                source.grad = WithheldGradient.of(source, part.name, UNFINISHED)
+            elif count and source.requires_grad:
                 lost.append(part.name)
+            elif part.param.grad is None:  # zeros of FSDP2's
+                source.grad = None
         self._use.seen.clear()
         if lost:
             raise InputError(
@@ -252,6 +264,8 @@ class FullyShard:
 
     def begin(self) -> None:
         """Weights are about to be written. (`halfmesh.shard.Publisher`.)"""
+        for part in self.parts:  # so that the memory of gradients goes as they are used
+            part.source.param.grad = None  # type: ignore[union-attr]
         if self._is_pinned:  # copies to the device that are under way, of a forward since backward, read them
             torch.cuda.synchronize()
 

@@ -52,6 +52,8 @@ class SliceReducer(Reducer):
 
     def open(self, last: bool) -> None:
         self._slices.follow()
+        for shard in self._shards if self._finished else ():
+            shard.param.grad = None
         super().open(last)
 
     def finish(self) -> None:
@@ -61,6 +63,8 @@ class SliceReducer(Reducer):
                 "step them (data='zero1'); call engine.backward(loss) for every loss"
             )
         super().finish()
+        for bucket in self._buckets:
+            bucket.withhold()
 
     def _make_buckets(self) -> list[Any]:
         taking = {id(shard) for shard in self._shards}
@@ -115,7 +119,7 @@ class ShardReducer(Reducer):
     @property
     def stale(self) -> bool:
         """Whether gradients arrived since `finish`, in what is whole or in what FSDP2 holds."""
-        return self._own_stale or (self._finished and self._sharded.has_grads)
+        return self._own_stale or (self._finished and self._sharded.was_used)
 
     @stale.setter
     def stale(self, value: bool) -> None:

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import torch_private
-from ...shard import ParamShard
+from ...shard import ParamShard, set_grad
 from ...strides import in_memory_order
 from ..buckets import Bucket, give_grad
+from .withheld import SCATTERED, WithheldGradient
 
 
 class SliceBucket(Bucket):
@@ -30,6 +31,7 @@ class SliceBucket(Bucket):
         self.chunk = -(-self.numel // size)
         self._size = size
         self._received: torch.Tensor | None = None
+        self._withheld: list[WithheldGradient] = []
         self.parts: list[ParamShard] = []
         offset = -rank * self.chunk
         for shard in shards:
@@ -69,9 +71,16 @@ class SliceBucket(Bucket):
         for index, (part, view) in enumerate(zip(self.parts, self.split(self._received), strict=True)):
             if index in nowhere:
                 continue
-            held = part.take_grad()  # of a backward before, whose gradients were reduced already
-            give_grad(part, view) if held is None else held.add_(view)
+            held = part.param.grad  # of a backward before, whose gradients were reduced already
+            give_grad(part.param, view) if held is None else held.add_(view)
         self._received = None
+
+    def withhold(self) -> None:
+        """Let the parameters whose gradients were handed out say so, where somebody looks for these."""
+        self._withheld = self._withheld or [WithheldGradient.of(s.param, s.name, SCATTERED) for s in self.shards]
+        for shard, part, grad in zip(self.shards, self.parts, self._withheld, strict=True):
+            if part.param.grad is not None:
+                set_grad(shard.param, grad)
 
     def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's chunk, cut into the parts."""

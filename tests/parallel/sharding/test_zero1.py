@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from halfmesh.errors import IncompatibleConfigError, InputError
+from halfmesh.parallel.sharding.withheld import WithheldGradient
 from tests.support.models import said
 from tests.support.ranks import run_ranks
 from tests.support.sharding import (
@@ -47,7 +48,8 @@ def held(rank, world_size, mode):
     total = sum(p.numel() for p in model.parameters())
     engine = make_engine("zero1", model=model, **MODES[mode])
     engine.backward(engine(torch.randn(4, 64)).square().mean())
-    assert all(p.grad is None for p in model.parameters()), "gradients went to the rank that steps them"
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert all(type(grad) is WithheldGradient for grad in grads), "they went to the rank that steps them"
     engine.step()
     moments = [state["exp_avg"] for state in engine.optimizer.state.values()]
     masters = list(engine.master_params()) if mode == "naive_fp16" else []
@@ -114,7 +116,11 @@ def added(rank, world_size):
         take_step(engine, rank, 0)
     engine = make_engine("zero1")
     engine.backward(engine.criterion(engine(batch(rank, 0)[0]), batch(rank, 0)[1]))
-    engine.model(batch(rank, 1)[0]).sum().backward()
+    with pytest.raises(InputError, match="to add another loss, call engine"):
+        engine.model(batch(rank, 1)[0]).sum().backward()
+    engine.zero_grad()
+    engine.backward(engine.model.first(batch(rank, 0)[0]).sum())
+    engine.model(batch(rank, 1)[0]).sum().backward(inputs=list(engine.model.last.parameters()))
     with pytest.raises(InputError, match="added by a backward outside this engine"):
         engine.step()
     ours, theirs = make_engine("zero1"), make_engine("replicate")

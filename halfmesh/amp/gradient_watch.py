@@ -1,0 +1,111 @@
+"""Notices gradients that others have made or changed, where an update would use them wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+
+from .. import torch_private
+from ..errors import InputError, shorten
+from ..log import get_logger
+from ..shard import ParamShard
+
+_log = get_logger(__name__)
+
+
+SCALED = "where they are still multiplied by the loss scale"
+UNDIVIDED = (
+    "where they still have to be divided: a cycle of fewer batches than gradient_accumulation, or weighted losses, get "
+    "their own divisor in the step"
+)
+IN_PARTS = "of which each rank has only its part of the model's, so that a norm over them is not the model's"
+
+_STRAY = (
+    "gradients of %s were there before the first engine.backward of an update: a loss.backward() of your own, or "
+    "another engine's backward, left them. %s. Call engine.backward(loss) for every loss that trains these parameters, "
+    "and engine.zero_grad() before it to drop what other losses left"
+)
+_CHANGED = (
+    "gradients were changed between engine.backward and engine.step (of %s), %s; to clip them use clip_grad_norm in "
+    "the config, or engine.clip_grad_norm_(max_norm), and in place of loss.backward() call engine.backward(loss)"
+)
+_DROPPED = (
+    "param.grad of %s was set to None between two backwards of one update: what the earlier ones gave is lost; "
+    "engine.zero_grad() begins each update, and leaves the gradients of one that is not complete alone"
+)
+
+
+_Noted = tuple[Sequence[ParamShard], Sequence[ParamShard], list[torch.Tensor | None], list[int]]
+_NOTHING: _Noted = ((), (), [], [])
+
+
+class GradientWatch:
+    """Remembers which gradients the last backward left, and their versions. Tells each kind of mistake once.
+
+    Attributes:
+        why: what is special about the gradients, so that it is a mistake to change them; None: nothing.
+    """
+
+    def __init__(self, is_scaled: bool) -> None:
+        self.why = SCALED if is_scaled else None
+        self._is_scaled = is_scaled
+        self._told: set[str] = set()
+        self._noted: _Noted = _NOTHING
+
+    def forget(self) -> None:
+        """The gradients are used or cleared."""
+        self._noted = _NOTHING
+
+    def note(self, trained: Sequence[ParamShard], receivers: Sequence[ParamShard]) -> None:
+        """After a backward, and the reduction if it was the last.
+
+        Args:
+            receivers: for each of `trained` the shard in which backward leaves its gradient.
+        """
+        grads = [shard.param.grad for shard in receivers]
+        self._noted = trained, receivers, grads, torch_private.versions(grads)
+
+    def check(self, divisor: float | torch.Tensor | None) -> None:
+        """Compare the gradients with those noted, and forget these.
+
+        Args:
+            divisor: the step that follows divides them by it, and by the loss scale; None: another backward follows.
+        """
+        trained, receivers, before, versions = self._noted
+        self._noted = _NOTHING
+        now = [shard.param.grad for shard in receivers]
+        now_versions = torch_private.versions(now)
+        if now_versions == versions and all(map(is_, now, before)):
+            return
+        changed: list[str] = []
+        dropped: list[str] = []
+        for shard, old, new, was, version in zip(trained, before, now, versions, now_versions, strict=True):
+            if new is old and version == was:
+                continue
+            (dropped if new is None else changed).append(shard.name)
+            if shard.source is not None:
+                shard.follow_grad()
+        if dropped and divisor is None:
+            self._tell(_DROPPED, shorten(dropped))
+        is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
+        if changed and self.why is not None and (self.why is not UNDIVIDED or is_divided):
+            self._tell(_CHANGED, shorten(changed), self.why)
+
+    def check_empty(self, receivers: Sequence[ParamShard]) -> None:
+        """Before the first backward of an update.
+
+        Raises:
+            InputError: others left gradients, which the update would divide by the loss scale.
+        """
+        strays = [shard.name for shard in receivers if shard.param.grad is not None]
+        if strays and self._is_scaled:
+            raise InputError(_STRAY % (shorten(strays), "The update would divide them by the loss scale"))
+        if strays:
+            self._tell(_STRAY, shorten(strays), "They count in this update as they are")
+
+    def _tell(self, text: str, *details: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning(text, *details)

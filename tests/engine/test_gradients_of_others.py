@@ -1,0 +1,219 @@
+"""Gradients that somebody else than engine.backward made or changed: told, refused, or nobody's business."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halfmesh
+from halfmesh.errors import InputError
+from tests.support.models import (
+    FP16_NAIVE,
+    FP16_TORCH,
+    MLP,
+    MODES,
+    difference,
+    full_weights,
+    make_data,
+    make_engine,
+    reference,
+    step_on,
+)
+
+X, Y = make_data(8)
+SCALED = [FP16_TORCH, FP16_NAIVE]
+
+
+def backward(engine: halfmesh.Engine) -> None:
+    engine.backward(engine.criterion(engine(X), Y))
+
+
+def own_loss(engine: halfmesh.Engine) -> torch.Tensor:
+    return engine.criterion(engine(X), Y)
+
+
+@pytest.mark.parametrize("config", SCALED)
+def test_a_loss_backward_before_the_first_of_an_update_is_refused_under_a_scale(config):
+    engine = make_engine(config)
+    own_loss(engine).backward()
+    with pytest.raises(
+        InputError, match=r"first.weight, .* loss.backward\(\) of your own.*divide them by the loss scale"
+    ):
+        backward(engine)
+    engine.zero_grad()
+    step_on(engine, X, Y)
+    assert difference(full_weights(engine), reference([(X, Y)])) < 4e-4, "as if nothing had been"
+
+
+def test_without_a_scale_it_counts_and_is_told_once(caplog):
+    engine = make_engine()
+    for _ in range(2):
+        own_loss(engine).backward()
+        step_on(engine, X, Y)
+    assert caplog.text.count("They count in this update as they are") == 1
+
+    def doubled(output, target):
+        return 2 * nn.functional.cross_entropy(output, target)
+
+    by_hand = make_engine(criterion=doubled)
+    for _ in range(2):
+        step_on(by_hand, X, Y)
+    torch.testing.assert_close(full_weights(engine), full_weights(by_hand), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("config", SCALED)
+def test_a_loss_backward_beside_the_engines_is_told_under_a_scale(config, accumulation, caplog):
+    engine = make_engine(config | {"gradient_accumulation": accumulation})
+    for _ in range(accumulation):
+        backward(engine)
+        own_loss(engine).backward()
+        engine.step()
+    assert caplog.text.count("multiplied by the loss scale") == 1
+    assert "in place of loss.backward() call engine.backward(loss)" in caplog.text
+
+
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("config", SCALED)
+def test_two_engines_whose_losses_cross(config, caplog):
+    ours, theirs = (make_engine(config, model=nn.Linear(8, 4)) for _ in range(2))
+    p, q = ours(X), theirs(X)
+    ours.backward((p + q).float().square().mean(), retain_graph=True)
+    with pytest.raises(InputError, match=r"gradients of weight, bias were there .* another engine's backward"):
+        theirs.backward((p - q).float().square().mean())
+    theirs.zero_grad()
+    theirs.backward((p - q).float().square().mean())
+    ours.step()
+    theirs.step()
+    assert caplog.text.count("gradients were changed") == 1, "those of the first engine, by the second one's backward"
+
+
+@pytest.mark.parametrize("config", SCALED)
+def test_two_engines_as_in_a_gan(config, caplog):
+    """A loss that goes through both leaves gradients that the other's zero_grad drops."""
+    generator, judge = (make_engine(config, model=nn.Linear(8, features)) for features in (8, 4))
+    for _ in range(2):
+        fake = generator(X)
+        judge.zero_grad()
+        judge.backward(judge.criterion(judge(X), Y))
+        judge.backward(judge.criterion(judge(fake.detach()), Y))
+        judge.step()
+        generator.zero_grad()
+        generator.backward(judge.criterion(judge(fake), Y))
+        generator.step()
+        assert judge.model.weight.grad is not None
+    assert warned(caplog) == []
+
+
+def exchanges(model):
+    model.last.bias.grad = model.last.bias.grad * 0.5
+
+
+def clamps_the_last(model):
+    with torch.no_grad():
+        model.last.bias.grad.clamp_(-0.1, 0.1)
+
+
+def clips(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("change", [exchanges, clamps_the_last, clips])
+def test_changed_gradients_are_told_under_a_scale_and_right_without(change, caplog):
+    for config in SCALED:
+        engine = make_engine(config)
+        for _ in range(2):
+            backward(engine)
+            change(engine.model)
+            engine.step()
+        text = "gradients were changed between engine.backward and engine.step"
+        assert caplog.text.count(text) == 1
+        assert "multiplied by the loss scale; to clip them use clip_grad_norm" in caplog.text
+        caplog.clear()
+    for mode in ("none", "naive_bf16"):
+        engine = make_engine(MODES[mode])
+        backward(engine)
+        change(engine.model)
+        engine.step()
+        assert warned(caplog) == []
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine = make_engine(model=copy.deepcopy(model))
+    nn.functional.cross_entropy(model(X), Y).backward()
+    change(model)
+    optimizer.step()
+    backward(engine)
+    change(engine.model)
+    engine.step()
+    assert difference(full_weights(engine), model) < 1e-6
+
+
+@pytest.mark.parametrize("config", [{}, *SCALED])
+def test_a_gradient_dropped_inside_a_cycle_is_told(config, caplog):
+    engine = make_engine(config | {"gradient_accumulation": 3})
+    for _ in range(6):
+        backward(engine)
+        engine.step()
+        engine.model.first.weight.grad = None
+    assert caplog.text.count("param.grad of first.weight was set to None between two backwards of one update") == 1
+
+
+@pytest.mark.parametrize("config", [{}, *SCALED])
+def test_a_gradient_dropped_before_the_step_is_left_out(config, caplog):
+    engine = make_engine(config)
+    before = full_weights(engine)
+    backward(engine)
+    engine.model.first.weight.grad = None
+    engine.step()
+    after = full_weights(engine)
+    assert torch.equal(after["first.weight"], before["first.weight"])
+    assert not torch.equal(after["last.weight"], before["last.weight"])
+    assert warned(caplog) == []
+
+
+def test_several_backwards_of_an_update_are_nobodys_business(caplog):
+    for mode in ("torch_fp16", "naive_fp16", "apex_o1", "apex_o2"):
+        losses = {"num_losses": 2} if mode.startswith("apex") else {}
+        config = {kind: options | losses for kind, options in MODES[mode].items()}
+        engine = make_engine(config | {"gradient_accumulation": 2, "clip_grad_norm": 1.0})
+        engine.zero_grad()
+        for _ in range(4):
+            loss = own_loss(engine)
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss, loss_id=len(losses))
+            engine.step()
+    assert warned(caplog) == []
+
+
+def test_fp32_sums_are_all_in_param_grad():
+    """256 + 1 is 256 in bf16."""
+    engine = make_engine(
+        {"bf16": {"mode": "naive"}, "gradient_dtype": "float32", "gradient_accumulation": 101}, model=nn.Linear(8, 4)
+    )
+    bias = engine.model.bias
+    for factor in [256.0] + [1.0] * 100:
+        engine.backward((engine.model.bias * factor).sum() * 101)
+        engine.step() if factor != 1.0 else None
+    assert bias.grad.dtype == torch.float32
+    assert bias.grad.tolist() == [356.0] * 4
+
+
+@pytest.mark.parametrize("mode", ["naive_fp16", "naive_bf16"])
+def test_weights_clipped_in_place_stay_clipped_under_masters(mode):
+    """As a WGAN's; but not through `param.data`, of which torch keeps no count."""
+    for through_data in (False, True):
+        engine = make_engine(MODES[mode], optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        step_on(engine, X, Y)
+        with torch.no_grad():
+            for param in engine.model.parameters():
+                (param.data if through_data else param).clamp_(-0.01, 0.01)
+        engine.backward(engine.criterion(engine(X), Y) * 0)
+        engine.step()
+        largest = max(value.abs().max().item() for value in full_weights(engine).values())
+        assert (largest < 0.0101) != through_data

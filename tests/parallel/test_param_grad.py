@@ -1,0 +1,201 @@
+"""Between engine.backward and engine.step the gradients stand in `param.grad`, in every data layout that has them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import halfmesh
+from tests.support.models import FP16_NAIVE, MLP, MODES, full_weights, make_data, said
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+X, Y = make_data(8)
+
+
+def make(data: str, **config) -> halfmesh.Engine:
+    return halfmesh.initialize(
+        MLP(), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss(), None, {"parallel": {"data": data}, **config}
+    )
+
+
+def backward(engine: halfmesh.Engine, rank: int) -> None:
+    """Of this rank's half of the batch."""
+    half = slice(4 * rank, 4 * rank + 4)
+    engine.zero_grad()
+    engine.backward(engine.criterion(engine(X[half]), Y[half]))
+
+
+def whole(grad: torch.Tensor) -> torch.Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def one_process(change: Callable[[nn.Module], None] = lambda model: None) -> MLP:
+    """After a backward of all of the batch in fp32, `change` and a step."""
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nn.functional.cross_entropy(model(X), Y).backward()
+    change(model)
+    optimizer.step()
+    return model
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What halfmesh warns of meanwhile."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("halfmesh").addHandler(handler)
+    yield texts
+    logging.getLogger("halfmesh").removeHandler(handler)
+
+
+def far(ours: dict[str, torch.Tensor], model: nn.Module) -> float:
+    return max((whole(ours[name]) - value).abs().max().item() for name, value in model.state_dict().items())
+
+
+LAYOUTS = [(data, mode) for data in ("replicate", "fsdp") for mode in ("none", "naive_fp16", "naive_bf16")]
+WITHHELD = ("fsdp", "naive_fp16")
+REFUSED = "To clip, set clip_grad_norm in the config or call engine.clip_grad_norm_"
+
+
+def looked_at(rank, world_size):
+    """The largest difference from one process's gradients, and whether they are gone after the step."""
+    expected = {name: param.grad for name, param in one_process().named_parameters()}
+    found = {}
+    for data, mode in LAYOUTS:
+        if (data, mode) == WITHHELD:
+            continue
+        engine = make(data, **MODES[mode])
+        for _ in range(2):
+            backward(engine, rank)
+            grads = {name: param.grad for name, param in engine.model.named_parameters()}
+            assert all(grad.dtype == torch.float32 for grad in grads.values()), (data, mode)
+            scale = 256 if mode == "naive_fp16" else 1
+            largest = max((whole(grad) / scale - expected[name]).abs().max() for name, grad in grads.items())
+            found.setdefault((data, mode), largest.item())
+            assert engine.step().skipped is False
+            assert all(param.grad is None for param in engine.model.parameters())
+        backward(engine, rank)
+        engine.close()
+        assert all(param.grad_dtype == param.dtype == torch.float32 for param in engine.model.parameters()), (
+            "as it came"
+        )
+    return found
+
+
+def test_gradients_are_those_of_one_process():
+    for found in run_ranks(looked_at, 2):
+        assert all(most < (1e-6 if mode == "none" else 2e-3) for (_, mode), most in found.items()), found
+
+
+def clipped(rank, world_size):
+    expected = one_process(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    for data, mode in LAYOUTS:
+        engine = make(data, **MODES[mode])
+        params = list(engine.model.parameters())
+        if (data, mode) == WITHHELD:
+            backward(engine, rank)
+            assert REFUSED in said(nn.utils.clip_grad_norm_, params, 0.1)
+            engine.zero_grad()
+            half = slice(4 * rank, 4 * rank + 4)
+            for _ in range(2):  # the second one adds to what the first one left
+                engine.backward(0.5 * engine.criterion(engine(X[half]), Y[half]))
+            engine.clip_grad_norm_(0.1)
+            engine.step()
+            assert far(full_weights(engine), expected) < 1e-3
+            continue
+        with warnings() as texts:
+            for step in range(2):
+                backward(engine, rank)
+                norm = nn.utils.clip_grad_norm_(params, 0.1)
+                assert whole(norm) > 0.1, "there was something to clip"
+                engine.step()
+                if step == 0 and mode != "naive_fp16":
+                    assert far(full_weights(engine), expected) < (1e-6 if mode == "none" else 1e-3), (data, mode)
+        told = [text for text in texts if "gradients were changed" in text]
+        assert len(told) == (mode == "naive_fp16" and rank == 0), (data, mode, texts)
+        assert all("use clip_grad_norm in the config, or engine.clip_grad_norm_(max_norm)" in text for text in told)
+
+
+def test_torchs_clip_grad_norm_is_right_or_told():
+    """With the whole norm under fsdp, too. Multiplied by a loss scale gradients are not what they look like."""
+    run_ranks(clipped, 2)
+
+
+def sets_to_none(model: nn.Module) -> None:
+    model.first.weight.grad = None
+
+
+def halves(model: nn.Module) -> None:
+    model.first.weight.grad = model.first.weight.grad * 0.5
+
+
+def exchanged(rank, world_size):
+    """What takes the place of a gradient is what is used, as in a loop by hand."""
+    for data in ("replicate", "fsdp", "zero1"):
+        for change in (sets_to_none, halves):
+            if (data, change) == ("zero1", halves):
+                continue
+            for mode, most in (("none", 1e-6), ("naive_bf16", 3e-3)):
+                engine = make(data, **MODES[mode])
+                backward(engine, rank)
+                change(engine.model)
+                engine.step()
+                assert far(full_weights(engine), one_process(change)) < most, (data, mode, change)
+    engine = make("zero1", **FP16_NAIVE)
+    backward(engine, rank)
+    own = torch.arange(128.0).view(16, 8).half()  # of which this rank uses its part
+    engine.model.first.weight.grad = own
+    engine.step()
+
+    def sets(model: nn.Module) -> None:
+        model.first.weight.grad = own.float() / 256
+
+    assert far(full_weights(engine), one_process(sets)) < 1e-3
+
+
+def test_exchanged_gradients_are_used():
+    run_ranks(exchanged, 2)
+
+
+def scattered(rank, world_size):
+    for mode in ("none", "naive_fp16"):
+        engine = make("zero1", gradient_accumulation=2, **MODES[mode])
+        params = [*engine.model.parameters()]
+        backward(engine, rank)
+        assert all(type(param.grad) is torch.Tensor for param in params), "this rank's own, until the last microbatch"
+        engine.step()
+        backward(engine, rank)
+        for look in (
+            partial(nn.utils.clip_grad_norm_, params, 1.0),
+            partial(nn.utils.clip_grad_value_, params, 1.0),
+            params[0].grad.norm,
+            partial(getattr, params[0].grad, "data"),
+            engine(X).sum().backward,
+        ):
+            assert REFUSED in said(look)
+        weight = engine.model.first.weight
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+        assert "the gradient of 'first.weight'" in repr(weight.grad)
+        assert all(param.grad is None for param in copy.deepcopy(engine.model).parameters())
+        norm = engine.clip_grad_norm_(0.1)
+        engine.step()
+        assert all(param.grad is None for param in params)
+        expected = one_process(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        assert far(full_weights(engine), expected) < (1e-6 if mode == "none" else 1e-3)
+        assert norm > 0.1
+
+
+def test_zero1_refuses_to_compute_with_gradients_that_are_elsewhere():
+    run_ranks(scattered, 2)
