@@ -36,11 +36,7 @@ from .key_checks import find_advice, recipe_of
 from .launching import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
-<<<<<<< HEAD
-from .parallel.random import separate_dp_ranks
 from .parallel.trained import SameTrained
-=======
->>>>>>> wA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

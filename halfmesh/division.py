@@ -222,11 +222,7 @@ class Division:
         """How the engine computes. `model` is cast already."""
         over_tensor = None if self.tensor is None else SameCalls(self._context.tp_group, "tensor group")
         if self.plans.partition is None or self._skeleton is None:
-<<<<<<< HEAD
-            return DirectPasses(model, precision, update, accumulation, self._saving(model), over_tensor)
-=======
-            return DirectPasses(model, precision, update, accumulation, self._around_call(model))
->>>>>>> wA
+            return DirectPasses(model, precision, update, accumulation, self._around_call(model), over_tensor)
         from .engine.pipeline_passes import PipelineOptions, PipelinePasses
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings

@@ -147,8 +147,6 @@ class GradientCycle:
 
     def _keep_covered(self, reducer: Reduction) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
-<<<<<<< HEAD
-        self._update.take_in_new()
         holdings = self._update.holdings
         trained = holdings.trainable()
         if trained == self._trained and not self._may_shrink:
@@ -162,11 +160,6 @@ class GradientCycle:
         if not reducer.covers(holdings.trained):
             reducer.cover(holdings.trained)
         self._may_shrink = self.holds_gradients
-=======
-        trained = self._update.holdings.trained
-        if not reducer.covers(trained):
-            reducer.cover(trained)
->>>>>>> wC
 
 
 def refuse_inside(cycle: GradientCycle, call: str) -> None:

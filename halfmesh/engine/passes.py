@@ -85,12 +85,8 @@ class DirectPasses(DirectBackward):
     """At once: this process has all of the model.
 
     Args:
-<<<<<<< HEAD
-        saving: around each forward, for what autograd saves of it.
-        over_tensor: compares calls over this rank's tensor group, if it has one. (Those of the model, its hooks do.)
-=======
         scope: around each forward.
->>>>>>> wA
+        over_tensor: compares calls over this rank's tensor group, if it has one. (Those of the model, its hooks do.)
     """
 
     stages = ()
@@ -101,26 +97,16 @@ class DirectPasses(DirectBackward):
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-<<<<<<< HEAD
-        saving: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        over_tensor: SameCalls | None = None,
-=======
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
->>>>>>> wA
+        over_tensor: SameCalls | None = None,
     ) -> None:
         super().__init__(precision, update, accumulation)
         self._model = model
         self._over_tensor = over_tensor
         self._compute = precision.around(model)
-<<<<<<< HEAD
-        self._saving = saving
-        self.forward: Callable[..., Any] = self._compute if saving is nullcontext else self._save_forward
-        self.criterion: Callable[..., Any] = precision.criterion if over_tensor is None else self._compare_criterion
-=======
         self._scope = scope
         self.forward: Callable[..., Any] = self._compute if scope is nullcontext else self._forward_within
-        self.criterion = precision.criterion
->>>>>>> wA
+        self.criterion: Callable[..., Any] = precision.criterion if over_tensor is None else self._compare_criterion
 
     def _forward_within(self, *args: Any, **kwargs: Any) -> Any:
         with self._scope():

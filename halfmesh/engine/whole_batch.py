@@ -17,9 +17,9 @@ from ..log import get_logger
 from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.tracing import unchanged
+from ..parallel.random import random_state, set_random_state
 from ..tree import map_tensors
 from .accumulation import LossReduction
-from .checkpoint import random_state, set_random_state
 from .handles import Handle, replace
 from .health.contents import contents
 
