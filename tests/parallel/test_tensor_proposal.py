@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.nano_gpt import CONTEXT, GPT, WORDS, CausalSelfAttention
+from tests.support.pages import snippet
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import apart, refused
 
@@ -53,6 +55,14 @@ def row(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(*modules)
 
 
+def tied() -> nn.Module:
+    """A head that shares its weight with an embedding stays whole."""
+    model = Layers(project=(16, 8), head=(8, WORDS))
+    model.words = nn.Embedding(WORDS, 8)
+    model.head.weight = model.words.weight
+    return model
+
+
 QKVO = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)}
 
 
@@ -77,6 +87,7 @@ QKVO = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)}
         (Layers(up=(8, 15), down=(15, 8)), None),  # 2 ranks do not divide it
         (Layers(3, **dict.fromkeys("qkvo", (6, 6))), None),  # nor the heads
         (row(nn.Linear(8, 4), nn.Linear(8, 4)), None),
+        (tied(), None),
     ],
 )
 def test_proposals(model, plan):
@@ -84,6 +95,9 @@ def test_proposals(model, plan):
 
 
 def test_what_forward_has_to_do_is_said():
+    page: dict[str, Any] = {}
+    exec(snippet("tensor-plan.md", "nano_gpt.py"), page)
+    assert page["parallel"]["tensor"]["plan"] == NANO
     message = refused(GPT(CausalSelfAttention))
     assert "forward sees 1 / 2 of the features. Sizes have to be -1 there (view(B, T, -1, head_dim), chunk(" in message
     assert "come from what 'heads(n_head, n_embd)' makes this rank's" in message
