@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+class Listener(logging.Handler):
+    """Keeps what it hears, and shows nothing: where there is no other handler, the text still goes to stderr."""
+
+
 @dataclass(frozen=True)
 class RankLogger:
     """The methods of `logging.Logger`, with `ranks`: which ranks speak (rank 0), or None for all of them."""
@@ -42,7 +46,7 @@ class RankLogger:
             message = f"[rank {rank}] {message}"
         if self.logger.hasHandlers():
             self.logger.log(level, message, *args, stacklevel=3)
-        else:
+        if not _is_shown(self.logger):
             _print(self.logger, level, message, args)
 
 
@@ -63,6 +67,16 @@ def rank_and_world_size() -> tuple[int, int]:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:  # launching.py refuses such values; a message must not fail because of them
         return 0, 1
+
+
+def _is_shown(logger: logging.Logger) -> bool:
+    """Whether somebody has said where records go."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(not isinstance(handler, Listener) for handler in at.handlers):
+            return True
+        at = at.parent if at.propagate else None
+    return False
 
 
 def _print(logger: logging.Logger, level: int, message: str, args: tuple[object, ...]) -> None:

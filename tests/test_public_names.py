@@ -29,6 +29,12 @@ def test_the_surface_is_frozen():
     assert all(getattr(halfmesh, name) is not None for name in SURFACE.split())
 
 
+@pytest.mark.parametrize("used", ["halfmesh.hooks.MetricHook", "halfmesh.compat.check"])
+def test_modules_that_are_used_by_their_names(used):
+    code = f"import halfmesh; assert callable({used})"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
 def test_unknown_names():
     with pytest.raises(
         AttributeError, match="module 'halfmesh' has no attribute 'intialize'; did you mean 'initialize'"

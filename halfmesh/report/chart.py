@@ -10,8 +10,10 @@ from .axes import CHARACTER, Axis, make_axis, readable
 from .markup import Html, join, tag
 from .run import Series
 
-STYLES = 6
-"""Colours, each with its own dashes; of more runs they come again."""
+_DASHES = ("", "8 4", "3 4", "12 4 2 4", "5 5", "16 5")
+"""Of lines; the first colours are in page.css, those of more runs are made here."""
+ALARM = "alarm"
+"""The style of what belongs to no line."""
 _STRIP, _ABOVE = 14, 10
 """The height of a run's skipped updates, and of what is left free above them, px."""
 _MOST_SHAPES = 120
@@ -48,7 +50,7 @@ class Marks:
 
     label: str
     ranges: list[tuple[int, int]]
-    style: int = 0
+    style: str = ALARM
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _strip(frame: _Frame, marks: Marks, row: int) -> Html:
             parts.append(f"M{begin} {top}H{end}v8H{begin}z")
         else:
             parts.append(f"M{begin} {top}v8")
-    path = tag("path", tag("title", f"{marks.label}: skipped updates"), class_=f"skip k{marks.style}", d="".join(parts))
+    path = tag("path", tag("title", f"{marks.label}: skipped updates"), class_=f"skip {marks.style}", d="".join(parts))
     word = tag("text", "skipped", class_="y", x=f"{frame.left - 8:.1f}", y=top + 8) if row == 0 else None
     return join(word, path)
 
@@ -236,19 +238,31 @@ def legend(chart: Chart) -> Html | None:
     entries += [(level.label, f"level s{level.style}") for level in chart.levels]
     if len(entries) < 2 and not chart.marks:
         return None
-    items = [tag("li", _sample(kind), text) for text, kind in entries]
+    items = [tag("li", sample(kind), text) for text, kind in entries]
     items += [tag("li", _triangle(marks.style), marks.label) for marks in chart.marks]
     return tag("ul", items, class_="legend")
 
 
-def _sample(kind: str) -> Html:
+def colours(count: int) -> str:
+    """The style sheet's rules for so many runs; each has a colour of its own."""
+    rules = []
+    for style in range(max(2, count)):
+        own = f"var(--c{style})" if style < len(_DASHES) else f"hsl({style * 137.5 % 360:.0f} 65% var(--light))"
+        rules.append(f".s{style} {{ --c: {own}; }}")
+        if dashes := _DASHES[style % len(_DASHES)]:
+            rules.append(f".line.s{style} {{ stroke-dasharray: {dashes}; }}")
+    return "\n".join(rules) + "\n"
+
+
+def sample(kind: str) -> Html:
+    """A piece of a line, as in a legend."""
     dot = tag("circle", class_=kind.replace("line", "dot"), cx=14, cy=6, r=3) if "eval" in kind else None
     stroke = tag("line", class_=kind, x1=1, x2=27, y1=6, y2=6)
     return tag("svg", stroke, dot, class_="sample", viewBox="0 0 28 12", aria_hidden="true")
 
 
-def _triangle(style: int) -> Html:
-    mark = tag("path", class_=f"skip k{style}", d="M14 2l4 8h-8z")
+def _triangle(style: str) -> Html:
+    mark = tag("path", class_=f"skip {style}", d="M14 2l4 8h-8z")
     return tag("svg", mark, class_="sample", viewBox="0 0 28 12", aria_hidden="true")
 
 

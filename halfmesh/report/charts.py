@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .axes import in_bytes
-from .chart import STYLES, Chart, Level, Line, Marks
+from .chart import ALARM, Chart, Level, Line, Marks
 from .run import Run, Series
 from .thinning import find_ranges, thin
 
@@ -100,7 +100,7 @@ def _chart(runs: Sequence[Run], key: str, title: str, names: dict[str, str], buc
             style = number if len(runs) > 1 else int(is_eval and len(names) > 1)
             words = [run.name] if len(runs) > 1 else []
             words += [label] if len(names) > 1 or not words else []
-            lines.append(Line(" ".join(words), thin(series, buckets), style % STYLES, is_eval))
+            lines.append(Line(" ".join(words), thin(series, buckets), style, is_eval))
     return Chart(key, title, lines, max(run.last_step for run in runs)) if lines else None
 
 
@@ -133,7 +133,7 @@ def _memory_chart(chart: Chart, runs: Sequence[Run]) -> Chart:
         Level(
             f"{f'{run.name} ' if len(runs) > 1 else ''}plan, without activations: {in_bytes(mib * 2**20)}",
             mib / size,
-            number % STYLES,
+            number,
         )
         for number, (run, mib) in enumerate(zip(runs, planned, strict=True))
         if mib is not None
@@ -182,5 +182,5 @@ def _add_skips(charts: Sequence[Chart], runs: Sequence[Run]) -> None:
     for number, run in enumerate(runs):
         if run.skipped:
             label = f"{f'{run.name} ' if len(runs) > 1 else ''}skipped updates"
-            target.marks.append(Marks(label, find_ranges(run.skipped), number % STYLES if len(runs) > 1 else STYLES))
+            target.marks.append(Marks(label, find_ranges(run.skipped), f"s{number}" if len(runs) > 1 else ALARM))
             target.last_step = max(target.last_step, run.skipped[-1])

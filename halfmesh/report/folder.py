@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import platform
 import sys
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HalfmeshError, InputError, Preempted, cut
-from ..log import get_logger
+from ..log import Listener, get_logger
 from ..run_files import RecordFile, begin_together, replace_file, set_aside
+from ..trainer.outcome import count_rows
 from .facts import describe_ranks, describe_settings, make_plain
-from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED
+from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 if TYPE_CHECKING:
     from ..amp.result import StepResult
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _MOST_UNREAD = 1000
 """Results that are kept unread; older ones have reached the host long ago, so that reading them waits for nothing."""
-_OWN_NAMES = ("step", SKIPPED)
+_OWN_NAMES = ("step", SKIPPED, WARNINGS)
 
 
 class RunFolder:
@@ -56,12 +58,17 @@ class RunFolder:
         self._file = RecordFile(self.directory / METRICS)
         self._results: deque[tuple[int, StepResult]] = deque()
         self._skipped: list[int] = []
+        self._warnings: list[tuple[int, str]] = []
+        self._listener = Listener(logging.WARNING)
+        self._listener.emit = self._hear  # type: ignore[method-assign]
         self._noted = engine.global_step
         self._last: StepResult | None = None
         self._is_open = True
         self._sessions: list[dict[str, Any]] = []
         ranks = engine.context.everyone(describe_ranks(engine))
         begin_together(engine.context, self.directory, "folder", lambda: self._begin(ranks))
+        if self._writes:
+            logging.getLogger("halfmesh").addHandler(self._listener)
 
     # -- while it trains ---------------------------------------------------------------------------------------
 
@@ -74,6 +81,7 @@ class RunFolder:
         if result is not None and self._writes and self._noted != self._engine.global_step:
             self._noted, self._last = self._engine.global_step, result
             self._results.append((self._noted, result))
+            self._count_rows()
             if len(self._results) > _MOST_UNREAD:
                 self._read(_MOST_UNREAD // 2)
         return result
@@ -103,18 +111,20 @@ class RunFolder:
         self.write(record | numbers)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record that is complete, with a "step", and the updates skipped since the last one."""
+        """Write a record that is complete, with a "step", and the updates skipped and warnings since the last one."""
         if not self._writes:
             return
         self._read()
-        self._file.write(record | ({SKIPPED: self._skipped} if self._skipped else {}))
+        heard, self._warnings = self._warnings, []
+        since = {SKIPPED: self._skipped, WARNINGS: heard}
+        self._file.write(record | {name: found for name, found in since.items() if found})
         self._skipped = []
 
     def flush(self) -> None:
-        """Write which updates were skipped so far, as before a checkpoint, from which the run may go on."""
+        """Write what is not written yet of skipped updates and warnings, as before a checkpoint."""
         if self._writes:
             self._read()
-            if self._skipped:
+            if self._skipped or self._warnings:
                 self.write({"step": self._engine.global_step})
 
     def save_precision_report(self) -> None:
@@ -134,6 +144,7 @@ class RunFolder:
         """Write how the run ended: with `error`, or well. May be called twice; the first counts."""
         if not self._is_open:
             return
+        logging.getLogger("halfmesh").removeHandler(self._listener)
         if self._writes:
             with contextlib.suppress(RuntimeError):  # the device is of no use after some errors
                 self.flush()
@@ -170,6 +181,7 @@ class RunFolder:
         self._put(PLAN, {"plans": plans})
         dropped = self._file.open(step)
         self._skipped = sorted({number for line in dropped for number in _skips_of(line) if number <= step})
+        self._warnings = [found for line in dropped for found in _warnings_of(line) if found[0] <= step]
         self.flush()
 
     def _session(self) -> dict[str, Any]:
@@ -190,6 +202,16 @@ class RunFolder:
             "config": make_plain(engine.config.to_dict()),
             "settings": describe_settings(engine.config),
         }
+
+    def _hear(self, record: logging.LogRecord) -> None:
+        self._warnings.append((self._engine.global_step, record.getMessage().removeprefix("[rank 0] ")))
+
+    def _count_rows(self) -> None:
+        """Once: the size of the batch that came, which a loader need not tell."""
+        call = self._engine._seen.call
+        if call is not None and "batch_rows" not in self._sessions[-1]:
+            self._sessions[-1]["batch_rows"] = count_rows(call)
+            self._put(CONFIG, {"sessions": self._sessions})
 
     def _read(self, count: int | None = None) -> None:
         """Read the results that were noted, the `count` oldest or all."""
@@ -219,6 +241,13 @@ def _read_list(path: Path, key: str) -> list[dict[str, Any]]:
 def _skips_of(line: str) -> list[int]:
     try:
         return [int(number) for number in json.loads(line).get(SKIPPED, [])]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _warnings_of(line: str) -> list[tuple[int, str]]:
+    try:
+        return [(int(step), str(text)) for step, text in json.loads(line).get(WARNINGS, [])]
     except (ValueError, TypeError, AttributeError, RecursionError):
         return []
 

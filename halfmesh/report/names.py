@@ -6,5 +6,8 @@ METRICS = "metrics.jsonl"
 PRECISION = "precision.json"
 FILES = (CONFIG, PLAN, METRICS, PRECISION)
 
+WARNINGS = "warnings"
+"""In a record: [updates that were made by then, text] of each warning since the record before."""
+
 SKIPPED = "skipped"
 """In a record: the numbers of the updates that were skipped since the record before, counted from 1."""

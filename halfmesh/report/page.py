@@ -14,6 +14,7 @@ from typing import Any
 from .. import __version__
 from ..errors import InputError, cut, show_name
 from . import sections
+from .chart import colours
 from .charts import WANTED, make_charts
 from .compare import set_keys
 from .facts import make_plain
@@ -71,6 +72,8 @@ def make_page(runs: Sequence[Run]) -> str:
     body = tag(
         "main",
         sections.header(runs),
+        sections.differences(runs),
+        sections.warnings(runs),
         sections.notes(runs),
         sections.summary(runs),
         sections.plan(runs),
@@ -98,6 +101,7 @@ def as_data(runs: Sequence[Run]) -> dict[str, Any]:
                 "skipped": run.skipped,
                 "skipped_steps": run.skipped_count,
                 "series": {name: {"step": s.steps, "value": s.values} for name, s in run.series.items()},
+                "warnings": run.warnings,
                 "precision": make_plain(run.precision) or None,
                 "notes": run.notes,
             }
@@ -124,7 +128,7 @@ def _whole(runs: Sequence[Run], body: Html, data: dict[str, Any]) -> str:
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
         tag("title", f"{', '.join(run.name for run in runs)} - halfmesh report"),
-        tag("style", Html(style)),
+        tag("style", Html(style + colours(len(runs)))),
     )
     # "<" would end the element; in JSON it only stands in strings.
     values = Html(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, find_near, shorten, show_name
-from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED
+from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 _MOST_STEPS = 10**15
-_NO_VALUES = ("step", "epoch", SKIPPED, "skipped_steps")
+_NO_VALUES = ("step", "epoch", SKIPPED, WARNINGS, "skipped_steps")
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Run:
         series: what was recorded, by name.
         skipped: numbers of the updates that were skipped, ascending.
         skipped_count: how many were; None if no record says so.
+        warnings: in words, each text once, with the updates that were made by then.
         last_step: updates as far as records go.
         precision: of `engine.precision_report()`; empty if nobody asked for it.
         notes: what is missing or damaged, in words.
@@ -53,6 +54,7 @@ class Run:
     series: dict[str, Series] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
     skipped_count: int | None = None
+    warnings: dict[str, int] = field(default_factory=dict)
     last_step: int = 0
     precision: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -191,6 +193,8 @@ def _read_records(run: Run) -> None:
     for step, record in sorted(records, key=lambda item: item[0]):
         run.last_step = max(run.last_step, step)
         skipped.update(_numbers(record.get(SKIPPED)))
+        for made, text in _warnings(record.get(WARNINGS)):
+            run.warnings.setdefault(text, made)
         count = record.get("skipped_steps")
         if isinstance(count, int) and not isinstance(count, bool):
             run.skipped_count = count
@@ -222,6 +226,12 @@ _DECODER = json.JSONDecoder(parse_int=_as_int)
 def _numbers(value: Any) -> list[int]:
     items = value if isinstance(value, list) else []
     return [item for item in items if isinstance(item, int) and not isinstance(item, bool) and item > 0]
+
+
+def _warnings(value: Any) -> list[list[Any]]:
+    items = value if isinstance(value, list) else []
+    pairs = [item for item in items if isinstance(item, list) and len(item) == 2]
+    return [pair for pair in pairs if type(pair[0]) is int and 0 <= pair[0] < _MOST_STEPS and isinstance(pair[1], str)]
 
 
 def _is_number(value: Any) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from .axes import readable
-from .chart import SIZES, Chart, draw, legend
+from .chart import SIZES, Chart, draw, legend, sample
 from .charts import Wanted
 from .compare import all_keys, changes, set_keys
 from .markup import Html, join, tag
@@ -16,6 +16,7 @@ from .summary import in_words, status_of, summarise
 from .thinning import in_words as ranges_in_words
 
 _MOST_LAYERS = 200
+_MOST_WARNINGS = 100
 _MOST_COLUMNS = 3
 """Runs side by side on a narrow screen; more of them scroll."""
 
@@ -30,10 +31,30 @@ def header(runs: Sequence[Run]) -> Html:
     """Names and how the runs ended."""
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     badges = [
-        tag("span", f"{run.name}: " if len(runs) > 1 else "", in_words(run), class_=f"badge {status_of(run)}")
-        for run in runs
+        tag("span", _named(runs, number, ": "), in_words(run), class_=f"badge {status_of(run)}")
+        for number, run in enumerate(runs)
     ]
     return tag("header", tag("p", "halfmesh report", class_="over"), tag("h1", title), tag("p", badges))
+
+
+def differences(runs: Sequence[Run]) -> Html | None:
+    """What was set, and what that came down to, where runs differ."""
+    if len(runs) < 2:
+        return None
+    rows = [(row.key, [_or_none(value) for value in row.values]) for row in set_keys(runs) if row.differs]
+    rows += [(f"plan: {name}", texts) for name, texts in _plans(runs) if len(set(texts)) > 1]
+    same = tag("p", "none in config and plan")
+    return section("differences", "Differences", _table(runs, rows) if rows else same)
+
+
+def warnings(runs: Sequence[Run]) -> Html | None:
+    """What the log warned of."""
+    said = [
+        tag("li", f"{run.name}, " if len(runs) > 1 else "", f"after {made:,} updates: {text}")
+        for run in runs
+        for text, made in list(run.warnings.items())[:_MOST_WARNINGS]
+    ]
+    return section("warnings", "Warnings", tag("ul", said)) if said else None
 
 
 def notes(runs: Sequence[Run]) -> Html | None:
@@ -50,11 +71,10 @@ def summary(runs: Sequence[Run]) -> Html:
 
 def plan(runs: Sequence[Run]) -> Html:
     """What the configs came down to."""
-    rows = [_rows(run.plan) for run in runs]
-    names = dict.fromkeys(name for found in rows for name in found)
-    if not names:
+    rows = _plans(runs)
+    if not rows:
         return section("plan", "Plan", _absent("There is no plan in plan.json"), wide=len(runs) > 1)
-    table = _table(runs, [(name, [str(found.get(name, "-")) for found in rows]) for name in names])
+    table = _table(runs, rows)
     earlier = [
         (f"{run.name}, from update {old.get('from_step')}: {name}", [str(text)])
         for run in runs
@@ -96,18 +116,18 @@ def skips(runs: Sequence[Run]) -> Html:
 def mesh(runs: Sequence[Run]) -> Html:
     """Which rank holds what."""
     pictures = []
-    for run in runs:
+    for number, run in enumerate(runs):
         picture = draw_mesh(run.plan)
         shown = _absent("There is none in plan.json") if picture is None else _scrolled(picture, "The mesh")
-        pictures.append(join(tag("h3", run.name) if len(runs) > 1 else None, shown))
+        pictures.append(join(_heading(runs, number), shown))
     return section("mesh", "Mesh", pictures)
 
 
 def precision(runs: Sequence[Run]) -> Html:
     """What half precision did to each layer."""
     parts = [
-        join(tag("h3", run.name) if len(runs) > 1 else None, _precision_of(run.precision), _layers(run.precision))
-        for run in runs
+        join(_heading(runs, number), _precision_of(run.precision), _layers(run.precision))
+        for number, run in enumerate(runs)
     ]
     return section("precision", "Precision findings", parts)
 
@@ -119,8 +139,6 @@ def config(runs: Sequence[Run]) -> Html:
     if not any(run.session for run in runs):
         return section("config", "Config", _absent("There is none in config.json"))
     if len(runs) > 1:
-        differing = [(row.key, [_or_none(value) for value in row.values]) for row in rows if row.differs]
-        parts += [tag("h3", "Differences"), _table(runs, differing) if differing else tag("p", "none")]
         parts.append(tag("h3", "Set in some run, and the same in all"))
     same = [(row.key, [_or_none(value) for value in row.values[:1]]) for row in rows if not row.differs]
     parts.append(_table([], same) if same else tag("p", "none: all keys have their defaults"))
@@ -187,13 +205,22 @@ def _table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> Ht
     """Names on the left, a column for each run, with its name above if there are several."""
     head = None
     if len(runs) > 1:
-        head = tag("thead", tag("tr", tag("td"), [tag("th", run.name, scope="col") for run in runs]))
+        head = tag("thead", tag("tr", tag("td"), [tag("th", _named(runs, n), scope="col") for n in range(len(runs))]))
     body = [tag("tr", tag("th", name, scope="row"), [tag("td", text) for text in texts]) for name, texts in rows]
     count = max((len(texts) for _, texts in rows), default=1)
     if count <= _MOST_COLUMNS:
         return tag("table", head, tag("tbody", body), class_="pairs", style=f"--runs: {count}")
     table = tag("table", head, tag("tbody", body), class_="pairs many", style=f"min-width: {150 * (count + 1)}px")
     return _scrolled(table, "Runs side by side")
+
+
+def _named(runs: Sequence[Run], number: int, end: str = "") -> Html | None:
+    """A run's name with its colour; None where there is one run."""
+    return join(sample(f"line s{number}"), runs[number].name, end) if len(runs) > 1 else None
+
+
+def _heading(runs: Sequence[Run], number: int) -> Html | None:
+    return tag("h3", _named(runs, number)) if len(runs) > 1 else None
 
 
 def _scrolled(content: Html, label: str) -> Html:
@@ -203,6 +230,31 @@ def _scrolled(content: Html, label: str) -> Html:
 
 def _absent(why: str) -> Html:
     return tag("p", why, class_="absent")
+
+
+def _plans(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The rows of the plans, with the batch as it came: a loader need not tell its size."""
+    rows = [_rows(run.plan) | _batch(run) for run in runs]
+    names = dict.fromkeys(name for found in rows for name in found)
+    return [(name, [str(found.get(name, "-")) for found in rows]) for name in names]
+
+
+def _batch(run: Run) -> dict[str, str]:
+    values, size = run.plan.get("values"), run.session.get("batch_rows")
+    planned = values.get("batch") if isinstance(values, dict) else None
+    if not isinstance(planned, dict) or not _is_size(size) or size == planned.get("per_rank"):
+        return {}
+    data, cycle = planned.get("data_ranks"), planned.get("accumulated")
+    if not _is_size(data) or not _is_size(cycle):
+        return {}
+    return {
+        "batch": f"{size} per rank (the first batch) x {data} data rank(s) x {cycle} accumulated = "
+        f"{size * data * cycle} samples per update"
+    }
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 < value < 2**40
 
 
 def _rows(plan: dict[str, Any]) -> dict[str, Any]:

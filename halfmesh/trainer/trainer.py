@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +279,17 @@ class Trainer:
         with ExitStack() as closed:
             closed.callback(setattr, self, "_hooks", outside)
             for hook in self._hooks:
-                closed.callback(hook.close, self)  # also where another one fails
+                closed.push(partial(self._close, hook))  # also where another one fails
             yield
+
+    def _close(self, hook: Hook, kind: Any, first: BaseException | None, trace: Any) -> None:
+        """The first error is the one to raise: what `close` raises after it is told only."""
+        try:
+            hook.close(self)
+        except Exception as error:
+            if first is None:
+                raise
+            _log.error("%s.close raised %s: %s", type(hook).__name__, type(error).__name__, error)
 
     @contextmanager
     def _saved_with_the_engine(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from halfmesh.layout import Layout
-from halfmesh.log import get_logger
+from halfmesh.log import Listener, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,17 @@ def test_the_users_handler_takes_over(own, capsys):
     get_logger().info("plan of %s", "x")
     assert [record.getMessage() for record in records] == ["plan of x"]
     assert capsys.readouterr().err == ""
+
+
+def test_who_only_listens_shows_nothing(own, capsys):
+    heard = []
+    listener = Listener(logging.WARNING)
+    listener.emit = heard.append
+    own.addHandler(listener)
+    get_logger("halfmesh.engine").info("plan")
+    get_logger("halfmesh.engine").warning("beware")
+    assert [record.getMessage() for record in heard] == ["beware"]
+    assert capsys.readouterr().err == "plan\nWARNING: beware\n"
 
 
 @pytest.mark.parametrize("way", ["level", "null handler"])

@@ -77,7 +77,14 @@ def test_several_runs_side_by_side(tmp_path):
     one = write_run(tmp_path / "one", make_config(config={"LR": 0}))
     two = write_run(tmp_path / "two", make_config(config=config, settings={"bf16": {"mode": "naive"}, "seed": 7}))
     page = page_of(one, two)
-    assert '<th scope="row">LR</th><td>0</td><td>1</td>' in section(page, "config")
+    keys = re.findall(r'<section id="([\w-]+)"', page)
+    assert keys[:3] == ["differences", "summary", "plan"]
+    assert '<th scope="row">LR</th><td>0</td><td>1</td>' in section(page, "differences")
+    assert "LR" not in section(page, "config").partition("<details>")[0]
+    assert re.findall(r'<line class="line (s\d)"[^>]*></line></svg>(\w+)', section(page, "differences")) == [
+        ("s0", "one"),
+        ("s1", "two"),
+    ]
     styles = {p.get("class") for p in find_svgs(section(page, "loss"))[-1].iter("path")}
     assert styles == {"line s0", "line s0 eval", "line s1", "line s1 eval"}
     assert page.count("3-4, 57, 200-202") == 2
@@ -87,13 +94,49 @@ def test_several_runs_side_by_side(tmp_path):
     assert differences["bf16.mode"] == [None, "naive"]
 
 
+def test_what_differs_comes_first(tmp_path):
+    """Also what is no key of the config: a plan, the size of the batches that came."""
+    plan = make_plan()
+    plan["plans"][0]["values"]["batch"] = {"per_rank": None, "data_ranks": 2, "accumulated": 4}
+    plan["plans"][0]["rows"]["batch"] = "? per rank x 2 data rank(s) x 4 accumulated"
+    one, two = (write_run(tmp_path / str(size), make_config(batch_rows=size), plan) for size in (3, 5))
+    first = section(page_of(one, two), "differences")
+    assert re.findall('<th scope="row">(.*?)</th>', first) == ["plan: batch"]
+    for size in (3, 5):
+        assert f"{size} per rank (the first batch) x 2 data rank(s) x 4 accumulated = {8 * size} samples" in first
+    assert "none in config and plan" in section(page_of(one, one), "differences")
+    assert 'id="differences"' not in page_of(one)
+
+
+def test_each_run_has_a_colour_of_its_own(tmp_path):
+    records = make_records(steps=20, every=10)
+    page = page_of(*(write_run(tmp_path / str(number), records=records) for number in range(9)))
+    rules = dict(re.findall(r"^\.(s\d+) { --c: (.*); }$", page, re.MULTILINE))
+    assert len(set(rules.values())) == len(rules) == 9
+    for kind, found in {"path": {"line", "skip"}, "line": {"level"}}.items():
+        classes = re.findall(rf'<{kind} class="(\w+) (s\d+)', section(page, "loss_scale") + section(page, "memory"))
+        for what in found:
+            assert {style for name, style in classes if name == what} == set(rules), what
+
+
+def test_warnings_of_a_run(tmp_path):
+    records = make_records(steps=40)
+    records[1]["warnings"] = [[0, "capped <at> 32768"], [15, "data"], [15], "x", [True, "y"], [1, 2]]
+    records[3]["warnings"] = [[35, "data"]]
+    page = page_of(write_run(tmp_path / "one", records=records))
+    said = re.findall("<li>(.*?)</li>", section(page, "warnings"))
+    assert said == ["after 0 updates: capped &lt;at&gt; 32768", "after 15 updates: data"]
+    assert data_of(tmp_path / "one")["warnings"] == {"capped <at> 32768": 0, "data": 15}
+    assert 'id="warnings"' not in page_of(write_run(tmp_path / "two"))
+
+
 def test_nothing_of_a_run_is_markup(tmp_path):
     bad = "</script><b>bold</b><script>alert(1)</script>\"'&\x07"
     config = make_config(config={bad: {bad: bad}}, argv=[bad], error=bad, status="failed", versions={bad: bad})
     plan = make_plan()
     plan["plans"][0]["rows"][bad] = bad
     plan["plans"][0]["values"]["ranks"][0]["holds"] = [bad]
-    records = [{"step": 1, bad: 1.0, "loss": 2.0}, {"step": 2, bad: 1.5, "loss": 1.0}]
+    records = [{"step": 1, bad: 1.0, "loss": 2.0, "warnings": [[1, bad]]}, {"step": 2, bad: 1.5, "loss": 1.0}]
     precision = {"step": bad, "report": {"findings": [bad], "layers": [{"name": bad}], "compute_dtype": bad}}
     page = page_of(write_run(tmp_path / "<b>one", config, plan, records, precision), write_run(tmp_path / "two"))
     assert "<b>" not in page

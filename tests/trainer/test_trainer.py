@@ -203,6 +203,25 @@ def test_all_hooks_are_closed_after_an_error(fails):
     trainer.fit(epochs=2)  # without them
 
 
+class Unclosable(halfmesh.Hook):
+    def close(self, trainer):
+        raise OSError("the disk is full")
+
+
+def test_an_error_of_close_does_not_hide_the_first_one(caplog):
+    trainer = halfmesh.Trainer(linear_engine())
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(epochs=1, hooks=[Unclosable(), Events(fails="after_step")])
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [
+        "Unclosable.close raised OSError: the disk is full"
+    ]
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        with pytest.raises(OSError, match="the disk is full"):
+            trainer.fit(epochs=2, hooks=[Unclosable()])
+
+
 def test_max_steps_counts_updates_of_the_whole_run():
     engine = linear_engine({"gradient_accumulation": 2})
     for epochs, steps, expected in [(None, 3, 3), (None, 5, 5), (1, 5, 5)]:  # the last time nothing is left
