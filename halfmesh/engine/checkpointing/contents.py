@@ -75,15 +75,19 @@ class Holding:
         return found
 
     def weight_targets(self) -> Pieces:
-        """Where new weights have to be written: masters where there are any, else the model itself."""
-        masters = self.update.holdings.masters
+        """Where new weights have to be written: in full precision where the model has them rounded, else the model
+        itself. `loading.tell` follows."""
+        masters, originals = self.update.holdings.masters, self.update.holdings.originals
         found = {
-            name: Piece(masters.get(shard.param, shard.param).detach(), self.division.placement(shard))
+            name: Piece(
+                masters[shard.param].detach() if shard.param in masters else originals.target(shard.param),
+                self.division.placement(shard),
+            )
             for shard, name in self.names()
         }
         own = dict(self.model.named_buffers(remove_duplicate=False))
         for name, key in self._buffers(self.model.state_dict()):
-            found[name] = Piece(own[key].detach(), whole(own[key].shape))
+            found[name] = Piece(originals.target(own[key]), whole(own[key].shape))
         return found
 
     def extras(self) -> dict[str, Any]:
