@@ -14,7 +14,7 @@ from ...amp.optimizer import MixedPrecisionOptimizer
 from ...division import Division
 from ...errors import InputError, shorten
 from ...parallel.regions import Placement, whole
-from ...shard import ParamShard
+from ...shard import ParamShard, compute_dtype
 
 MODEL = "model."
 STATE = "optimizer."
@@ -89,6 +89,16 @@ class Holding:
         for name, key in self._buffers(self.model.state_dict()):
             found[name] = Piece(originals.target(own[key]), whole(own[key].shape))
         return found
+
+    def in_fp16(self) -> set[str]:
+        """The names of what the model computes with in fp16, which ends at 65504."""
+        found = {
+            name
+            for shard, name in self.names()
+            if compute_dtype(shard.param if shard.source is None else shard.source.param) == torch.float16
+        }
+        own = dict(self.model.named_buffers(remove_duplicate=False))
+        return found | {n for n, key in self._buffers(self.model.state_dict()) if own[key].dtype == torch.float16}
 
     def extras(self) -> dict[str, Any]:
         """What modules add to the model's state dict besides parameters and buffers (`get_extra_state`)."""
