@@ -192,8 +192,8 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype) -> str | N
     if most <= largest:
         return None
     return (
-        f"{name!r} holds values up to {most:g}, but {short} ends at {largest:g}; use bf16, or mode='torch', which keeps "
-        "parameters and buffers in float32"
+        f"{name!r} holds values up to {most:g}, but {short} ends at {largest:g}; use bf16, or mode='torch', which "
+        "keeps parameters and buffers in float32"
     )
 
 
