@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, Dataset
 
 from . import torch_private
-from .amp.cast import tensors_to_cast
+from .amp.cast import find_overflow, tensors_to_cast
 from .amp.holdings import foreign_params
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
@@ -185,21 +185,9 @@ def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
     if recipe.param_dtype is None:
         return
     for name, tensor in tensors_to_cast(model, recipe):
-        yield from _find_overflow(name, tensor.detach(), recipe.param_dtype)
-
-
-def _find_overflow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[str]:
-    largest = torch.finfo(dtype).max
-    if not tensor.is_meta and tensor.numel():
-        most = max(abs(end.item()) for end in tensor.aminmax())
-        if not most <= largest:  # inf or nan, which fit, may hide what does not
-            finite = tensor[tensor.isfinite()]
-            most = finite.abs().max().item() if finite.numel() else 0.0
-        if most > largest:
-            yield (
-                f"model: {name!r} holds values up to {most:g}, but {_short(dtype)} ends at {largest:g}; use bf16, or "
-                "mode='torch', which keeps parameters and buffers in float32"
-            )
+        problem = find_overflow(name, tensor.detach(), recipe.param_dtype)
+        if problem is not None:
+            yield f"model: {problem}"
 
 
 def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
@@ -208,8 +196,9 @@ def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Ten
     cast = set() if dtype is None else {name for name, _ in tensors_to_cast(model, recipe)}
 
     def check(name: str, value: torch.Tensor) -> None:
-        for problem in _find_overflow(name, value, dtype) if dtype is not None and name in cast else ():
-            raise InputError(problem)
+        problem = find_overflow(name, value, dtype) if dtype is not None and name in cast else None
+        if problem is not None:
+            raise InputError(f"model: {problem}")
 
     return check
 

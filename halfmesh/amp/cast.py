@@ -180,6 +180,23 @@ def tensors_to_cast(
             yield name, tensor
 
 
+def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with casting `value`, of the tensor `name`, to `dtype`: it is beyond the range."""
+    largest, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+    if value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
+        return None
+    most = max(abs(end.item()) for end in value.aminmax())
+    if not most <= largest:  # inf or nan, which fit, may hide what does not
+        finite = value[value.isfinite()]
+        most = finite.abs().max().item() if finite.numel() else 0.0
+    if most <= largest:
+        return None
+    return (
+        f"{name!r} holds values up to {most:g}, but {short} ends at {largest:g}; use bf16, or mode='torch', which "
+        "keeps parameters and buffers in float32"
+    )
+
+
 def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
     """apex's rule: BatchNorm with weights stays as it is, with its buffers; without weights it is cast."""
     for module in model.modules() if recipe.keep_batchnorm_fp32 else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn, optim
@@ -39,6 +39,7 @@ def convert(
     if recipe.master_weights:
         to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
+    came = dict(_not_trained(model, optimizer, shards, recipe, apart))
     cast_model(model, recipe, apart)
     for shard in shards:
         shard.follow()
@@ -46,6 +47,9 @@ def convert(
     if not recipe.master_weights:
         cast_state(optimizer, changed)
     update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters, device)
+    for name, tensor in named_tensors(model):
+        if name in came:
+            update.holdings.originals.add(tensor, came.pop(name))  # one by one: the host may be another memory
     hooks = list(watch_state(model, update.holdings, changed))
     update.on_close = lambda: take_back(model, update, dtypes, hooks)
     return update
@@ -57,7 +61,8 @@ def take_back(
     dtypes: Mapping[str, torch.dtype],
     hooks: Sequence[RemovableHandle],
 ) -> None:
-    """Give the model the dtypes it came with and the masters' values; the optimizer its parameters."""
+    """Give the model what it came with, trained: the masters' values, and full precision of the rest; the optimizer its
+    parameters."""
     for hook in hooks:
         hook.remove()
     masters, changed = update.holdings.masters, {}
@@ -67,9 +72,9 @@ def take_back(
             shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
             clear_grads([shard.param])
     for name, tensor in named_tensors(model):
-        dtype = dtypes.get(name, tensor.dtype)
-        if isinstance(tensor, nn.Parameter) and tensor in masters:
-            tensor.data = current_value(tensor, masters[tensor]).to(dtype)
+        dtype, full = dtypes.get(name, tensor.dtype), update.holdings.full_value(tensor)
+        if full is not None:
+            tensor.data = full.to(dtype)
             clear_grads([tensor])
         elif tensor.dtype != dtype:
             changed[tensor] = tensor.dtype
@@ -77,6 +82,17 @@ def take_back(
             clear_grads([tensor])
     cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
+
+
+def _not_trained(
+    model: nn.Module, optimizer: optim.Optimizer, shards: Sequence[ParamShard], recipe: Recipe, apart: Collection[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What will be cast and is not in the optimizer, as it is now."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(shard.model_param) for shard in shards if id(shard.param) in held}
+    for name, tensor in tensors_to_cast(model, recipe, apart) if recipe.param_dtype is not None else ():
+        if id(tensor) not in trained:
+            yield name, tensor.detach()
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from ..shard import ParamShard
 from . import fused
 from .collected import Gradients, Layout, forms
 from .master_weights import current_value, masters_for, publish, repoint
+from .originals import Originals
 from .recipe import HALF, Recipe
 from .rules import UpdateRules
 
@@ -56,6 +57,7 @@ class Holdings:
         targets: what it holds for each of them, by the shard's id.
         folds: whether `optimizer.step` takes the loss scale and the verdict along.
         sparse: whether a gradient was sparse.
+        originals: the full precision of tensors that are cast and not trained.
         guard: halfmesh's own hook around the optimizer's step.
         seeded: momentum that was made for updates to come, by the optimizer's parameter.
         refreshed: how often `refresh` ran; what others derived from this object before that is out of date.
@@ -75,6 +77,7 @@ class Holdings:
         self.optimizer = optimizer
         self.shards = list(shards)
         self.masters = dict(masters or {})
+        self.originals = Originals()
         self._recipe = recipe
         self._rules = rules
         self.sparse = False
@@ -93,7 +96,8 @@ class Holdings:
         """Take in what changed in the optimizer's groups: parameters added later, implementation flags."""
         self._refuse_late_params()
         if self._recipe.master_weights:
-            new = masters_for(self.optimizer, [s for s in self.shards if s.param.dtype in HALF], self.masters)
+            half = [s for s in self.shards if s.param.dtype in HALF]
+            new = masters_for(self.optimizer, half, self.masters, self.originals.take)
             repoint(self.optimizer, new)
             self.take_over(new)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -214,6 +218,12 @@ class Holdings:
             if old != new:
                 self.masters[param].data.copy_(current_value(param, self.masters[param]))
         self._stamps = now
+
+    def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The full precision of a parameter or buffer that the model has in half precision: of its master, or of what
+        it came with. None: there is none, or it is no other."""
+        master = self.masters.get(tensor)  # type: ignore[call-overload]  # a buffer has none
+        return self.originals.value(tensor) if master is None else current_value(tensor, master)
 
     def masters_by_name(self) -> dict[str, torch.Tensor]:
         """The fp32 value of each parameter that has a master, by the parameter's name.

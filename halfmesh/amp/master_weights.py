@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ STREAM_BYTES = 25 * 2**20
 """fp32 copies of half-precision gradients are made for so much at a time."""
 
 
-def make_master(param: nn.Parameter) -> nn.Parameter:
+def make_master(param: torch.Tensor) -> nn.Parameter:
     """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards; not of a
     part of one, though, which would keep the memory of all of it."""
     value = param.detach().float()
@@ -24,12 +24,15 @@ def make_master(param: nn.Parameter) -> nn.Parameter:
 
 
 def masters_for(
-    optimizer: torch.optim.Optimizer, shards: Sequence[ParamShard], known: Mapping[nn.Parameter, nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    shards: Sequence[ParamShard],
+    known: Mapping[nn.Parameter, nn.Parameter],
+    full: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """The master of each parameter of `shards` that `optimizer` holds itself; made if not `known`."""
+    """The master of each parameter of `shards` that `optimizer` holds itself; made of what is `full` if not `known`."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     raw = [s.param for s in shards if id(s.param) in held]
-    return {param: known[param] if param in known else make_master(param) for param in raw}
+    return {param: known[param] if param in known else make_master(full(param)) for param in raw}
 
 
 def repoint(optimizer: torch.optim.Optimizer, replace: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -58,7 +61,7 @@ def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 @torch.no_grad()
-def current_value(param: nn.Parameter, master: nn.Parameter) -> torch.Tensor:
+def current_value(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """The master, or a copy of it with those elements of `param` that are not its rounded ones: others wrote them."""
     changed = param != master.to(param.dtype)
     return torch.where(changed, param.float(), master) if bool(changed.any()) else master.detach()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from .. import torch_private
 from ..errors import InputError
 from .holdings import Holdings
-from .master_weights import current_value
 
 
 def watch_state(
@@ -29,38 +27,38 @@ def watch_state(
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no such hooks
             continue
-        own = chain(
-            module.named_parameters(recurse=False, remove_duplicate=False),
-            module.named_buffers(recurse=False, remove_duplicate=False),
-        )
-        given = {name: dtypes.get(tensor) for name, tensor in own}
+        given = {name: dtypes.get(tensor) for name, tensor in _own_tensors(module)}
         if given and (dtypes or holdings.keeps_masters):
-            yield module.register_state_dict_post_hook(FullPrecision(given, holdings.masters))
+            yield module.register_state_dict_post_hook(FullPrecision(given, holdings))
         if given:
             yield module.register_load_state_dict_pre_hook(LoadHook(holdings))
 
 
-class FullPrecision:
-    """Puts into a module's state dict its masters, and its other tensors in the dtype that they came with.
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
-    A copy of the model (deepcopy for an average of its weights, torch.save) gets a hook without masters.
+
+class FullPrecision:
+    """Puts into a module's state dict its masters, and its other tensors as they came.
+
+    A copy of the model (deepcopy for an average of its weights, torch.save) gets a hook that knows their dtypes only.
     """
 
-    def __init__(
-        self, dtypes: Mapping[str, torch.dtype | None], masters: Mapping[nn.Parameter, nn.Parameter] | None
-    ) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype | None], holdings: Holdings | None) -> None:
         self._dtypes = dict(dtypes)
-        self._masters = {} if masters is None else masters  # masters are added to it later
+        self._holdings = holdings
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name in {**self._dtypes, **params}:  # torch.nn.utils.prune gives them other names
-            key, param, dtype = prefix + name, params.get(name), self._dtypes.get(name)
+        own = dict(_own_tensors(module))
+        for name in {**self._dtypes, **own}:  # torch.nn.utils.prune gives them other names
+            key, tensor, dtype = prefix + name, own.get(name), self._dtypes.get(name)
             if not isinstance(state.get(key), torch.Tensor):
                 continue  # not persistent, or taken out by a hook of the user's
-            if param is not None and param in self._masters:
-                state[key] = current_value(param, self._masters[param])
+            full = None if tensor is None or self._holdings is None else self._holdings.full_value(tensor)
+            if full is not None:
+                state[key] = full
             elif dtype is not None:
                 state[key] = state[key].to(dtype)
 
@@ -73,6 +71,7 @@ class FullPrecision:
 
 class LoadHook:
     """Takes what is loaded into a module to its masters too: in full precision, and before the next step undoes it.
+    Of other tensors it is what they are given back as.
 
     Refuses `assign=True`, after which the optimizer would step parameters that nobody uses. A copy of the model gets a
     hook that does nothing.
@@ -86,7 +85,7 @@ class LoadHook:
         if self._holdings is None:
             return
         held = {id(shard.model_param): shard for shard in self._holdings.trained}
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, param in _own_tensors(module):
             value, shard = state.get(prefix + name), held.get(id(param))
             master = None if shard is None else self._holdings.masters.get(shard.param)
             if value is not None and shard is not None and torch_private.assigns(metadata):
@@ -94,9 +93,12 @@ class LoadHook:
                     "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
                     "go on stepping the old ones; load without assign, or load before initialize"
                 )
-            if master is None or shard is None or not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
-            if value.dtype != param.dtype:  # else it is no more exact than what the parameter gets, see take_edits
+            self._holdings.originals.keep(param, value)
+            if (
+                master is not None and shard is not None and value.dtype != param.dtype
+            ):  # else it is no more exact than what the parameter gets, see take_edits
                 alike = torch.empty_like(param, dtype=master.dtype).copy_(value)
                 master.copy_(shard.part_of(alike))
 

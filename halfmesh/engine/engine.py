@@ -12,6 +12,7 @@ from torch import nn
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
+from ..amp.statistics import StatisticsCheck
 from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -99,6 +100,7 @@ class Engine(Health):
         self._attached = Attached()
         self._locks = FolderLocks()
         self._steps = StepWatch(length, dataloader) if (length := config.gradient_accumulation) > 1 else None
+        self._statistics = StatisticsCheck(model, update.recipe, context.dp_rank == context.tp_rank == 0)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -262,6 +264,7 @@ class Engine(Health):
         self.model.train(mode)
         if not mode:
             self._seen.let_go()
+            self._statistics.look()
         return self
 
     def eval(self) -> Engine:

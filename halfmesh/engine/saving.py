@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..amp.result import StepResult
+from ..amp.statistics import StatisticsCheck
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -41,6 +42,7 @@ class Saving(Readings):
     """With the config key `checkpoint`."""
     _attached: Attached
     _locks: FolderLocks
+    _statistics: StatisticsCheck
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -109,6 +111,7 @@ class Saving(Readings):
         """
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.save()")
+        self._statistics.look()
         # torch.distributed.checkpoint: only when there is something to save.
         from .checkpointing.background import Background
         from .checkpointing.run import save
@@ -212,6 +215,7 @@ class Saving(Readings):
             CheckpointError: it could not be written. InputError: an argument is wrong.
         """
         self._refuse_if_closed()
+        self._statistics.look()
         from .checkpointing.weights import save_weights
 
         save_weights(self._run.holding, self.context, path, format, max_file_gb)

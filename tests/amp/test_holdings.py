@@ -55,9 +55,7 @@ def test_several_groups_and_one_added_later(master):
             scheduler.step()
     first, second, third = held(update)
     assert_close([second, first], reference[:2])
-    start = make_params()[2].half().float() if master else make_params()[2]  # added from what the model held
-    moved, expected = (third - start).detach(), (reference[2] - make_params()[2]).detach()
-    torch.testing.assert_close(moved, expected, atol=1e-5, rtol=0)
+    assert_close([third], reference[2:])  # from what it came with, not from what the model held
 
 
 @pytest.mark.parametrize("master", [False, True])

@@ -111,8 +111,8 @@ UPDATE = (
     Fault(
         "masters begin with rounded values",
         "amp/master_weights.py",
-        "known[param] if param in known else make_master(param)",
-        "make_master(param)",
+        "known[param] if param in known else make_master(full(param))",
+        "make_master(full(param))",
         (EXACT, MASTERS),
     ),
     Fault(

@@ -14,7 +14,7 @@ from ...amp.optimizer import MixedPrecisionOptimizer
 from ...division import Division
 from ...errors import InputError, shorten
 from ...parallel.regions import Placement, whole
-from ...shard import ParamShard
+from ...shard import ParamShard, compute_dtype
 
 MODEL = "model."
 STATE = "optimizer."
@@ -75,16 +75,30 @@ class Holding:
         return found
 
     def weight_targets(self) -> Pieces:
-        """Where new weights have to be written: masters where there are any, else the model itself."""
-        masters = self.update.holdings.masters
+        """Where new weights have to be written: in full precision where the model has them rounded, else the model
+        itself. `loading.tell` follows."""
+        masters, originals = self.update.holdings.masters, self.update.holdings.originals
         found = {
-            name: Piece(masters.get(shard.param, shard.param).detach(), self.division.placement(shard))
+            name: Piece(
+                masters[shard.param].detach() if shard.param in masters else originals.target(shard.param),
+                self.division.placement(shard),
+            )
             for shard, name in self.names()
         }
         own = dict(self.model.named_buffers(remove_duplicate=False))
         for name, key in self._buffers(self.model.state_dict()):
-            found[name] = Piece(own[key].detach(), whole(own[key].shape))
+            found[name] = Piece(originals.target(own[key]), whole(own[key].shape))
         return found
+
+    def in_fp16(self) -> set[str]:
+        """The names of what the model computes with in fp16, which ends at 65504."""
+        found = {
+            name
+            for shard, name in self.names()
+            if compute_dtype(shard.param if shard.source is None else shard.source.param) == torch.float16
+        }
+        own = dict(self.model.named_buffers(remove_duplicate=False))
+        return found | {n for n, key in self._buffers(self.model.state_dict()) if own[key].dtype == torch.float16}
 
     def extras(self) -> dict[str, Any]:
         """What modules add to the model's state dict besides parameters and buffers (`get_extra_state`)."""

@@ -198,6 +198,7 @@ def tell(holding: Holding) -> None:
     """The weights of `Holding.weight_targets` are new: to the model, and to the ranks that use them."""
     holdings = holding.update.holdings
     with torch.no_grad():
+        holdings.originals.publish()
         holdings.publish(holdings.trained)
         holding.division.publish(holdings.trained)
         holdings.note_published()

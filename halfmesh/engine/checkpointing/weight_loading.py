@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ...amp.cast import find_overflow
 from ...errors import InputError, bullet_list, shorten
 from ...parallel.context import ParallelContext
+from ...parallel.regions import Region
 from .contents import Holding, Pieces
 from .loading import model_problems, tell
 from .together import together
@@ -38,8 +40,10 @@ def load_weights(holding: Holding, context: ParallelContext, path: Path) -> None
         problems += _other_kinds({name: kind for name, (_, kind) in everyone.items()}, kinds)
         if problems:
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
+        reads = {name: stored[known].read for name, known in by_first.items()}
+        together(context, what, lambda: _refuse_overflows({n: targets[n] for n in holding.in_fp16()}, reads))
         what += " when weights were changed already; make the engine anew"
-        together(context, what, lambda: _read(targets, {name: stored[known].read for name, known in by_first.items()}))
+        together(context, what, lambda: _read(targets, reads))
     tell(holding)
 
 
@@ -54,9 +58,21 @@ def _other_kinds(model: Mapping[str, str], saved: Mapping[str, str]) -> Iterator
         yield f"other kinds of numbers: {shorten(other)}; convert them in the file"
 
 
+def _refuse_overflows(targets: Pieces, stored: Mapping[str, Slicer]) -> None:
+    """Raise InputError if a value of this rank's is beyond fp16: the file is read a first time for that."""
+    for name, piece in targets.items():
+        for region in piece.placement.regions:
+            problem = find_overflow(name, stored[name](_box(region)), torch.float16)
+            if problem is not None:
+                raise InputError(problem)
+
+
 @torch.no_grad()
 def _read(targets: Pieces, stored: Mapping[str, Slicer]) -> None:
     for name, piece in targets.items():
         for region in piece.placement.regions:
-            box = tuple(slice(at, at + size) for at, size in zip(region.at, region.sizes, strict=True))
-            region.view(piece.held).copy_(stored[name](box))
+            region.view(piece.held).copy_(stored[name](_box(region)))
+
+
+def _box(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(region.at, region.sizes, strict=True))

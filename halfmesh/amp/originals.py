@@ -1,0 +1,64 @@
+"""What the model came with, of tensors that are cast and not trained: frozen parameters and buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import torch_private
+from .master_weights import current_value
+
+
+class Originals:
+    """The full precision of tensors that no master holds, so that they are given back as they came.
+
+    A value is kept on the host, and only where its rounded one is another: of weights that were published in bf16, and
+    of most buffers, nothing is.
+    """
+
+    def __init__(self) -> None:
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {}
+        self._values: dict[torch.Tensor, torch.Tensor] = {}
+        self._targets: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor` was cast from `value`."""
+        self._dtypes[tensor] = value.dtype
+        self.keep(tensor, value)
+
+    @torch.no_grad()
+    def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor` gets the rounded `value`, if it is one of those here."""
+        if tensor not in self._dtypes or torch_private.has_no_memory(tensor):
+            return
+        value = value.detach().to(self._dtypes[tensor])
+        if torch.equal(value.to(tensor.dtype).to(value.dtype), value):
+            self._values.pop(tensor, None)
+        else:
+            self._values[tensor] = value.to("cpu", copy=True)
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The original, with what others have written into `tensor` since; None: that is what `tensor` holds."""
+        kept = self._values.get(tensor)
+        return None if kept is None else current_value(tensor, kept.to(tensor.device))
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The full value of `tensor`, which gets a master: nothing is kept of it here any more."""
+        value = self.value(tensor)
+        self._dtypes.pop(tensor, None)
+        self._values.pop(tensor, None)
+        return tensor if value is None else value
+
+    def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where a new value of `tensor` has to be written as a whole; `publish` follows."""
+        if tensor not in self._dtypes:
+            return tensor.detach()
+        self._targets[tensor] = torch.empty_like(tensor, dtype=self._dtypes[tensor], device="cpu")
+        return self._targets[tensor].detach()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round what was written into the targets into the model."""
+        while self._targets:
+            tensor, value = self._targets.popitem()
+            tensor.copy_(value)
+            self.keep(tensor, value)
