@@ -126,6 +126,7 @@ class CommonRandom:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self._device = device
         self._generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
         self.state = torch.Generator(device).manual_seed(seed).get_state()
         """Where the sequence is, between two calls of the model."""
@@ -134,7 +135,9 @@ class CommonRandom:
     @torch.compiler.disable
     def enter(self, model: nn.Module, *_: Any, always: bool = False) -> None:
         """A forward hook: the model begins. `always`: also in evaluation, where some of its modules may train."""
-        if (model.training or always) and self._outside is None:
+        if not (model.training or always) or self._outside is not None:
+            return
+        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # a graph keeps its seed
             self._outside = self._generator.get_state()
             self._generator.set_state(self.state)
 

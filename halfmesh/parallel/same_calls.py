@@ -51,7 +51,7 @@ class SameCalls:
             raise InputError(
                 f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
                 "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
-                "engine.context.dp_size"
+                "engine.context.dp_size, and seed alike what the loop itself draws (mixup)"
             )
 
     @torch.compiler.disable
