@@ -16,7 +16,8 @@ from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from .attached import Attached
-from .cycle import GradientCycle
+from .average import WeightAverage
+from .cycle import GradientCycle, refuse_averaged
 from .dataloader import EngineDataLoader
 from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
@@ -94,6 +95,7 @@ class Engine(Health):
         self._background = None
         self._automatic = None
         self._attached = Attached()
+        self._average = WeightAverage(update)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -211,6 +213,8 @@ class Engine(Health):
             raise
         self._last = self._results[self.global_step % KEPT] = result
         self.global_step += 1
+        if self._average.values:
+            self._average.after_step(result.found_inf)
         if self._lr.scheduler is not None:
             self._lr.after(result)
         if self._sync is not None:
@@ -277,6 +281,7 @@ class Engine(Health):
         Raises:
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
+        refuse_averaged(self._cycle, "engine.close()")
         try:
             self._end_automatic_saves()
             self.wait_for_save()
@@ -292,6 +297,7 @@ class Engine(Health):
         if whole:
             self._division.follow()
         self._cycle.clear()
+        self._average.values.clear()
         self._seen.forget()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)

@@ -109,7 +109,7 @@ class Automatic:
     def _pass_boundary(self) -> None:
         engine, before = self._engine, self._step
         step = engine.global_step
-        if step == before or engine._cycle.holds_gradients:
+        if step == before or engine._cycle.holds_gradients or engine._cycle.averaged:
             return
         self._step = step
         if self._preemption.is_due(step - before):

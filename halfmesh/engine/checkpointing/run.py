@@ -17,13 +17,14 @@ from ...log import get_logger
 from ...parallel.context import ParallelContext
 from .. import rank_random
 from ..attached import Attached
+from ..average import WeightAverage
 from ..cycle import GradientCycle
 from ..dataloader import EngineDataLoader
 from ..scheduling import LRAdvance
 from . import finding, loading, progress, saving
 from . import folder as folders
 from .background import Background
-from .contents import Holding
+from .contents import AVERAGE, Holding
 from .together import together
 
 _log = get_logger(__name__)
@@ -44,10 +45,11 @@ class Run:
     lr: LRAdvance
     dataloader: EngineDataLoader | None
     attached: Attached
+    average: WeightAverage
 
     @property
     def holding(self) -> Holding:
-        return Holding(self.model, self.update, self.division)
+        return Holding(self.model, self.update, self.division, self.average)
 
     @property
     def layout(self) -> dict[str, int]:
@@ -132,6 +134,8 @@ def _take_rest(run: Run, stored: loading.Stored) -> list[str]:
     run.holding.set_extras(common["extras"])
     run.update.watch.load_state_dict(common["skips"])
     notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common), *_take_position(run, stored)]
+    if run.average.decay is not None and not stored.shapes(AVERAGE):
+        notes.append("it has no average of the weights (engine.averaged_model): that begins anew, with these weights")
     return [*notes, *_take_attached(run, stored)]
 
 

@@ -11,7 +11,7 @@ import torch
 from ...errors import InputError, bullet_list, shorten
 from ...parallel.context import ParallelContext
 from .contents import Holding, Pieces
-from .loading import model_problems, tell
+from .loading import model_problems
 from .together import together
 from .weight_files import Slicer, Stored, find_files, kind_of, open_file
 
@@ -40,7 +40,7 @@ def load_weights(holding: Holding, context: ParallelContext, path: Path) -> None
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
         what += " when weights were changed already; make the engine anew"
         together(context, what, lambda: _read(targets, {name: stored[known].read for name, known in by_first.items()}))
-    tell(holding)
+    holding.tell()
 
 
 def _other_kinds(model: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
