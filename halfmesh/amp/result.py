@@ -35,12 +35,6 @@ class StepResult:
         return self._read[name]
 
     @property
-    def found_inf(self) -> torch.Tensor | None:
-        """1.0 if the update was skipped, else 0.0 (0-dim fp32, on the device): `skipped`, without reading it on the
-        host. None: such updates are not skipped."""
-        return self._numbers["skipped"]
-
-    @property
     def skipped(self) -> bool:
         """Whether the update was skipped because a gradient on some rank was inf or nan."""
         return bool(self._get("skipped"))

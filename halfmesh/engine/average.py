@@ -60,8 +60,8 @@ class WeightAverage:
         return self.values[shard]
 
     @torch.no_grad()
-    def after_step(self, found_inf: torch.Tensor | None) -> None:
-        """Follow an update, unless it was skipped: `found_inf` is 1.0 then. Nothing is read on the host."""
+    def after_step(self) -> None:
+        """Follow an update, unless it was skipped. Nothing is read on the host."""
         if self.decay is None:
             _log.warning(
                 "the checkpoint has an average of the weights, with which this run does not go on; call "
@@ -72,8 +72,8 @@ class WeightAverage:
         if self._refreshed != self._update.holdings.refreshed:
             self._divide()
         weight: float | torch.Tensor = 1 - self.decay
-        if found_inf is not None:
-            weight = (1 - found_inf) * weight
+        if self._update.found_inf is not None:
+            weight = (1 - self._update.found_inf) * weight
         for averages, weights in self._parts:
             torch_private.foreach_lerp_(averages, weights, weight)
 

@@ -209,12 +209,14 @@ class Engine(Health):
                 if at_end and self._dataloader is not None:  # else a batch may be fetched that is the last, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:
+            if self.config.name is not None:
+                error.add_note(f"in the engine named {self.config.name!r}")
             self._explain(error)
             raise
         self._last = self._results[self.global_step % KEPT] = result
         self.global_step += 1
         if self._average.values:
-            self._average.after_step(result.found_inf)
+            self._average.after_step()
         if self._lr.scheduler is not None:
             self._lr.after(result)
         if self._sync is not None:

@@ -113,6 +113,7 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     """`Engine.load`. Returns the checkpoint's folder, and its global step."""
     found = finding.find(directory, run.context)
     stored = loading.look_into(found, run.context)
+    _refuse_other_name(run, stored)
     _refuse_other_scheduler(run, stored)
     scheduled = run.lr.scheduler is not None and stored.common["lr_scheduler"] is not None
     loading.refuse_other(stored, run.holding, scheduled, run.context)
@@ -177,6 +178,16 @@ def _take_attached(run: Run, stored: loading.Stored) -> Iterator[str]:
     same = stored.found.manifest.about["layout"] == run.layout
     own = stored.own if same and stored.own is not None else stored.first
     yield from run.attached.load_state_dict(own.get("attached", {}))
+
+
+def _refuse_other_name(run: Run, stored: loading.Stored) -> None:
+    """Raise InputError if the checkpoint is of an engine of another name."""
+    saved, name = folders.engine_name(stored.found.manifest.about), run.config.name
+    if None not in (saved, name) and saved != name:
+        raise InputError(
+            f"{stored.found.folder} was saved by the engine named {saved!r}, and this is {name!r}; give each engine a "
+            "folder of its own, or load the checkpoint that is meant by its own folder"
+        )
 
 
 def _refuse_other_scheduler(run: Run, stored: loading.Stored) -> None:
