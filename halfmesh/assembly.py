@@ -297,6 +297,7 @@ def _rules(config: Config) -> UpdateRules:
         track_grad_norm=config.track_grad_norm,
         fused=config.fused,
         wide_gradients=config.gradient_dtype == "float32",
+        name=config.name,
     )
 
 

@@ -29,15 +29,18 @@ class EffectivePlan:
     """What an engine came down to.
 
     Attributes:
+        name: the engine's, if it has one.
         rows: by name, in words: precision, loss scale, layout, batch, update, memory; others where they apply.
         values: the same as plain values, for JSON. Bytes are this rank's.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
 
     def __str__(self) -> str:
-        return "\n".join(["halfmesh plan", *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
+        title = "halfmesh plan" if self.name is None else f"halfmesh plan of {self.name}"
+        return "\n".join([title, *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
 
 
 def make_plan(
@@ -57,7 +60,9 @@ def make_plan(
         "update": _update(engine, update),
         "memory": _memory(held),
     }
-    return EffectivePlan(rows, _values(engine, update, recipe, loader, division) | {"bytes": asdict(held)})
+    return EffectivePlan(
+        rows, _values(engine, update, recipe, loader, division) | {"bytes": asdict(held)}, engine.config.name
+    )
 
 
 def _values(

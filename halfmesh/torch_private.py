@@ -85,6 +85,23 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_lerp_(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], weight: float | torch.Tensor
+) -> None:
+    """targets + weight x (sources - targets), in place and in the targets' dtype, which is the same for all.
+
+    Args:
+        weight: a number, or 0-dim fp32 on a device, which is not read on the host.
+    """
+    wide = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    if isinstance(weight, float):
+        torch._foreach_lerp_(list(targets), wide, weight)
+        return
+    differences = torch._foreach_sub(wide, list(targets))
+    torch._foreach_mul_(differences, weight)
+    torch._foreach_add_(list(targets), differences)
+
+
 def update_scale_(scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor, rule: ScaleRule) -> None:
     """Move `scale` (0-dim fp32) and `tracker` (0-dim int32) in place, as `torch.amp.GradScaler.update` does."""
     torch._amp_update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)

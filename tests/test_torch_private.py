@@ -40,6 +40,12 @@ def test_operations_on_lists_of_tensors():
     targets = [torch.zeros(2, dtype=torch.float16), torch.zeros(1, dtype=torch.float16)]
     torch_private.foreach_copy_(targets, [torch.ones(2), torch.full((1,), 2.0)])
     assert [t.tolist() for t in targets] == [[1, 1], [2]]
+    for weight in (0.25, torch.tensor(0.25)):
+        targets = [torch.zeros(2), torch.ones(1)]
+        torch_private.foreach_lerp_(
+            targets, [torch.full((2,), 4.0, dtype=torch.float16), torch.full((1,), 5.0)], weight
+        )
+        assert [t.tolist() for t in targets] == [[1, 1], [2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -42,13 +42,14 @@ class LossScales:
         wide_sums: whether half-precision gradients of several backwards are added in fp32.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, wide_sums: bool = False) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, wide_sums: bool = False, name: str | None = None) -> None:
         options = recipe.loss_scale
         self.several = options is not None and not recipe.keeps_scale
         count = 0 if options is None else recipe.num_losses if self.several else 1
         self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
         self.wide_sums = wide_sums or recipe.wide_gradients
         self._num_losses = recipe.num_losses
+        self._name = name
         self.ids = range(recipe.num_losses)
         self._device = device
         self._nonfinite: dict[int, torch.Tensor] = {}
@@ -60,7 +61,7 @@ class LossScales:
 
     def _restart_log(self) -> None:
         """What the scales are now was not brought about by an update."""
-        self._log = ScaleLog([scaler.scale for scaler in self.scalers]) if self._tells else None
+        self._log = ScaleLog([scaler.scale for scaler in self.scalers], self._name) if self._tells else None
 
     def seed(self, loss: torch.Tensor, loss_id: int, divisor: float) -> torch.Tensor | None:
         """The gradient that backward of `loss` starts with: its scale / `divisor`; None where that is 1."""

@@ -71,10 +71,12 @@ class MixedPrecisionOptimizer:
         self.holdings = self._hold(shards, masters)
         self.stepper = Stepper(self.holdings)
         self.device = shards[0].param.device if device is None else device
-        self.losses = LossScales(recipe, self.device, self.rules.wide_gradients)
+        self.losses = LossScales(recipe, self.device, self.rules.wide_gradients, self.rules.name)
         self.watch = SkipWatch(self.rules.max_consecutive_skips, self.device)
         self.skips = recipe.skips if self.rules.on_nonfinite == "auto" else self.rules.on_nonfinite == "skip"
         """Whether an update with inf or nan is skipped."""
+        self.found_inf: torch.Tensor | None = None
+        """1.0 if the last update was skipped, else 0.0 (0-dim fp32, unread by the host); None: it could not be."""
         self._asks = _asks(recipe, self.rules)
         self._ranks = ranks or OneRank()
         self._clip_once: tuple[float, Verdict | None] | None = None
@@ -193,6 +195,7 @@ class MixedPrecisionOptimizer:
             self.watch.judge(verdict, grads, self.skips, rules.on_nonfinite == "raise", self.losses.scalers)
         scale, total = self._scale(divisor)
         found_inf = verdict.found_inf if verdict is not None and self.skips else None
+        self.found_inf = found_inf
         result = StepResult(
             _first_lr(self.optimizer),
             self.device,

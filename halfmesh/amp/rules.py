@@ -23,3 +23,5 @@ class UpdateRules:
     """auto: use torch's fused implementation where the user left the choice open and it is exact."""
     wide_gradients: bool = False
     """Add up the gradients of half-precision parameters in fp32."""
+    name: str | None = None
+    """Of the engine, for messages."""

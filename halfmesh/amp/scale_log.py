@@ -16,8 +16,9 @@ _log = get_logger(__name__)
 class ScaleLog:
     """Logs each change of the loss scales once it is known on the host."""
 
-    def __init__(self, scales: Sequence[torch.Tensor]) -> None:
-        """`scales`: those before the first update (0-dim, one per loss)."""
+    def __init__(self, scales: Sequence[torch.Tensor], engine: str | None = None) -> None:
+        """`scales`: those before the first update (0-dim, one per loss); `engine`: its name, if it has one."""
+        self._prefix = "" if engine is None else f"{engine}: "
         self._pending: deque[HostCopy] = deque()
         self._last: list[float] = []
         self.note(scales)
@@ -36,4 +37,4 @@ class ScaleLog:
             if old != new:
                 which = f" of loss {loss_id}" if len(scales) > 1 else ""
                 why = "; gradients with inf or nan" if new < old else ""
-                _log.info("loss scale%s %g -> %g%s", which, old, new, why)
+                _log.info("%sloss scale%s %g -> %g%s", self._prefix, which, old, new, why)

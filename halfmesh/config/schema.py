@@ -288,6 +288,8 @@ class Settings(Options):
     checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
     debug: Literal["sync"] | None = None
     """"sync": compare after each step what the ranks have in common."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """Of the engine, where a program has several: in messages, and in checkpoints, which another one does not load."""
     resume: Folder | None = None
     """"auto": from the newest checkpoint of `checkpoint.directory`, if there is one; else the folder to load."""
     track_grad_norm: bool = False

@@ -25,6 +25,7 @@ class GradientCycle:
         fresh: whether a backward ran since the last `count`.
         closes: whether the microbatch of the last backward is the last of the cycle.
         at_end: whether it was the last one that there is.
+        averaged: whether the model holds averaged weights, which are not to be trained or saved as its own.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class GradientCycle:
         reducer: Reduction | None,
         same: SameTrained | None = None,
     ) -> None:
-        self.begun = self.fresh = self.closes = self.at_end = False
+        self.begun = self.fresh = self.closes = self.at_end = self.averaged = False
         self.reducer = reducer
         self._same = same
         self._update = update
@@ -68,6 +69,8 @@ class GradientCycle:
         Raises:
             InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
+        if self.averaged:
+            refuse_averaged(self, "engine.backward()")
         update = self._update
         if type(loss_id) is not int or loss_id not in update.losses.ids:
             update.losses.refuse(loss_id)
@@ -121,6 +124,8 @@ class GradientCycle:
 
     def divisor(self) -> float | torch.Tensor:
         """Complete the gradients; returns what they still have to be divided by."""
+        if self.averaged:
+            refuse_averaged(self, "engine.step()")
         divisor = self._accumulation.divisor(self._accumulation.index + self.fresh)
         if self.reducer is not None and (self.reducer.stale or not self._complete):
             self._update.check_gradients(divisor)
@@ -163,9 +168,19 @@ class GradientCycle:
 
 
 def refuse_inside(cycle: GradientCycle, call: str) -> None:
-    """Raise InputError if `call` would lose the gradients that `cycle` holds."""
+    """Raise InputError if `call` would lose the gradients that `cycle` holds, or take averaged weights for its own."""
+    refuse_averaged(cycle, call)
     if cycle.holds_gradients:
         raise InputError(
             f"{call} was called after microbatch {cycle.position} and before the update, whose gradients it does not "
             "hold; call it after a step that returned a StepResult, or end the cycle first with engine.step(last=True)"
+        )
+
+
+def refuse_averaged(cycle: GradientCycle, call: str) -> None:
+    """Raise InputError if the model holds averaged weights."""
+    if cycle.averaged:
+        raise InputError(
+            f"{call} was called within `with average.applied():`, where the model holds the averaged weights in place "
+            "of those that are trained; call it after that block"
         )

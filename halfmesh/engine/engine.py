@@ -17,8 +17,9 @@ from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from .attached import Attached
+from .average import WeightAverage
 from .checkpointing.lock import FolderLocks
-from .cycle import GradientCycle
+from .cycle import GradientCycle, refuse_averaged
 from .dataloader import EngineDataLoader, warn_of_same_inputs
 from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
@@ -101,6 +102,7 @@ class Engine(Health):
         self._locks = FolderLocks()
         self._steps = StepWatch(length, dataloader) if (length := config.gradient_accumulation) > 1 else None
         self._statistics = StatisticsCheck(model, update.recipe, context.dp_rank == context.tp_rank == 0)
+        self._average = WeightAverage(update)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -218,10 +220,14 @@ class Engine(Health):
                 if at_end and self._dataloader is not None:  # else a batch may be fetched that is the last, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:
+            if self.config.name is not None:
+                error.add_note(f"in the engine named {self.config.name!r}")
             self._explain(error)
             raise
         self._last = self._results[self.global_step % KEPT] = result
         self.global_step += 1
+        if self._average.values:
+            self._average.after_step()
         if self._lr.scheduler is not None:
             self._lr.after(result)
         if self._compares_inputs:
@@ -292,6 +298,7 @@ class Engine(Health):
         Raises:
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
+        refuse_averaged(self._cycle, "engine.close()")
         try:
             self._end_automatic_saves()
             self.wait_for_save()
@@ -307,6 +314,7 @@ class Engine(Health):
         if whole:
             self._division.follow()
         self._cycle.clear()
+        self._average.values.clear()
         self._seen.forget()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)

@@ -13,8 +13,9 @@ from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import checkpoint, rank_random
 from .attached import Attached, Stateful
+from .average import AveragedModel, WeightAverage
 from .checkpointing.lock import FolderLocks
-from .cycle import refuse_inside
+from .cycle import refuse_averaged, refuse_inside
 from .readings import Readings
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Saving(Readings):
     _attached: Attached
     _locks: FolderLocks
     _statistics: StatisticsCheck
+    _average: WeightAverage
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -65,15 +67,18 @@ class Saving(Readings):
             "random": rank_random.rank_random(self.context, self._division),
             "layout": self._layout,
             "attached": self._attached.state_dict(),
+            "average": self._average.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken, with the batch after the last one that was trained on."""
+        refuse_averaged(self._cycle, "engine.load_state_dict()")
         checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
         checkpoint.refuse_other_part(state["layout"], self._layout)
         self._cycle.clear()
         self.model.load_state_dict(state["model"])
         self._update.load_state_dict(state["update"])
+        self._average.load_state_dict(state.get("average", {}))
         self._lr.load_state_dict(state["lr_scheduler"])
         self.global_step = state["global_step"]
         self._forget_results()
@@ -148,6 +153,7 @@ class Saving(Readings):
             InputError: it is of another model or optimizer. Nothing has changed then.
         """
         self._refuse_if_closed()
+        refuse_averaged(self._cycle, "engine.load()")
         from .checkpointing.run import load
 
         self.wait_for_save()
@@ -158,7 +164,7 @@ class Saving(Readings):
         return place
 
     def attach(self, name: str, holder: Stateful) -> None:
-        """Save the state of `holder` with the engine's, whoever saves: counters of the loop, an average of weights.
+        """Save the state of `holder` with the engine's, whoever saves: counters of the loop, for example.
 
         `holder.state_dict()` is called on each rank by every save, and must not talk to other ranks. A load gives each
         rank its own back by `holder.load_state_dict(state)`, in another layout all ranks that of rank 0. What was
@@ -233,8 +239,35 @@ class Saving(Readings):
         from .checkpointing.weight_loading import load_weights
 
         load_weights(self._run.holding, self.context, Path(path))
+        if self._average.values:
+            self._average.begin_anew()
+            _log.info("the average of the weights begins anew, with those of %s", path)
         if self._cycle.reducer is not None:
             self._cycle.reducer.note_buffers()
+
+    def averaged_model(self, decay: float) -> AveragedModel:
+        """Begin an exponential moving average (EMA) of the weights. All ranks call this.
+
+        It begins with the weights as they are now; after a load of a checkpoint that has an average, with that.
+        `load` and `load_weights` of what has none begin it anew, with the loaded weights.
+
+        Args:
+            decay: how much of the average each update keeps: 0.999, or 0.9999 for long runs.
+
+        Raises:
+            InputError: `decay` is not within 0 <= decay < 1, or this engine has an average.
+        """
+        self._refuse_if_closed()
+        refuse_averaged(self._cycle, "engine.averaged_model()")
+        average = self._average
+        if average.decay is not None:
+            raise InputError(
+                f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
+                f"{average.decay}; use what the first call returned, and set its decay to change that"
+            )
+        model = AveragedModel(self, average, decay)
+        average.begin_anew(besides=average.values)
+        return model
 
     def _end_automatic_saves(self, failed: bool = False) -> None:
         automatic, self._automatic = self._automatic, None
@@ -249,7 +282,8 @@ class Saving(Readings):
 
         holding = self.model, self._update, self._division
         loop = self._cycle, self._lr, self._dataloader
-        return Run(*holding, self.context, self.config, *loop, self._attached, self._locks)
+        own = self._attached, self._locks, self._average
+        return Run(*holding, self.context, self.config, *loop, *own)
 
     @property
     def _layout(self) -> dict[str, int]:

@@ -132,6 +132,19 @@ def test_the_table_of_mistakes_in_a_loop():
             MISTAKES[what](engine, x, y)
 
 
+def test_several_engines(run, capsys):
+    names = run("several-engines.md", "gan.py")
+    assert capsys.readouterr().out == find_blocks(read_page("several-engines.md"), "")[0]
+    assert {path.parent.name for path in Path("checkpoints").glob("*/step-*")} == {"generator", "discriminator"}
+    assert all(param.grad is None for param in names["generator"].model.parameters())
+    models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
+    losses = {"x": torch.randn(4, 6), "f": lambda t: t.square().mean(), "g": lambda t: t.cos().mean()}
+    a, b = (halfmesh.initialize(m, torch.optim.SGD(m.parameters(), lr=0.1), config={}) for m in models)
+    run("several-engines.md", "crossing.py", given={"a": a, "b": b, **losses})
+    names = run("several-engines.md", "together.py", given={"first": models[0], "second": models[1], **losses})
+    assert (a.global_step, b.global_step, names["engine"].global_step) == (1, 1, 1)
+
+
 def test_precision(run, capsys):
     run("precision.md", "scale.py", given={})
     printed = capsys.readouterr().out
@@ -147,6 +160,9 @@ def test_precision(run, capsys):
     engine = halfmesh.initialize(model, sgd, None, None, {"bf16": {"mode": "torch"}})
     assert engine(torch.randn(2, 3, 4)).dtype == torch.float32
 
+    names = run("precision.md", "average.py")
+    assert not torch.equal(names["outputs"], names["engine"](names["images"]))
+    assert Path("average.safetensors").exists()
     names = run("precision.md", "alone.py")
     assert names["optimizer"].loss_scale <= 1024
     assert names["loss"] < 0.7

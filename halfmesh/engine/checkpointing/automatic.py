@@ -111,7 +111,7 @@ class Automatic:
             on_first(engine.context, what, lambda: engine._locks.take(self._directory))
             self._locked = True
         step = engine.global_step
-        if step == before or engine._cycle.holds_gradients:
+        if step == before or engine._cycle.holds_gradients or engine._cycle.averaged:
             return
         self._step = step
         if self._preemption.is_due(step - before):

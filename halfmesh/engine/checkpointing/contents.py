@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,11 +16,16 @@ from ...errors import InputError, shorten
 from ...parallel.regions import Placement, whole
 from ...shard import ParamShard, compute_dtype
 
+if TYPE_CHECKING:
+    from ..average import WeightAverage
+
 MODEL = "model."
 STATE = "optimizer."
 """Optimizer state with an element for each of the parameter's: `optimizer.exp_avg.blocks.0.weight`."""
 COUNTERS = "counters."
 """Other tensors of its state, which every rank has whole: `counters.step.blocks.0.weight`."""
+AVERAGE = "average."
+"""The moving average of a parameter: `average.blocks.0.weight`."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Holding:
     model: nn.Module
     update: MixedPrecisionOptimizer
     division: Division
+    average: WeightAverage | None = None
 
     def names(self) -> list[tuple[ParamShard, str]]:
         """Every parameter of this rank, with its first name in the whole model."""
@@ -99,6 +105,38 @@ class Holding:
         }
         own = dict(self.model.named_buffers(remove_duplicate=False))
         return found | {n for n, key in self._buffers(self.model.state_dict()) if own[key].dtype == torch.float16}
+
+    def averages(self) -> Pieces:
+        """The moving average of the weights, if there is one, as far as the optimizer holds them."""
+        values = {} if self.average is None else self.average.values
+        return {
+            AVERAGE + name: Piece(values[shard], self.division.placement(shard))
+            for shard, name in self.trained()
+            if shard in values
+        }
+
+    def written(self) -> list[torch.Tensor]:
+        """What new weights of the optimizer's parameters are written into; under zero1 also what `tell` brings from
+        other ranks."""
+        holdings = self.update.holdings
+        found = [holdings.target(shard).detach() for shard in holdings.trained]
+        if self.division.slices is not None:
+            found += [shard.source.param.detach() for shard in holdings.trained if shard.source is not None]
+        return found
+
+    @torch.no_grad()
+    def tell(self, others: bool = True) -> None:
+        """The weights of the optimizer's parameters are new: to the model, and to ranks that use them.
+
+        Args:
+            others: False does without a message to other ranks.
+        """
+        holdings = self.update.holdings
+        holdings.originals.publish()
+        holdings.publish(holdings.trained)
+        if others or self.division.slices is None:
+            self.division.publish(holdings.trained)
+        holdings.note_published()
 
     def extras(self) -> dict[str, Any]:
         """What modules add to the model's state dict besides parameters and buffers (`get_extra_state`)."""

@@ -187,12 +187,21 @@ def finish(unfinished: Path, keep: int | None) -> Path:
     return final
 
 
-def _model(path: Path) -> str | None:
-    """The model that the checkpoint at `path` is of; None: it is none of ours."""
+def _model(path: Path) -> tuple[Any, str | None] | None:
+    """The model that the checkpoint at `path` is of, and its engine's name; None: it is none of ours."""
     try:
-        return None if path.is_symlink() else Manifest.read(path).about.get("model")
+        if path.is_symlink():
+            return None
+        about = Manifest.read(path).about
+        return about.get("model"), engine_name(about)
     except (CheckpointError, OSError):
         return None
+
+
+def engine_name(about: Mapping[str, Any]) -> str | None:
+    """What the config key `name` was, by a manifest's `about`."""
+    config = about.get("config")
+    return config.get("name") if isinstance(config, dict) else None
 
 
 def _remove(path: Path) -> None:

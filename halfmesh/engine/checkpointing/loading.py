@@ -17,7 +17,7 @@ from ...parallel.context import ParallelContext
 from ...parallel.regions import whole
 from ...shard import ParamShard
 from . import forms, planners, progress
-from .contents import COUNTERS, MODEL, STATE, Holding, Piece, Pieces, join_groups, without_empty
+from .contents import AVERAGE, COUNTERS, MODEL, STATE, Holding, Piece, Pieces, join_groups, without_empty
 from .finding import Found
 from .saving import class_name
 from .together import together
@@ -181,27 +181,30 @@ def _named(here: set[str], there: set[str]) -> Iterator[tuple[str, set[str]]]:
 
 
 def read_tensors(stored: Stored, holding: Holding, context: ParallelContext) -> None:
-    """Write the weights into masters and model, and give the optimizer its state. All ranks together."""
+    """Write the weights into masters and model, their average, and give the optimizer its state. All ranks together."""
     targets = {MODEL + name: piece for name, piece in holding.weight_targets().items()}
     state = _StateTargets(stored, holding)
-    together(context, too_late(stored), lambda: _read(without_empty(targets | state.pieces), stored, context))
+    averages = _average_targets(stored, holding)
+    pieces = without_empty(targets | state.pieces | averages)
+    together(context, too_late(stored), lambda: _read(pieces, stored, context))
     together(context, too_late(stored), state.hand_over)
-    tell(holding)
+    holding.tell()
+    if holding.average is not None and holding.average.values:
+        holding.average.begin_anew(besides={shard for shard, name in holding.trained() if AVERAGE + name in averages})
+
+
+def _average_targets(stored: Stored, holding: Holding) -> Pieces:
+    """Memory for the average of the weights, as far as the checkpoint has one."""
+    saved = stored.shapes(AVERAGE)
+    if holding.average is not None and saved:
+        for shard, _ in holding.trained():
+            holding.average.make(shard)
+    return {name: piece for name, piece in holding.averages().items() if name.removeprefix(AVERAGE) in saved}
 
 
 def too_late(stored: Stored) -> str:
     """What has failed, for an error after the first change."""
     return f"loading {stored.found.folder} failed when weights were changed already; make the engine anew"
-
-
-def tell(holding: Holding) -> None:
-    """The weights of `Holding.weight_targets` are new: to the model, and to the ranks that use them."""
-    holdings = holding.update.holdings
-    with torch.no_grad():
-        holdings.originals.publish()
-        holdings.publish(holdings.trained)
-        holding.division.publish(holdings.trained)
-        holdings.note_published()
 
 
 def _read(pieces: Pieces, stored: Stored, context: ParallelContext) -> None:

@@ -18,13 +18,14 @@ from ...parallel.context import ParallelContext
 from ...parallel.random import CPU, SharedRandomness, random_state, set_random_state
 from .. import rank_random
 from ..attached import Attached
+from ..average import WeightAverage
 from ..cycle import GradientCycle
 from ..dataloader import EngineDataLoader
 from ..scheduling import LRAdvance
 from . import finding, loading, progress, saving
 from . import folder as folders
 from .background import Background
-from .contents import Holding
+from .contents import AVERAGE, Holding
 from .lock import FolderLocks
 from .together import together
 
@@ -47,10 +48,11 @@ class Run:
     dataloader: EngineDataLoader | None
     attached: Attached
     locks: FolderLocks
+    average: WeightAverage
 
     @property
     def holding(self) -> Holding:
-        return Holding(self.model, self.update, self.division)
+        return Holding(self.model, self.update, self.division, self.average)
 
     @property
     def layout(self) -> dict[str, int]:
@@ -114,6 +116,7 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     """`Engine.load`. Returns the checkpoint's folder, and its global step."""
     found = finding.find(directory, run.context)
     stored = loading.look_into(found, run.context)
+    _refuse_other_name(run, stored)
     _refuse_other_scheduler(run, stored)
     scheduled = run.lr.scheduler is not None and stored.common["lr_scheduler"] is not None
     loading.refuse_other(stored, run.holding, scheduled, run.context)
@@ -137,6 +140,8 @@ def _take_rest(run: Run, stored: loading.Stored, shared: SharedRandomness) -> li
     run.update.watch.load_state_dict(common["skips"])
     notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common)]
     notes += _take_position(run, stored, shared)
+    if run.average.decay is not None and not stored.shapes(AVERAGE):
+        notes.append("it has no average of the weights (engine.averaged_model): that begins anew, with these weights")
     return [*notes, *_take_attached(run, stored)]
 
 
@@ -185,6 +190,16 @@ def _take_attached(run: Run, stored: loading.Stored) -> Iterator[str]:
     same = stored.found.manifest.about["layout"] == run.layout
     own = stored.own if same and stored.own is not None else stored.first
     yield from run.attached.load_state_dict(own.get("attached", {}))
+
+
+def _refuse_other_name(run: Run, stored: loading.Stored) -> None:
+    """Raise InputError if the checkpoint is of an engine of another name."""
+    saved, name = folders.engine_name(stored.found.manifest.about), run.config.name
+    if None not in (saved, name) and saved != name:
+        raise InputError(
+            f"{stored.found.folder} was saved by the engine named {saved!r}, and this is {name!r}; give each engine a "
+            "folder of its own, or load the checkpoint that is meant by its own folder"
+        )
 
 
 def _refuse_other_scheduler(run: Run, stored: loading.Stored) -> None:

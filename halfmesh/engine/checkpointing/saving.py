@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,22 +53,24 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     def collected() -> tuple[Pieces, dict[str, Any], Any]:
         holding.update.take_in_new()  # groups added since the last step
         pieces, plain = holding.optimizer_state()
-        pieces |= {MODEL + name: piece for name, piece in holding.weights().items()}
+        pieces |= {MODEL + name: piece for name, piece in holding.weights().items()} | holding.averages()
         return pieces, plain, (holding.groups(), holding.extras())
 
     pieces, plain, (groups, extras) = together(context, "engine.save", collected)
     shapes = {name: tuple(piece.placement.shape) for name, piece in pieces.items() if name.startswith(MODEL)}
-    everyone = context.everyone(([group["params"] for group in groups], plain, extras, shapes))
+    averages = holding.average is not None and holding.average.decay is not None
+    everyone = context.everyone(([group["params"] for group in groups], plain, extras, shapes, averages))
+    _refuse_single_averages([theirs for *_, theirs in everyone])
     refuse_differing(holding.update.optimizer, [theirs for _, theirs, *_ in everyone])
     joined = join_groups([names for names, *_ in everyone])
-    model = sorted({named for *_, theirs in everyone for named in theirs.items()})
+    model = sorted({named for *_, theirs, _ in everyone for named in theirs.items()})
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return without_empty(pieces), {
         **common,
         "optimizer": class_name(holding.update.optimizer),
         "groups": [group | {"params": names} for group, names in zip(settings, joined, strict=True)],
         "plain_state": _merged(theirs for _, theirs, *_ in everyone),
-        "extras": _merged(theirs for _, _, theirs, _ in everyone),
+        "extras": _merged(theirs for _, _, theirs, *_ in everyone),
         "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
     }
 
@@ -167,6 +169,15 @@ def _refuse_unseen(place: Path) -> None:
     if not place.is_dir():
         raise CheckpointError(
             f"{place}, which rank 0 has made, is not there on this machine; give a folder that all machines share"
+        )
+
+
+def _refuse_single_averages(averages: Sequence[bool]) -> None:
+    """Raise InputError, on all ranks, if some average the weights and some do not: each has only a part of that."""
+    if len(set(averages)) > 1:
+        ranks = [rank for rank, has in enumerate(averages) if has]
+        raise InputError(
+            f"engine.averaged_model was called on rank(s) {ranks} only; call it on every rank, also to save the average"
         )
 
 

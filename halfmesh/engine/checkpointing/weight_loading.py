@@ -13,7 +13,7 @@ from ...errors import InputError, bullet_list, shorten
 from ...parallel.context import ParallelContext
 from ...parallel.regions import Region
 from .contents import Holding, Pieces
-from .loading import model_problems, tell
+from .loading import model_problems
 from .together import together
 from .weight_files import Slicer, Stored, find_files, kind_of, open_file
 
@@ -44,7 +44,7 @@ def load_weights(holding: Holding, context: ParallelContext, path: Path) -> None
         together(context, what, lambda: _refuse_overflows({n: targets[n] for n in holding.in_fp16()}, reads))
         what += " when weights were changed already; make the engine anew"
         together(context, what, lambda: _read(targets, reads))
-    tell(holding)
+    holding.tell()
 
 
 def _other_kinds(model: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:

@@ -1,0 +1,123 @@
+"""Two engines in one process: a GAN trains as by hand, and messages and checkpoints say whose they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfmesh
+from halfmesh.errors import InputError, NonFiniteError
+from tests.support.models import FP16_NAIVE, FP16_TORCH
+from tests.support.ranks import run_ranks
+
+REAL, NOISE = (torch.randn(8, size, generator=torch.Generator().manual_seed(size)) for size in (6, 4))
+bce = nn.functional.binary_cross_entropy_with_logits
+MODES = {"none": {}, "torch": FP16_TORCH, "naive": FP16_NAIVE}
+TOLERANCES = {"none": 1e-6, "torch": 1e-3, "naive": 1e-3}
+
+
+def make_models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(n, 16), nn.GELU(), nn.Linear(16, m)) for n, m in ((4, 6), (6, 1))]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def by_hand() -> list[dict[str, torch.Tensor]]:
+    generator, discriminator = models = make_models()
+    steps = [sgd(model) for model in models]
+    ones, zeros = torch.ones(8, 1), torch.zeros(8, 1)
+    for _ in range(4):
+        fake = generator(NOISE)
+        steps[1].zero_grad()
+        (bce(discriminator(REAL), ones) + bce(discriminator(fake.detach()), zeros)).backward()
+        steps[1].step()
+        steps[0].zero_grad()
+        bce(discriminator(fake), ones).backward()
+        steps[0].step()
+    return [dict(model.state_dict()) for model in models]
+
+
+def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[dict[str, torch.Tensor]]]:
+    """As docs/several-engines.md has it."""
+    found = {}
+    size = 8 // world_size
+    real, noise = (x[rank * size : (rank + 1) * size] for x in (REAL, NOISE))
+    ones, zeros = torch.ones(size, 1), torch.zeros(size, 1)
+    for mode in MODES:
+        for data in ("replicate", "zero1") if world_size > 1 else ("replicate",):
+            models = make_models()
+            config = {**MODES[mode], "parallel": {"data": data}}
+            generator, discriminator = engines = [
+                halfmesh.initialize(model, sgd(model), bce, None, {**config, "name": name}, device="cpu")
+                for model, name in zip(models, ("generator", "discriminator"), strict=True)
+            ]
+            for _ in range(4):
+                fake = generator(noise)
+                on_fake = discriminator.criterion(discriminator(fake.detach()), zeros)
+                discriminator.backward(discriminator.criterion(discriminator(real), ones) + on_fake)
+                discriminator.step()
+                discriminator.model.requires_grad_(False)
+                generator.backward(generator.criterion(discriminator(fake), ones))
+                generator.step()
+                discriminator.model.requires_grad_(True)
+            for engine in engines:
+                engine.close()
+            found[mode, data] = [dict(model.state_dict()) for model in models]
+    return found
+
+
+@pytest.mark.distributed
+def test_a_gan_trains_as_by_hand():
+    expected = by_hand()
+    for found in (through_engines(0, 1), *run_ranks(through_engines, 2)):
+        for (mode, data), weights in found.items():
+            tolerance = TOLERANCES[mode]
+            torch.testing.assert_close(weights, expected, rtol=tolerance, atol=tolerance, msg=f"{mode}, {data}")
+
+
+def linear(name: str | None, **config: Any) -> halfmesh.Engine:
+    model = nn.Linear(4, 1)
+    config |= {} if name is None else {"name": name}
+    return halfmesh.initialize(model, sgd(model), bce, None, config, device="cpu")
+
+
+def step(engine: halfmesh.Engine, x: torch.Tensor = NOISE) -> None:
+    engine.backward(engine.criterion(engine(x), torch.ones(8, 1)))
+    engine.step()
+
+
+def test_messages_have_the_name(caplog):
+    scaled = {"fp16": {"mode": "naive", "initial_scale": 256.0, "hysteresis": 1, "verbose": True}}
+    engines = [linear("first", **scaled), linear("second", **scaled), linear(None, **scaled)]
+    assert [str(engine.plan).splitlines()[0] for engine in engines] == [
+        "halfmesh plan of first",
+        "halfmesh plan of second",
+        "halfmesh plan",
+    ]
+    for engine in engines:
+        step(engine, NOISE * torch.inf)
+    said = [record.getMessage() for record in caplog.records if "loss scale" in record.getMessage()]
+    said = [message for message in said if "->" in message]
+    assert said == [f"{name}loss scale 256 -> 128; gradients with inf or nan" for name in ("first: ", "second: ", "")]
+    with pytest.raises(NonFiniteError) as raised:
+        step(linear("third", on_nonfinite="raise"), NOISE * torch.inf)
+    assert "in the engine named 'third'" in raised.value.__notes__
+
+
+def test_checkpoints_in_one_folder(tmp_path):
+    """The models have the same names and shapes."""
+    first, second = linear("first"), linear("second")
+    for engine in (first, second):
+        step(engine)
+    places = [engine.save(tmp_path, keep=1) for engine in (first, second)]
+    assert all(place.exists() for place in places), "none takes the place of the other's"
+    with pytest.raises(InputError, match="was saved by the engine named 'second', and this is 'first'"):
+        first.load(tmp_path)
+    first.load(places[0])
+    linear(None).load(places[1])
