@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import InputError, NonFiniteError
