@@ -54,7 +54,11 @@ class Annealed(nn.Module):
         self.doubles = False
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        rows = len(x)
+        assert x.dim() == 2, "a batch is needed"
         x = self.first(x) * self.alpha * scale
+        if x.shape[0] != rows:
+            raise ValueError(f"{rows} rows went in")
         return self.last(x + x if self.doubles else x)
 
 
@@ -64,7 +68,8 @@ def anneals(start: Any) -> Any:
     for number in range(6):
         model.alpha, model.doubles = 1 + number, number > 3
         engine.zero_grad()
-        loss = engine.criterion(engine(x, scale=1 + number / 10), y)
+        rows = slice(0, 4 if number in (2, 4) else 8)
+        loss = engine.criterion(engine(x[rows], scale=1 + number / 10), y[rows])
         engine.backward(loss)
         engine.step()
         yield loss.item()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from ...errors import InputError
+from .questions import at
 
 _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "exponential", "cauchy", "geometric")
 UPDATES = (
@@ -55,7 +56,8 @@ def cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
             if changed is not None and changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
                 raise InputError(
                     f"parallel.pipeline.partition: {changed.target} is changed in place in another stage than it is "
-                    "first used, which has a copy; change it where it is used first, or in a module of its own"
+                    f"first used, which has a copy{at(node.meta['place'])}; change it where it is used first, or in a "
+                    "module of its own"
                 )
     return [_piece_graph(nodes, piece_of, everywhere, index, len(points) + 1) for index in range(len(points) + 1)]
 
@@ -96,8 +98,9 @@ def _refuse_changes(nodes: Sequence[fx.Node], everywhere: set[fx.Node]) -> None:
             changed = target if target.op == "placeholder" or used_later else None
         if changed in everywhere:
             raise InputError(
-                f"parallel.pipeline.partition: the forward changes {changed} in place ({node.name}), but every stage "
-                "that needs it computes it for itself, from the arguments; use the form that returns a new tensor"
+                f"parallel.pipeline.partition: the forward changes {changed} in place{at(node.meta['place'])}, but "
+                "every stage that needs it computes it for itself, from the arguments; use the form that returns a new "
+                "tensor"
             )
 
 

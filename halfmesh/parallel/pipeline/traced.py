@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import fx, nn
 from ...errors import InputError, find_near
 from .graph_pieces import cut, uses_of
 from .pieces import Call, Piece
+from .questions import at, form, is_models_own, place_of_error
 from .tracing import opened, plain_values, trace
 
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
@@ -77,12 +78,14 @@ class _Kind:
         fixed: None, flags and words, with their names.
         training: whether the modules that are looked into train.
         plain: numbers, flags and words on them.
+        answers: to what it asks about shapes.
     """
 
     given: frozenset[str]
     fixed: frozenset[tuple[str, Any]]
     training: tuple[bool, ...]
     plain: str
+    answers: tuple[bool, ...] = ()
 
 
 class _TracedModel:
@@ -102,10 +105,12 @@ class _TracedModel:
             )
         self._defaults = {n: p.default for n, p in self._signature.parameters.items()}
         self._graphs: dict[_Kind, list[fx.Graph]] = {}
+        self._answers: dict[_Kind, dict[Any, tuple[bool, ...]]] = {}  # of kinds that ask, by the shapes of a call
         self._interpreters: WeakKeyDictionary[nn.Module, dict[tuple[_Kind, int], fx.Interpreter]]
         self._interpreters = WeakKeyDictionary()
         needed = {n: _GIVEN for n, default in self._defaults.items() if default is inspect.Parameter.empty}
-        self.uses = [uses_of(graph) for graph in self._trace(model, self._kind(needed, model))]
+        graph, _ = self._trace(model, self._kind(needed, model), None)
+        self.uses = [uses_of(piece) for piece in cut(graph, points)]
 
     def prepare(self, model: nn.Module, call: Call) -> None:
         """Trace the model for calls like `call`, if that was not done before.
@@ -113,12 +118,14 @@ class _TracedModel:
         Raises:
             InputError: it cannot be traced, or it needs modules that other stages hold.
         """
-        kind = self._kind(self._values(call), model)
-        if kind in self._graphs:
+        values = self._values(call)
+        kind = self._kind(values, model)
+        if kind in self._graphs or form(values) in self._answers.get(kind, {}):
             return
-        graphs = self._trace(model, kind)
-        for graph, first in zip(graphs, self.uses, strict=True):
-            new = [name for name in uses_of(graph) if name not in first]
+        graph, answers = self._trace(model, kind, values)
+        pieces = cut(graph, self._points)
+        for piece, first in zip(pieces, self.uses, strict=True):
+            new = [name for name in uses_of(piece) if name not in first]
             if new:
                 mode = "training" if model.training else "evaluation"
                 raise InputError(
@@ -126,12 +133,16 @@ class _TracedModel:
                     "does not hold: stages are made for calls without optional arguments, in the mode that the model "
                     f"is in at initialize; {_REGISTER}"
                 )
-        self._graphs[kind] = graphs
+        if answers:
+            self._answers.setdefault(kind, {})[form(values)] = answers
+        self._graphs.setdefault(replace(kind, answers=answers), pieces)
 
     def run(self, index: int, model: nn.Module, call: Call, carry: Any) -> Any:
         """Piece `index`: `carry` and what is returned are values by name; the last returns the model's output."""
         values = self._values(call)
         kind = self._kind(values, model)
+        if kind in self._answers:
+            kind = replace(kind, answers=self._answers[kind][form(values)])
         graph = self._graphs[kind][index]
         known = self._interpreters.setdefault(model, {})
         if (kind, index) not in known:
@@ -153,17 +164,18 @@ class _TracedModel:
         training = (module.training for _, module in opened(model, self._points))
         return _Kind(frozenset(values.keys() - fixed.keys()), frozenset(fixed.items()), tuple(training), plain)
 
-    def _trace(self, model: nn.Module, kind: _Kind) -> list[fx.Graph]:
+    def _trace(self, model: nn.Module, kind: _Kind, values: dict[str, Any] | None) -> tuple[fx.Graph, tuple[bool, ...]]:
         left_out = {name: default for name, default in self._defaults.items() if name not in kind.given}
         try:
-            graph = trace(model, self._points, left_out | dict(kind.fixed))
+            return trace(model, self._points, left_out | dict(kind.fixed), values)
         except Exception as error:  # whatever the forward does with what has no value yet
+            if values is not None and is_models_own(error):
+                raise
+            what = f"{error}{at(place_of_error(error))}"
             raise InputError(
-                f"{self._class}.forward cannot be traced for split points: {error}. Move what asks for values (if, "
-                "loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or "
-                f"{_REGISTER}"
+                f"{self._class}.forward cannot be traced for split points: {what}. Move what asks for values (if, "
+                f"loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or {_REGISTER}"
             ) from error
-        return cut(graph, self._points)
 
 
 def takes_any_arguments(model: nn.Module) -> bool:

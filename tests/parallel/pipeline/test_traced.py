@@ -84,7 +84,21 @@ def counts(self, x):
     return self.c(self.b(x)) + self.table[0]
 
 
-FORWARDS = [skips, drops, shapes_late, parameter_everywhere, in_place, masks, counts]
+def checks(self, x):
+    rows, width = x.shape
+    assert width == 4 and len(x) == rows, f"wrong width: {width}"  # noqa: PT018
+    if rows > 100:
+        raise ValueError(f"too many rows: {rows}")
+    position = torch.arange(len(x)).unsqueeze(1) / max(len(x), 2)
+    first = self.a(x + position)
+    if first.dim() != 2 or first.size(0) != x.size(0):
+        raise ValueError("no matrix")
+    x = self.b(first)
+    assert x.shape == first.shape
+    return self.c(x) * self.weight + self.table[:rows]
+
+
+FORWARDS = [skips, drops, shapes_late, parameter_everywhere, in_place, masks, counts, checks]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -116,6 +130,48 @@ def test_calls_of_several_kinds_in_turn():
         for args, kwargs in (((X,), given), ((), {"x": X, **given})):
             assert_equal(compose(model, pieces, *args, **kwargs), model(X, **given))
     assert_equal(compose(model, pieces, X, X, True), model(X, X, True))
+
+
+def branches(self, x, mask=None):
+    """Of which branch it takes, shapes decide; of an argument, and of activations."""
+    if x.dim() == 3:
+        x = x.mean(1)
+    if mask is not None and len(mask) != len(x):
+        mask = mask[:1]
+    x = self.a(x * self.weight)
+    if x.shape[0] % 2:
+        x = x * 2
+    x = self.b(x)
+    if x.numel() > 16:
+        x = torch.cat([x, x])
+    x = self.c(x)
+    return x + self.table[0] if mask is None else x * mask
+
+
+SHAPES = [(3, 4), (2, 4), (6, 4), (5, 4), (3, 2, 4), (3, 4), (6, 1, 4), (7, 4), (2, 4)]
+
+
+def test_branches_by_shapes_are_those_of_each_call():
+    model = make(branches)
+    pieces = pieces_of(model, ("b", "c"))
+    for shape in SHAPES:
+        x = torch.randn(shape)
+        assert_equal(compose(model, pieces, x), model(x))
+        for rows in {1, shape[0]} if shape[0] < 5 else {1}:
+            assert_equal(compose(model, pieces, x, torch.ones(rows, 4)), model(x, torch.ones(rows, 4)))
+    assert_equal(compose(model, pieces, X, mask=None), model(X))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "words"), [((3, 5), AssertionError, "wrong width"), ((101, 4), ValueError, "too many rows")]
+)
+def test_what_the_forward_itself_refuses(shape, kind, words):
+    model = make(checks)
+    pieces = pieces_of(model, ("b", "c"))
+    with pytest.raises(kind, match=words) as caught:
+        compose(model, pieces, torch.zeros(shape))
+    assert type(caught.value) is kind
+    assert_equal(compose(model, pieces, X), model(X))
 
 
 def test_random_numbers_from_the_arguments_are_drawn_once():
@@ -207,6 +263,43 @@ def keeps(self, x):
     return self.c(self.b(self.last))
 
 
+def keeps_in_a_list(self, x):
+    x = self.a(x)
+    self.outputs.append(x)
+    return self.c(self.b(x))
+
+
+def assigns_a_buffer(self, x):
+    self.table += 1
+    return self.c(self.b(self.a(x)))
+
+
+def loops(self, x):
+    x = self.a(x)
+    for number in range(x.shape[1]):
+        x = x + number
+    return self.c(self.b(x))
+
+
+def refuses_then_loops(self, x):
+    assert x.dim() == 2
+    if len(x) > 100:
+        raise ValueError("too many")
+    return self.c(self.b(self.a(x))) + len(list(x))
+
+
+def never_ends(self, x):
+    while not x.shape[0] < 0:
+        x = x + 1
+    return self.c(self.b(self.a(x)))
+
+
+def never_accepts(self, x):
+    if x.dim() == 2:
+        raise ValueError("a matrix")
+    raise ValueError("no matrix")
+
+
 def steps(self, x):
     self.alpha = getattr(self, "alpha", 0) + 1
     return self.c(self.b(self.a(x)))
@@ -237,7 +330,7 @@ def changes_a_buffer_late(self, x):
     return self.c(x)
 
 
-EACH = r"in place .*, but every stage that needs it computes it"
+EACH = "but every stage that needs it computes it"
 
 
 @pytest.mark.parametrize(
@@ -249,24 +342,41 @@ EACH = r"in place .*, but every stage that needs it computes it"
         (row, ("b", "idle"), "idle is never called by the model's forward"),
         (row, ("a", "b"), "the forward begins with a, which leaves nothing to the first stage"),
         (through_inner, ("inner", "inner.0"), "inner and inner.0 begin at the same place; name one of them"),
-        (asks, ("b",), "Net.forward cannot be traced .* cannot be used as inputs to control flow. Move what"),
+        (asks, ("b",), r"cannot be traced .* to control flow \(`return self.c\(self.b\(x\)\) if x.sum\(\) > 0 else"),
         (without_gradients, ("b",), "a is called within no_grad, autocast or the like, which a trace does not keep"),
-        (keeps, ("b",), r"it keeps values on the model \(last\)"),
-        (steps, ("b",), "changes numbers or flags on the model"),
+        (
+            keeps,
+            ("b",),
+            r"it keeps values on the model \(last\) \(`self.last = self.a\(x\)`, line \d+ of .*test_traced.py\)",
+        ),
+        (keeps_in_a_list, ("b",), r"it keeps values on the model \(outputs\)"),
+        (
+            assigns_a_buffer,
+            ("b",),
+            r"to the buffer table \(`self.table \+= 1`, line .* in place: self.table.add_\(...\)",
+        ),
+        (loops, ("b",), r"cannot be interpreted as an integer \(`for number in range\(x.shape\[1\]\):`, line"),
+        (refuses_then_loops, ("b",), r"cannot be iterated.*\(`return self.c.* \+ len\(list\(x\)\)`, line"),
+        (never_ends, ("b",), "it asks for shapes more than 256 times"),
+        (never_accepts, ("b",), r"no matrix \(`raise ValueError\(\"no matrix\"\)`, line"),
+        (steps, ("b",), r"changes numbers or flags on the model \(alpha\)"),
         (flips, ("b",), "draws random numbers of python or numpy"),
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced .*PARTITIONERS"),
-        (changes_its_argument, ("b",), f"changes x {EACH}"),
-        (updates_what_has_another_name, ("b",), f"changes zeros_like {EACH}"),
+        (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {EACH}"),
+        (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {EACH}"),
         (changes_a_buffer_late, ("b", "c"), "table is changed in place in another stage than it is first used"),
     ],
 )
 def test_what_cannot_be_cut(forward, points, message):
     model = make(forward)
     model.idle = linear()
-    model.inner = nn.Sequential(linear())
+    model.inner, model.outputs = nn.Sequential(linear()), []
+    before = dict(vars(model)), model.state_dict(keep_vars=True)
     with pytest.raises(InputError, match=message):
         pieces_of(model, points)
-    assert not hasattr(model, "last")
+    assert (vars(model), model.outputs) == (before[0], [])
+    now = model.state_dict(keep_vars=True)
+    assert all(now[name] is tensor for name, tensor in before[1].items()), "the model is as it was"
 
 
 def test_a_call_or_a_mode_that_needs_other_modules():
