@@ -283,6 +283,8 @@ class Engine(Health):
         Raises:
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
+        if self._division.divides and not self._closed:  # else nothing is sent, and a rank may leave by itself
+            self.context.agree_on_call("engine.close")
         try:
             self._end_automatic_saves()
             self.wait_for_save()

@@ -107,6 +107,7 @@ class Saving(Readings):
         """
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.save()")
+        self.context.agree_on_call("engine.save")
         # torch.distributed.checkpoint: only when there is something to save.
         from .checkpointing.background import Background
         from .checkpointing.run import save
@@ -143,6 +144,7 @@ class Saving(Readings):
             InputError: it is of another model or optimizer. Nothing has changed then.
         """
         self._refuse_if_closed()
+        self.context.agree_on_call("engine.load")
         from .checkpointing.run import load
 
         self.wait_for_save()
@@ -210,6 +212,7 @@ class Saving(Readings):
             CheckpointError: it could not be written. InputError: an argument is wrong.
         """
         self._refuse_if_closed()
+        self.context.agree_on_call("engine.save_weights")
         from .checkpointing.weights import save_weights
 
         save_weights(self._run.holding, self.context, Path(path), format, max_file_gb)
@@ -224,6 +227,7 @@ class Saving(Readings):
         """
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.load_weights()")
+        self.context.agree_on_call("engine.load_weights")
         from .checkpointing.weight_loading import load_weights
 
         load_weights(self._run.holding, self.context, Path(path))
