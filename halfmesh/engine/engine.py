@@ -20,6 +20,7 @@ from .cycle import GradientCycle
 from .dataloader import EngineDataLoader
 from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
+from .model_guard import guard
 from .passes import Passes
 from .scheduling import LRAdvance
 from .step_watch import StepWatch
@@ -96,6 +97,7 @@ class Engine(Health):
         self._automatic = None
         self._attached = Attached()
         self._steps = StepWatch(length, dataloader) if (length := config.gradient_accumulation) > 1 else None
+        self._guards = list(guard(model, self.optimizer, cycle, update.recipe, context.device, division))
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -303,6 +305,8 @@ class Engine(Health):
         self._seen.forget()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
+        for remove in self._guards:
+            remove()
         self._update.close()
         if self._cycle.reducer is not None:
             self._cycle.reducer.close()
