@@ -122,6 +122,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.watch(engine)
+        engine.context.begin_calls(owner)
         _begin(engine)
     if group is not None:
         group.join(engine.context)  # not before: who was refused closes nothing

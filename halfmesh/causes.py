@@ -40,7 +40,8 @@ def find_cause(ends: Ends, layout: Layout, waiting: Collection[int] = ()) -> Cau
         said = f"{layout.names(killed)} ended without an error of its own (killed, out of memory?)"
         return Cause(said, certain=True)
     if finished:
-        said = f"{layout.names(finished)} ended without an error while others waited for it (left its loop early?)"
+        said = f"{layout.names(finished)} ended without an error while others waited for it"
+        said = f"{said} (left its loop early, or called engine.close alone?)"
         return Cause(said, certain=True, asks=True)
     victims = (End.LOST, End.TIMED_OUT)
     missing = [

@@ -86,6 +86,15 @@ class FailureGuard:
         if self._watch is not None:
             self._watch.remove()
 
+    def ended(self) -> dict[int, bool]:
+        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
+        ends = self._log.read()
+        if ends is None:
+            return {}
+        ended = {rank: end in (End.FINISHED, End.TIMED_OUT) for rank, end in ends.of_rank.items() if end != End.RUNNING}
+        ended.pop(self._log.rank, None)
+        return ended | dict.fromkeys(self._log.find_killed(), False)
+
     def _on_exit(self) -> None:
         if os.getpid() == self._process:  # not in a fork
             self._finish()

@@ -29,7 +29,9 @@ SAVE_THREAD = "halfmesh save"
 
 _LONGEST = 100
 """Characters of a source line."""
-_COMMUNICATES = re.compile(r"\bdist\.|\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|gather_objects")
+_COMMUNICATES = re.compile(
+    r"\bdist\.|\.wait\(|time\.sleep|all_reduce|all_gather|reduce_scatter|broadcast|gather_objects"
+)
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep

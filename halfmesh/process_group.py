@@ -65,6 +65,10 @@ class OwnedGroup:
         """`user` needs it no longer. The group stays, for whoever comes next, and to report an error in flight."""
         self._users.discard(user)
 
+    def ended(self) -> dict[int, bool]:
+        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
+        return {} if self._guard is None else self._guard.ended()
+
     def close(self, user: object = None) -> None:
         """Destroy the group, unless others than `user` need it. May be called twice."""
         self.leave(user)

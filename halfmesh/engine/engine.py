@@ -23,6 +23,7 @@ from .cycle import GradientCycle, refuse_averaged
 from .dataloader import EngineDataLoader, warn_of_same_inputs
 from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
+from .model_guard import guard
 from .passes import Passes
 from .scheduling import LRAdvance
 from .step_watch import StepWatch
@@ -103,6 +104,7 @@ class Engine(Health):
         self._steps = StepWatch(length, dataloader) if (length := config.gradient_accumulation) > 1 else None
         self._statistics = StatisticsCheck(model, update.recipe, context.dp_rank == context.tp_rank == 0)
         self._average = WeightAverage(update)
+        self._guards = list(guard(model, self.optimizer, cycle, update.recipe, context.device, division))
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -299,6 +301,8 @@ class Engine(Health):
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
         refuse_averaged(self._cycle, "engine.close()")
+        if self._division.divides and not self._closed:  # else nothing is sent, and a rank may leave by itself
+            self.context.agree_on_call("engine.close")
         try:
             self._end_automatic_saves()
             self.wait_for_save()
@@ -318,6 +322,8 @@ class Engine(Health):
         self._seen.forget()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
+        for remove in self._guards:
+            remove()
         self._update.close()
         if self._cycle.reducer is not None:
             self._cycle.reducer.close()

@@ -117,6 +117,7 @@ class Saving(Readings):
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.save()")
         self._statistics.look()
+        self.context.agree_on_call("engine.save")
         # torch.distributed.checkpoint: only when there is something to save.
         from .checkpointing.background import Background
         from .checkpointing.run import save
@@ -154,6 +155,7 @@ class Saving(Readings):
         """
         self._refuse_if_closed()
         refuse_averaged(self._cycle, "engine.load()")
+        self.context.agree_on_call("engine.load")
         from .checkpointing.run import load
 
         self.wait_for_save()
@@ -222,6 +224,7 @@ class Saving(Readings):
         """
         self._refuse_if_closed()
         self._statistics.look()
+        self.context.agree_on_call("engine.save_weights")
         from .checkpointing.weights import save_weights
 
         save_weights(self._run.holding, self.context, path, format, max_file_gb)
@@ -236,6 +239,7 @@ class Saving(Readings):
         """
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.load_weights()")
+        self.context.agree_on_call("engine.load_weights")
         from .checkpointing.weight_loading import load_weights
 
         load_weights(self._run.holding, self.context, Path(path))

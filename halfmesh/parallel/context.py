@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..strides import is_dense
+from .calls import Calls
 from .objects import broadcast_object, gather_objects, join_rows
 from .trained import refuse_unlike
 
@@ -70,6 +71,7 @@ class ParallelContext:
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._axis_groups: dict[str, Any] = {}
+        self._calls: Calls | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -299,6 +301,19 @@ class ParallelContext:
                     "same model and optimizer, and load the same checkpoint, on every rank before initialize"
                 )
         refuse_unlike(names, [flags for _, flags in everyone], [f"rank {rank}" for rank in range(self.size)])
+
+    def begin_calls(self, owner: OwnedGroup | None) -> None:
+        """From now on `agree_on_call` compares what the ranks call. All ranks together.
+
+        Args:
+            owner: of the process group; knows which ranks have ended.
+        """
+        self._calls = Calls.begin(self, self._timeout.total_seconds(), dict if owner is None else owner.ended)
+
+    def agree_on_call(self, call: str) -> None:
+        """Return when all ranks make this `call` ("engine.save"). Raises InputError where they do not."""
+        if self._calls is not None:
+            self._calls.agree_on(call)
 
     def agree(self, value: str) -> bool:
         """Whether all ranks call this with the same `value`."""

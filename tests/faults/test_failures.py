@@ -15,13 +15,16 @@ pytestmark = pytest.mark.distributed
 
 LATEST_S = LIMIT_S + 25.0  # some 8 s on an idle machine; torch alone would wait for ever, or not name the rank
 MESH = (("tensor", {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}),)
+FSDP = (("data", "fsdp"),)
 PIPE = (("pipeline", {"size": 2, "microbatches": 2, "partition": ("2",)}),)
 RAISE, KILL, SLEEP = "raise ValueError('boom')", "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 WAITED = "waited 3 s (config key timeout) for another rank; "
 HANGS = f"{WAITED}not waiting, so likely hanging (or slower than that): rank"
-EARLY = "ended without an error while others waited for it (left its loop early?)"
+EARLY = "ended without an error while others waited for it (left its loop early, or called engine.close alone?)"
 KILLED = "ended without an error of its own (killed, out of memory?)"
+PLACE = "sys.argv[1] + '/checkpoint'"
+SAVES = f"step == 4 and rank == 0 and engine.save({PLACE})"
 FIRST = "the first error was:\n[rank"
 
 
@@ -72,13 +75,23 @@ CASES = {  # and what the others say
     "host_raises": (Case(RAISE, bad=0), f"{FIRST} 0] Traceback"),  # rank 0 hosts the store
     "host_killed": (Case(KILL, bad=0), f"rank 0 {KILLED}"),
     "host_stopped": (Case(STOP, bad=0), f"{WAITED}rank 0 is stopped (SIGSTOP, or a debugger)"),
-    "elsewhere": (Case("engine.save(sys.argv[1] + '/checkpoint')"), f"{WAITED}all ranks do, so they wait in different"),
+    "elsewhere": (
+        Case("torch.distributed.barrier()", parallel=PIPE),
+        f"{WAITED}all ranks do, so they wait in different",
+    ),
+    "saves_alone": (Case(f"engine.save({PLACE})"), f"{WAITED}{FIRST} 1] Traceback"),
+    "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
+    "saves_alone_fsdp": (Case(f"engine.save({PLACE})", parallel=FSDP), f"{WAITED}{FIRST} 1] Traceback"),
+    "closes_alone_tensor": (Case("engine.close()", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
+    "closes_alone": (Case("engine.close(); return"), f"rank 1 {EARLY}"),
+    "fails_meanwhile": (Case("time.sleep(1); " + RAISE, then=SAVES), f"{FIRST} 1] Traceback"),
     "zero1": (Case(SLEEP, parallel=(("data", "zero1"),)), f"{HANGS} 1"),
     "fsdp": (Case(SLEEP, parallel=(("data", "fsdp"),)), f"{HANGS} 1"),
     "pipeline": (Case(SLEEP, parallel=PIPE), f"{HANGS} 1 (pp 1)"),
     "save": (
-        Case(SLEEP, then="step == 4 and rank == 0 and engine.save(sys.argv[1] + '/checkpoint')"),
-        f"{HANGS} 1",
+        Case(SLEEP, then=SAVES),
+        "engine.save was called on rank 0 only; call it on every rank, without an `if` around it: which rank writes is "
+        "chosen inside (rank 1 has not within 3 s (config key timeout))",
     ),
 }
 
@@ -100,6 +113,10 @@ def test_whatever_goes_wrong_the_others_name_the_rank(name, outcomes):
     if case.how == RAISE:
         others = [said for rank, said in enumerate(outcome.said) if rank != case.bad]
         assert all(said.rstrip().endswith("ValueError: boom") for said in others)
+    if "_alone_" in name:
+        assert outcome.codes[1] in (1, -signal.SIGALRM), "not SIGABRT, by gloo"
+        call = case.how.partition("(")[0]
+        assert all(f"InputError: {call} was called on rank 1 only; call it on every rank" in s for s in outcome.said)
     if name == "raises":
         assert outcome.said[3].rstrip().endswith("raised on rank 3 (dp 1, tp 1)")
 

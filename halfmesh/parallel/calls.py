@@ -1,0 +1,131 @@
+"""Which call of the engine it is that all ranks make together: they agree on it before anything is sent.
+
+They do so in the store that they met in, which no collective uses: what `if rank == 0: engine.save(...)` sends would
+otherwise meet what the others send in training, and gloo ends the process where the sizes differ.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from .. import torch_private
+from ..errors import InputError
+from ..log import get_logger
+
+if TYPE_CHECKING:
+    from .context import ParallelContext
+
+_log = get_logger(__name__)
+
+LOOK_S = 0.5
+"""Between two looks at whether the others have ended."""
+PATIENCE_S = 10.0
+"""After this time a warning says who is waited for."""
+
+
+class Calls:
+    """The calls of one engine, which the ranks count alike.
+
+    Args:
+        store: one of their own, the same for all ranks.
+        timeout_s: how long a rank waits for the others.
+        ended: the ranks that are known to have ended, and whether each did so without a failure.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]
+    ) -> None:
+        self._store = store
+        self._rank, self._size = rank, size
+        self._timeout_s = timeout_s
+        self._ended = ended
+        self._number = 0
+
+    @staticmethod
+    def begin(context: ParallelContext, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> Calls | None:
+        """Those of all ranks of `context`, which call this together; None where there is one rank."""
+        if context.size == 1 or torch_private.is_alone():
+            return None
+        group: Any = dist.group.WORLD
+        store = group.get_group_store().clone()  # a connection of its own: the other one may be waiting for something
+        name = context.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
+        return Calls(dist.PrefixStore(f"halfmesh/calls/{name}", store), context.rank, context.size, timeout_s, ended)
+
+    def agree_on(self, call: str) -> None:
+        """Return when all ranks are in `call`, and nowhere else.
+
+        Raises:
+            InputError: some are in another one, have ended, or have not come within the time.
+            ConnectionResetError: some have failed.
+        """
+        self._number += 1
+        everyone = f"everyone_{self._number}"
+        self._store.set(f"call_{self._rank}", f"{self._number} {call}")
+        if self._store.add(f"came_{self._number}", 1) == self._size:  # the last one reads what all have said
+            said = [self._store.get(f"call_{rank}").decode().partition(" ")[2] for rank in range(self._size)]
+            self._store.set(everyone, json.dumps(said))
+        self._await(everyone, call)
+        calls: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(json.loads(self._store.get(everyone))):
+            calls.setdefault(theirs, []).append(rank)
+        if len(calls) > 1:
+            (first, ranks), *rest = calls.items()
+            others = ", and ".join(f"{other} on {_names(theirs)}" for other, theirs in rest)
+            raise InputError(
+                f"{first} was called on {_names(ranks)}, and {others}; call each on every rank, in the same order"
+            )
+
+    def _await(self, key: str, call: str) -> None:
+        begun, told, pause = time.monotonic(), False, 0.001
+        look = begun + LOOK_S
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now > look:
+                look = now + LOOK_S
+                self._refuse_ended(call)
+            if now > begun + self._timeout_s:
+                raise self._alone(call, f"has not within {self._timeout_s:g} s (config key timeout)")
+            if not told and now > begun + PATIENCE_S:
+                told = True
+                _log.warning(
+                    "%s waits for %s to call it, too, since %g s; if it is called on some ranks only, call it on all",
+                    call,
+                    _names(self._missing()),
+                    PATIENCE_S,
+                    ranks=None,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _refuse_ended(self, call: str) -> None:
+        ended = self._ended()
+        failed = [rank for rank, well in ended.items() if not well]
+        if failed:  # who reports errors finds out why
+            raise ConnectionResetError(f"{call}: connection reset by peer: {_names(failed)} failed meanwhile")
+        if any(rank in ended for rank in self._missing()):
+            raise self._alone(call, "has ended, or waited elsewhere, without it")
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if not self._has_come(rank)]
+
+    def _has_come(self, rank: int) -> bool:
+        key = f"call_{rank}"
+        return self._store.check([key]) and self._store.get(key).decode().startswith(f"{self._number} ")
+
+    def _alone(self, call: str, why: str) -> InputError:
+        missing = self._missing()
+        here = [rank for rank in range(self._size) if rank not in missing]
+        return InputError(
+            f"{call} was called on {_names(here)} only; call it on every rank, without an `if` around it: which rank "
+            f"writes is chosen inside ({_names(missing)} {why})"
+        )
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,205 @@
+"""What a loop does with the model and the optimizer, where the engine's own calls are meant: handled, or told once."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from tests.support.models import MLP, MODES, difference, full_weights, make_data, make_engine, reference, step_on
+from tests.support.ranks import run_ranks
+
+X, Y = make_data(8)
+HALVES = (slice(0, 4), slice(4, 8))
+DIRECT = "the model itself was called in training, in place of the engine"
+CASTS = {"torch_bf16": "computes in float32, and not in bfloat16", "naive_bf16": "are not cast to bfloat16"}
+
+
+# --- model(x) in place of engine(x) -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "torch_bf16", "naive_bf16", "apex_o1", "apex_o2"])
+def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
+    engine = make_engine(MODES[mode])
+    step_on(engine, X, Y)
+    for _ in range(2):
+        # torch's error of half-precision weights, and inputs that nobody has cast
+        refused = pytest.raises(RuntimeError, match="dtype") if mode in ("naive_bf16", "apex_o2") else nullcontext()
+        with refused:
+            engine.criterion(engine.model(X), Y)
+        assert caplog.text.count(DIRECT) == (mode != "none"), "fp32 is computed alike"
+    assert CASTS.get(mode, "") in caplog.text
+    assert caplog.text.count("Write engine(x) in place of model(x)") == (mode != "none")
+    engine.close()
+    engine.model(X)
+    assert caplog.text.count(DIRECT) == (mode != "none")
+
+
+class Within(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.to(self.model.first.weight.dtype))
+
+
+@pytest.mark.parametrize("mode", ["torch_bf16", "naive_bf16"])
+def test_calls_that_are_meant_so_are_not_told(mode, caplog):
+    """Evaluation, a scope of the engine's, another module around it, copies, and the engine's own calls."""
+    engine = make_engine(MODES[mode] | {"activation_checkpoint": {"patterns": ["first", "again"]}})
+    x = X.to(engine.model.first.weight.dtype)
+    for _ in range(2):
+        step_on(engine, X, Y)
+    engine.precision_report()
+    engine.count_flops(lambda: engine.criterion(engine(X), Y))
+    with torch.no_grad():
+        engine.model(x)
+    engine.eval()
+    engine.model(x)
+    engine(X)
+    engine.train()
+    if mode == "torch_bf16":
+        with engine.autocast():
+            engine.model(x)
+    Within(engine.model)(x)
+    copy.deepcopy(engine.model)(x)
+    torch.optim.swa_utils.AveragedModel(engine.model)(x)
+    pickle.loads(pickle.dumps(engine.model))(x)
+    torch.export.export(engine.model, (x,))
+    assert DIRECT not in caplog.text
+    engine.model(x)
+    assert DIRECT in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["torch_bf16", "naive_bf16"])
+def test_compiled_models_have_one_graph(mode, caplog):
+    torch._dynamo.reset()
+    counters.clear()
+    engine = make_engine(MODES[mode] | {"compile": {"backend": "eager", "scope": "model", "fullgraph": True}})
+    for _ in range(3):
+        step_on(engine, X, Y)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert DIRECT not in caplog.text
+
+
+# --- model.zero_grad() ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", "naive_bf16"])
+def test_zero_grad_of_the_model_inside_a_cycle_does_nothing(mode):
+    engine, other = (make_engine(MODES[mode] | {"gradient_accumulation": 2}) for _ in range(2))
+    for half in HALVES:
+        engine.model.zero_grad()
+        step_on(engine, X[half], Y[half])
+        step_on(other, X[half], Y[half])
+    weights, theirs = full_weights(engine), full_weights(other)
+    assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+    if mode == "none":
+        assert difference(weights, reference([(X, Y)])) < 1e-5
+    engine.backward(engine.criterion(engine(X), Y))
+    engine.model.zero_grad()
+    assert all(p.grad is None for p in engine.model.parameters()), "before the first step of a cycle, it frees them"
+    engine.close()
+    assert "zero_grad" not in vars(engine.model)
+
+
+def test_zero_grad_frees_also_what_the_optimizer_does_not_hold():
+    model = MLP()
+    engine = make_engine(model=model, optimizer=lambda _: torch.optim.SGD(model.last.parameters(), 0.1))
+    engine.backward(engine.criterion(engine(X), Y))
+    model.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved])
+def test_a_copy_of_the_model_has_its_own(copied):
+    """And takes neither the engine nor the model along."""
+    engine = make_engine({"gradient_accumulation": 2})
+    step_on(engine, X, Y)
+    grads = [p.grad.clone() for p in engine.model.parameters()]
+    twin = copied(engine.model)
+    assert twin.zero_grad.args == (twin,)
+    twin(X).sum().backward()
+    twin.zero_grad()
+    assert all(p.grad is None for p in twin.parameters())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(engine.model.parameters(), grads, strict=True))
+
+
+class Own(MLP):
+    def zero_grad(self, set_to_none=True):
+        self.cleared = True
+
+
+def test_a_models_own_zero_grad_stays():
+    engine = make_engine(model=Own())
+    engine.model.zero_grad()
+    assert engine.model.cleared
+
+
+# --- state_dict of parts ----------------------------------------------------------------------------------------------
+
+MODEL, OPTIMIZER = "model.state_dict() has this rank's part", "optimizer.state_dict() has this rank's part"
+LAYOUTS = {
+    "dp": ({}, False, False),
+    "tensor": ({"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}}, True, True),
+    "pipeline": ({"pipeline": {"size": 2, "microbatches": 2, "partition": ["again"]}}, True, True),
+    "zero1": ({"data": "zero1"}, False, True),
+    "fsdp": ({"data": "fsdp"}, True, True),
+}
+
+
+def asks_for_states(rank, world_size, folder):
+    """How often each layout tells: by the engine's own calls, and by the loop's."""
+    heard, found = [], {}
+    logging.getLogger("halfmesh.engine.model_guard").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    for layout, (parallel, _, _) in LAYOUTS.items():
+        engine = make_engine({"parallel": parallel})
+        step_on(engine, X, Y)
+        state = engine.state_dict()
+        engine.load_state_dict(state)
+        engine.save(f"{folder}/{layout}")
+        engine.load(f"{folder}/{layout}")
+        engine.save_weights(f"{folder}/{layout}.pt", format="torch")
+        own = len(heard)
+        for _ in range(2):
+            engine.model.state_dict()
+            engine.optimizer.state_dict()
+        told = [sum(words in text for text in heard) for words in (MODEL, OPTIMIZER)]
+        if layout != "fsdp":  # which cannot be copied
+            copy.deepcopy(engine.model).state_dict()
+        engine.close()
+        engine.model.state_dict()
+        engine.optimizer.state_dict()
+        found[layout] = own, told, len(heard) - sum(told)
+        heard.clear()
+    return found
+
+
+@pytest.mark.distributed
+def test_states_that_are_parts_are_told_once(tmp_path):
+    found = run_ranks(asks_for_states, 2, str(tmp_path))[0]
+    expected = {layout: (0, [int(model), int(optimizer)], 0) for layout, (_, model, optimizer) in LAYOUTS.items()}
+    assert found == expected
+
+
+def test_one_process_has_all_of_it(caplog):
+    engine = make_engine(MODES["naive_bf16"])
+    engine.model.state_dict()
+    engine.optimizer.state_dict()
+    assert "this rank's part" not in caplog.text

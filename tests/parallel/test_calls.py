@@ -1,0 +1,112 @@
+"""Calls that all ranks make together: they agree on which one it is, or are told, before anything is sent."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halfmesh.errors import InputError
+from halfmesh.parallel import calls
+from halfmesh.process_group import OwnedGroup
+from tests.support.models import make_data, make_engine, said, step_on
+from tests.support.ranks import run_ranks
+
+LAYOUTS = {
+    "dp": {},
+    "tensor": {"tensor": {"size": 2, "plan": {"first": "colwise_gather"}}},
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["again"]}},
+    "fsdp": {"data": "fsdp"},
+}
+X, Y = make_data(8)
+
+
+def unlike_calls(rank, world_size, folder):
+    """What ranks are told that call different things, or one alone; and whether training goes on as if they had not."""
+    found = {}
+    for layout, parallel in LAYOUTS.items():
+        engine = make_engine({"parallel": parallel, "timeout": 60.0})
+        step_on(engine, X, Y)
+        words = [said(engine.save, folder) if rank == 0 else said(engine.load, folder)]
+        words += [
+            said(engine.save_weights, f"{folder}/w.pt", format="torch") if rank else said(engine.precision_report)
+        ]
+        if layout != "dp":  # which sends nothing to close
+            words += [said(engine.close) if rank else said(engine.load_weights, f"{folder}/w.pt")]
+        step_on(engine, X, Y)
+        engine.save(f"{folder}/{layout}")
+        engine.close()
+        found[layout] = words, engine.model.state_dict()
+    alone = make_engine({"timeout": 1.0})
+    begun, words = time.monotonic(), said(alone.save, folder) if rank == 0 else "nothing"
+    waited = time.monotonic() - begun
+    dist.barrier()
+    step_on(alone, X, Y)
+    return found, words, waited
+
+
+def as_usual(rank, world_size):
+    found = {}
+    for layout, parallel in LAYOUTS.items():
+        engine = make_engine({"parallel": parallel})
+        for _ in range(2):
+            step_on(engine, X, Y)
+        engine.close()
+        found[layout] = engine.model.state_dict()
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
+    results, expected = run_ranks(unlike_calls, 2, str(tmp_path)), run_ranks(as_usual, 2)
+    for (found, _, _), theirs in zip(results, expected, strict=True):
+        for layout, (words, weights) in found.items():
+            assert words[0].startswith(
+                "engine.save was called on rank 0, and engine.load on rank 1; call each on every"
+            )
+            assert words[1].startswith(
+                "engine.precision_report was called on rank 0, and engine.save_weights on rank 1"
+            )
+            assert all("engine.load_weights was called on rank 0, and engine.close on rank 1" in w for w in words[2:])
+            assert all(torch.equal(weights[name], theirs[layout][name]) for name in weights)
+    _, words, waited = results[0]
+    assert words.startswith("engine.save was called on rank 0 only; call it on every rank, without an `if` around it: ")
+    assert words.endswith("(rank 1 has not within 1 s (config key timeout))")
+    assert 1 <= waited < 5
+
+
+class _Ended(OwnedGroup):
+    """Knows how the other ranks have ended."""
+
+    def __init__(self, ended):
+        self.ended = lambda: ended
+
+
+def waits(rank, world_size):
+    """Rank 0 waits in vain: for one that is slow, that has ended, or has failed. Returns what it is told."""
+    calls.PATIENCE_S, heard, found = 0.2, [], []
+    logging.getLogger("halfmesh.parallel.calls").addFilter(lambda record: heard.append(record.getMessage()) or True)
+    for ended in ({}, {1: True, 2: True}, {1: True, 2: False}):
+        engine = make_engine({"timeout": 1.0 if not ended else 30.0})
+        engine.context.begin_calls(_Ended(ended))
+        if rank != 1:
+            try:
+                engine.context.agree_on_call("engine.save")
+            except (InputError, ConnectionResetError) as error:
+                found.append(f"{type(error).__name__} {error}")
+        dist.barrier()
+        engine.close()
+    return heard, found
+
+
+@pytest.mark.distributed
+def test_who_is_waited_for():
+    (heard, found), _, (_, twice) = run_ranks(waits, 3, fresh=True)
+    assert "engine.save waits for rank 1 to call it, too" in heard[0]
+    assert found[0].startswith("InputError engine.save was called on ranks 0, 2 only;")
+    assert "(rank 1 has ended, or waited elsewhere, without it)" in found[1]
+    assert found[2] == "ConnectionResetError engine.save: connection reset by peer: rank 2 failed meanwhile"
+    assert twice == found
