@@ -72,7 +72,7 @@ def _over_data_ranks(
         from .parallel.sharding.reducers import ShardReducer
 
         update.stepper.publisher = division.sharded
-        is_part, weighted = division.random is not None, config.loss_reduction == "weighted"
+        is_part, weighted = division.tensor is not None or division.cut is not None, config.loss_reduction == "weighted"
         division.sharded.withholds = update.losses.scale is not None or is_part or weighted
         return ShardReducer(division.sharded, *arguments, device=context.device)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
