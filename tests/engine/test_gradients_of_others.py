@@ -188,7 +188,7 @@ def test_several_backwards_of_an_update_are_nobodys_business(caplog):
             engine.backward(loss, retain_graph=True)
             engine.backward(loss, loss_id=len(losses))
             engine.step()
-    assert warned(caplog) == []
+    assert all("engine.dataloader was never iterated" in text for text in warned(caplog))  # true, and not of this
 
 
 def test_fp32_sums_are_all_in_param_grad():
