@@ -78,9 +78,17 @@ def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
 def clear_grads(params: Iterable[torch.Tensor]) -> None:
     """Forget the gradients of `params`; the next ones come in the parameters' dtypes."""
     for param in params:
-        param.grad = None
-        if param.grad_dtype != param.dtype:  # once it was set, it does not follow `param.data = ...` any more
-            param.grad_dtype = param.dtype
+        if param.grad is not None:
+            param.grad = None
+            if param.grad_dtype is not param.dtype:
+                param.grad_dtype = param.dtype
+
+
+def follow_dtype(param: torch.Tensor) -> None:
+    """`param` has another dtype now, and no gradient: a `grad_dtype` that was ever set does not follow by itself."""
+    param.grad = None
+    if param.grad_dtype is not param.dtype:
+        param.grad_dtype = param.dtype
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:

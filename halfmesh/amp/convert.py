@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from ..shard import ParamShard, Ranks, clear_grads
+from ..shard import ParamShard, Ranks, follow_dtype
 from .cast import cast_model, tensors_to_cast
 from .master_weights import cast_state, current_value, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
@@ -43,6 +43,7 @@ def convert(
     cast_model(model, recipe, apart)
     for shard in shards:
         shard.follow()
+        follow_dtype(shard.param)
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
@@ -70,16 +71,16 @@ def take_back(
         if shard.source is not None and shard.param in masters:  # whoever has all parts brings them together
             value = current_value(shard.param, masters[shard.param])
             shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
-            clear_grads([shard.param])
+            follow_dtype(shard.param)
     for name, tensor in named_tensors(model):
         dtype, full = dtypes.get(name, tensor.dtype), update.holdings.full_value(tensor)
         if full is not None:
             tensor.data = full.to(dtype)
-            clear_grads([tensor])
+            follow_dtype(tensor)
         elif tensor.dtype != dtype:
             changed[tensor] = tensor.dtype
             tensor.data = tensor.data.to(dtype)
-            clear_grads([tensor])
+            follow_dtype(tensor)
     cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 

@@ -91,6 +91,18 @@ def looked_at(rank, world_size):
         assert all(param.grad_dtype == param.dtype == torch.float32 for param in engine.model.parameters()), (
             "as it came"
         )
+    engine = make("replicate", gradient_accumulation=2, **MODES["naive_bf16"])
+    for microbatch in range(4):
+        backward(engine, rank)
+        wide = microbatch % 2 == 1
+        assert {p.grad.dtype for p in engine.model.parameters()} == {torch.float32 if wide else torch.bfloat16}
+        engine.step()
+    engine = make("fsdp")
+    params, seen = list(engine.model.parameters()), []
+    engine.optimizer.register_step_pre_hook(lambda *_: seen.append([param.grad for param in params]))
+    backward(engine, rank)
+    engine.step()
+    assert seen == [[None] * len(params)], "their memory goes as they are used"
     return found
 
 
