@@ -174,7 +174,8 @@ class _TracedModel:
             what = f"{error}{at(place_of_error(error))}"
             raise InputError(
                 f"{self._class}.forward cannot be traced for split points: {what}. Move what asks for values (if, "
-                f"loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or {_REGISTER}"
+                "loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or "
+                f"{_REGISTER}"
             ) from error
 
 
