@@ -72,14 +72,9 @@ class _Asked(nn.Module):
         self.model = model
 
     def forward(self, node: fx.Node, values: Mapping[str, Any]) -> bool:
-        needed, todo = {node}, [node]
-        while todo:
-            todo += (new := set(todo.pop().all_input_nodes) - needed)
-            needed |= new
         run = fx.Interpreter(self.model, garbage_collect_values=False, graph=node.graph)
         for each in node.graph.nodes:
-            if each in needed:
-                run.env[each] = values[str(each.target)] if each.op == "placeholder" else run.run_node(each)
+            run.env[each] = values[str(each.target)] if each.op == "placeholder" else run.run_node(each)
         return bool(run.env[node])
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh import InputError
+from halfmesh import Call, InputError
 from tests.support.pipeline_parts import assert_equal, check_pieces, compose, pieces_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -148,18 +148,33 @@ def branches(self, x, mask=None):
     return x + self.table[0] if mask is None else x * mask
 
 
+class Keeps(nn.Linear):
+    """A module that is called as it is, and may keep what it likes."""
+
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        return super().forward(x)
+
+
 SHAPES = [(3, 4), (2, 4), (6, 4), (5, 4), (3, 2, 4), (3, 4), (6, 1, 4), (7, 4), (2, 4)]
 
 
 def test_branches_by_shapes_are_those_of_each_call():
     model = make(branches)
+    model.a = Keeps(4, 4)
     pieces = pieces_of(model, ("b", "c"))
     for shape in SHAPES:
         x = torch.randn(shape)
+        pieces[0].prepare(model, Call((x,), {}))
+        assert model.a.last is None, "nothing is left of a run on tensors without data"
         assert_equal(compose(model, pieces, x), model(x))
         for rows in {1, shape[0]} if shape[0] < 5 else {1}:
             assert_equal(compose(model, pieces, x, torch.ones(rows, 4)), model(x, torch.ones(rows, 4)))
+        model.a.last = None
     assert_equal(compose(model, pieces, X, mask=None), model(X))
+    assert "len" not in globals()
 
 
 @pytest.mark.parametrize(
