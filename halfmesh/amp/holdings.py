@@ -137,9 +137,9 @@ class Holdings:
         names = [divided[id(param)] for param in foreign.values() if id(param) in divided]
         if names:
             raise InputError(
-                f"{shorten(names)} came into the optimizer after initialize, but it holds parts of the parameters that "
-                "are sharded over the data ranks, made there; put them in before (frozen ones may be unfrozen later), "
-                "or use data='replicate'"
+                f"{shorten(names)} came into the optimizer after initialize, which had sharded the model's parameters "
+                "over the data ranks by then, and put shards into the optimizer; put them in before (frozen ones may be "
+                "unfrozen later), or use data='replicate'"
             )
         raise InputError(
             f"{len(foreign)} parameter(s) came into the optimizer after initialize that this rank's part of the model "

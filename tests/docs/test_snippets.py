@@ -101,6 +101,14 @@ def test_accumulation(run, capsys):
     assert engine.global_step == 4
 
 
+def test_a_weighted_criterion(run):
+    criterion = run("loop.md", "weighted.py")["criterion"]
+    output, target = torch.randn(6, 3), torch.tensor([0, -100, 2, -100, 1, 1])
+    total, weight = criterion(output, target)
+    torch.testing.assert_close(total / weight, torch.nn.functional.cross_entropy(output, target))
+    assert weight == 4
+
+
 def step_the_scheduler_too(engine, x, y):
     for _ in range(2):
         engine.backward(engine.criterion(engine(x), y))
