@@ -130,7 +130,6 @@ class GradientCycle:
         if self.reducer is not None and (self.reducer.stale or not self._complete):
             self._update.check_gradients(divisor)
             self.complete()
-            self._update.note_gradients()
         return divisor
 
     def clear(self) -> None:
