@@ -265,17 +265,19 @@ class Division:
             self.random.leave()
 
     def _around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """What is around a forward of the whole model in training: its own random numbers, and `_saving`."""
+        """What is around a forward of the whole model: its own random numbers in training, and `_saving`."""
         saving = self._saving(model)
         if self.random is None:
             return saving
-        random = self.random
+        own, axis = partial(self.random.around, model), None if self.tensor is None else self.tensor.axis
 
         @contextmanager
         def around() -> Iterator[None]:
-            # A tensor group calls the same layers, also where python's or numpy's numbers choose them.
-            alike = self.host_random if self.tensor is not None and model.training else nullcontext()
-            with alike, random.around(model), saving():
+            scope: AbstractContextManager[Any] = own()
+            if axis is not None and model.training:  # whose hooks draw torch's numbers from `random`
+                axis.settle()  # a backward may have left a fork open, which is not to be put back
+                scope = self.host_random  # the ranks call the same layers, also where python or numpy chooses them
+            with scope, saving():
                 yield
 
         return around
