@@ -132,8 +132,8 @@ class Holdings:
         if names:
             raise InputError(
                 f"{shorten(names)} came into the optimizer after initialize, which had sharded the model's parameters "
-                "over the data ranks by then, and put shards into the optimizer; put them in before (frozen ones may be "
-                "unfrozen later), or use data='replicate'"
+                "over the data ranks by then, and put shards into the optimizer; put them in before (frozen ones may "
+                "be unfrozen later), or use data='replicate'"
             )
         raise InputError(
             f"{len(foreign)} parameter(s) came into the optimizer after initialize that this rank's part of the model "
