@@ -40,7 +40,7 @@ class Outcome:
 
     Attributes:
         losses: of its own microbatches.
-        dtypes: of the matrix products in its first forward.
+        dtypes: of the matrix products in its second update.
         digest: of its whole weights, in the end.
         weights: these, from rank 0 only.
     """
@@ -97,7 +97,8 @@ def train(rank: int, world_size: int, cell: Cell, watch: Any = None) -> Outcome:
         overflows = cell.scaled and len(steps) == OVERFLOW_AT
         engine._criterion.factor = math.inf if overflows and rank == world_size - 1 else 1.0
         engine.zero_grad()
-        with nullcontext() if losses else watch:  # under a pipeline, forward runs with backward
+        # Not the first update, before which a plan of patterns is tried out in fp32. Backward: pipelines compute in it.
+        with watch if len(steps) == 1 else nullcontext():
             output = engine(x)
             loss = engine.criterion(output, y)
             engine.backward(loss)

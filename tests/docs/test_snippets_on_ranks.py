@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
+from tests.support import nano_gpt
 from tests.support.pages import find_rows, import_snippet, read_page, snippet, stand_ins
 from tests.support.ranks import free_port, run_ranks
 
@@ -268,6 +269,10 @@ def test_tensor_plans_divide_layers():
         assert (plan["1.up.weight"], plan["1.norm.weight"]) == ((12, 6), (6,))
         assert blocks["0.attention.qkv.weight"] == (24, 16)
         assert (blocks["0.down.weight"], blocks["0.norm.weight"]) == ((16, 32), (16,))
+
+
+def test_the_plan_of_nano_gpt_is_the_one_that_is_proposed():
+    assert run(snippet("tensor-plan.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 
 def compare_with_one_process(rank, world_size, folder):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
-from tests.support.nano_gpt import CONTEXT, GPT, WORDS, CausalSelfAttention
-from tests.support.pages import snippet
+from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS, CausalSelfAttention
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import apart, refused
-
-NANO = {
-    "transformer.h.*.attn": "heads(n_head, n_embd)",
-    "transformer.h.*.attn.c_attn": "fused_colwise(3)",
-    "transformer.h.*.attn.c_proj": "rowwise",
-    "transformer.h.*.mlp.c_fc": "colwise",
-    "transformer.h.*.mlp.c_proj": "rowwise",
-}
 
 
 def proposed(model: nn.Module, size: int = 2) -> dict[str, str] | None:
@@ -69,7 +59,7 @@ QKVO = {"q": (8, 8), "k": (8, 4), "v": (8, 4), "o": (8, 8)}
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        (GPT(), NANO),
+        (GPT(), PLAN),
         (row(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), {"0": "colwise", "2": "rowwise"}),
         (row(row(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 3)), {"*.0": "colwise", "*.1": "rowwise"}),
         (
@@ -95,9 +85,6 @@ def test_proposals(model, plan):
 
 
 def test_what_forward_has_to_do_is_said():
-    page: dict[str, Any] = {}
-    exec(snippet("tensor-plan.md", "nano_gpt.py"), page)
-    assert page["parallel"]["tensor"]["plan"] == NANO
     message = refused(GPT(CausalSelfAttention))
     assert "forward sees 1 / 2 of the features. Sizes have to be -1 there (view(B, T, -1, head_dim), chunk(" in message
     assert "come from what 'heads(n_head, n_embd)' makes this rank's" in message

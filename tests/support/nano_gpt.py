@@ -9,6 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 WORDS, CONTEXT = 20, 8
+PLAN = {
+    "transformer.h.*.attn": "heads(n_head, n_embd)",
+    "transformer.h.*.attn.c_attn": "fused_colwise(3)",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+}
 
 
 class CausalSelfAttention(nn.Module):
