@@ -18,10 +18,11 @@ HALF = torch.float16
 def step_with(*grads, recipe=None, **rules):
     """What an update returns whose parameters have these gradients."""
     params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    recipe = recipe or Recipe(grads[0].dtype, grads[0].dtype)
+    update = make_update(params, OPTIMIZERS["sgd"], recipe, track_grad_norm=True, **rules)
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    recipe = recipe or Recipe(grads[0].dtype, grads[0].dtype)
-    return make_update(params, OPTIMIZERS["sgd"], recipe, track_grad_norm=True, **rules).step()
+    return update.step()
 
 
 def norm_of(*grads, p=2.0):

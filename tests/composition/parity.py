@@ -151,5 +151,6 @@ def _in_loss(result: Sequence[Outcome]) -> Iterator[str]:
 
 def _in_format(cell: Cell, result: Sequence[Outcome]) -> Iterator[str]:
     for rank, outcome in enumerate(result):
-        if outcome.dtypes != {COMPUTE_DTYPES[cell.mode]}:
+        none = not outcome.dtypes and cell.pipeline != NO_PIPE  # a stage may be an embedding, or norms
+        if not none and outcome.dtypes != {COMPUTE_DTYPES[cell.mode]}:
             yield f"rank {rank} multiplied matrices in {outcome.dtypes}"

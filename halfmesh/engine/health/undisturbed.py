@@ -32,7 +32,7 @@ def undisturbed(parts: Parts) -> Iterator[list[str]]:
     _reshard(parts)  # what is copied is the shards: gathered weights go
     written: list[str] = []
     trained = {name: (param, param._version) for name, param in _trained(parts)}
-    undo = [*_gradients(parts), *_random_numbers(parts)]
+    undo = [*_gradients(parts), *_random_numbers(parts), *_plan_check(parts)]
     known: dict[int, Any] = {}
     for module in parts.modules():
         undo += _attributes(module, known)
@@ -75,6 +75,14 @@ def _gradients(parts: Parts) -> Iterator[Undo]:
 def _random_numbers(parts: Parts) -> Iterator[Undo]:
     state = rank_random(parts.context, parts.division)
     yield lambda: set_rank_random(state, parts.context, parts.division)
+
+
+def _plan_check(parts: Parts) -> Iterator[Undo]:
+    """The tensor plan is checked before the first update, not in what is computed here."""
+    tensor = parts.division.tensor
+    if tensor is not None:
+        yield partial(setattr, tensor, "check", tensor.check)
+        tensor.check = None
 
 
 def _attributes(module: nn.Module, known: dict[int, Any]) -> Iterator[Undo]:
