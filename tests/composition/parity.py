@@ -12,7 +12,7 @@ import torch
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES, difference
 from tests.support.ranks import RankFailure
 
-from .cells import GROWTH_INTERVAL, INITIAL_SCALE, MODES, Cell
+from .cells import GROWTH_INTERVAL, INITIAL_SCALE, MODES, NO_PIPE, Cell
 from .reference import Reference, reference
 from .training import OVERFLOW_AT, Outcome
 from .workloads import UPDATES, find_workload
