@@ -78,6 +78,7 @@ def test_one_bad_element_is_found(bad, p, dtype):
 def test_sparse_gradients_are_refused_where_a_norm_is_needed():
     grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2), check_invariants=True)
     param = nn.Parameter(torch.zeros(4, 2))
+    update = make_update([param], OPTIMIZERS["sgd"], max_norm=1.0)
     param.grad = grad
     with pytest.raises(InputError, match=r"gradient of 'p0' is sparse .*sparse=False"):
-        make_update([param], OPTIMIZERS["sgd"], max_norm=1.0).step()
+        update.step()
