@@ -13,7 +13,8 @@ from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import checkpoint, rank_random
 from .attached import Attached, Stateful
-from .average import AveragedModel, WeightAverage
+from .average import WeightAverage
+from .averaged_model import AveragedModel
 from .checkpointing.lock import FolderLocks
 from .cycle import refuse_averaged, refuse_inside
 from .readings import Readings
