@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(scale_moved_first, Cell("torch_fp16", "mlp", tensor=2), MOVED),
     Mutant(partial_not_summed, Cell("none", "gpt", tensor=2, sequence_parallel=True), "other weights than rank 0"),
     Mutant(partial_not_summed, Cell("naive_bf16", "vit", tensor=2), MOVED),
-    Mutant(bias_before_the_sum, Cell("none", "mlp", tensor=2), WEIGHT),
+    Mutant(bias_before_the_sum, Cell("none", "mlp", tensor=2), "compute something else when they are sharded"),
     Mutant(tied_gradient_dropped, Cell("none", "gpt", tensor=2), WEIGHT),
     Mutant(input_gradient_not_summed, Cell("torch_bf16", "llama", tensor=2), REFUSED),
     Mutant(weights_not_shared, Cell("none", "mlp", data=2), "other weights than rank 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ GUIDE_ON_TWO = {
         snippet("migration/pytorch.md", "fully_shard_config.py"),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets():
+    """Its settings belong to the process, and refuse others in the tests that follow."""
+    yield
+    if "accelerate" in sys.modules:
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
 
 
 def train(code, folder, config=None):

@@ -83,7 +83,7 @@ def count_ops(step, steps=1):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "share"),
-    [("fp32", 0.0, 0.53), ("bf16", 0.0, 0.57), ("fp16", 0.0, 0.55), ("fp16", 1.0, 0.38)],
+    [("fp32", 0.0, 0.53), ("bf16", 0.0, 0.58), ("fp16", 0.0, 0.56), ("fp16", 1.0, 0.38)],
 )
 def test_calls_of_python(precision, clip, share):
     """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed.

@@ -212,7 +212,7 @@ CHECKPOINT = (
     ),
     Fault(
         "loaded masters do not reach the model",
-        "engine/checkpointing/loading.py",
+        "engine/checkpointing/contents.py",
         "        holdings.publish(holdings.trained)\n",
         "",
         (RESUME,),
