@@ -150,7 +150,7 @@ def through_engines(rank: int, world_size: int) -> dict[Any, Any]:
 @pytest.mark.distributed
 def test_the_order_is_that_of_a_plain_loop_in_every_layout():
     """And the user's generators are afterwards where it leaves them, on each rank that drew what rank 0 drew."""
-    first, second = run_ranks(through_engines, 2, timeout=120)
+    first, second = run_ranks(through_engines, 2, timeout=120, fresh=True)  # workers take long to be freed
     for (layout, kind, others), (seen, after) in first.items():
         expected, expected_after = in_a_plain_loop(kind)
         theirs, theirs_after = second[layout, kind, others]
