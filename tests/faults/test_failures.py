@@ -77,7 +77,8 @@ CASES = {  # and what the others say
     "host_stopped": (Case(STOP, bad=0), f"{WAITED}rank 0 is stopped (SIGSTOP, or a debugger)"),
     "elsewhere": (
         Case("torch.distributed.barrier()", parallel=PIPE),
-        f"{WAITED}all ranks do, so they wait in different",
+        # The later one waits 3 s, too, or sees that the connection is gone: which, the machine decides.
+        "all ranks do, so they wait in different",
     ),
     "saves_alone": (Case(f"engine.save({PLACE})"), f"{WAITED}{FIRST} 1] Traceback"),
     "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
