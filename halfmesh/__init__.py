@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .amp.cast_lists import float_function, half_function, promote_function
     from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
     from .amp.recipe import LossScale, Recipe
-    from .amp.result import StepResult
+    from .amp.step_result import StepResult
     from .assembly import initialize
     from .config import Config
     from .config.load import load_config
@@ -71,7 +71,7 @@ _NAMES = {
     "amp.cast_lists": ("float_function", "half_function", "promote_function"),
     "amp.plugin": ("AMP_PLUGINS", "AMP_TYPE", "AMPPlugin", "Composes"),
     "amp.recipe": ("LossScale", "Recipe"),
-    "amp.result": ("StepResult",),
+    "amp.step_result": ("StepResult",),
     "assembly": ("initialize",),
     "config": ("Config",),
     "config.load": ("load_config",),

@@ -13,9 +13,9 @@ from torch import nn, optim
 
 from . import compat, compilation, inputs, launching, torch_private
 from .amp.backend import Backend
+from .amp.gradient_watch import IN_PARTS, UNDIVIDED
 from .amp.plugin import AMP_PLUGINS
-from .amp.recipe import Recipe
-from .amp.rules import UpdateRules
+from .amp.recipe import Recipe, UpdateOptions
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
@@ -174,20 +174,20 @@ def _convert(
     division = Division(given.model, given.optimizer, plans, config, context, late)
     shards = division.make_shards(given.model, given.optimizer, recipe)
     _move_state(given.optimizer)
-    backend, rules = _backend(config), _rules(config)
-    update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, division.update_device)
+    backend, options = _backend(config), _update_options(config)
+    update = backend.convert(given.model, given.optimizer, shards, recipe, context, options, division.update_device)
     precision = backend.precision(update.recipe, context.device)
-    if division.divides and torch_private.has_step_hooks(given.optimizer, update.holdings.guard):
+    if division.divides and torch_private.has_step_hooks(given.optimizer, update.stepper.guard):
         _log.warning(
             "the optimizer has hooks around its step; they will see this rank's parts of the model, and norms of "
             "gradients there are not the model's"
         )
-    lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips)
+    lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
     if division.tensor is not None or division.cut is not None:
-        update.tell_of_parts()
+        update.gradient_watch.why = IN_PARTS
     elif accumulation.length > 1 or accumulation.reduction == "weighted":
-        update.tell_of_divisors()
+        update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = make_reduction(given.model, update, context, config, division)
     passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
     division.checkpoint_and_compile(given.model)
@@ -289,8 +289,8 @@ def _backend(config: Config) -> Backend:
     return AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
 
 
-def _rules(config: Config) -> UpdateRules:
-    return UpdateRules(
+def _update_options(config: Config) -> UpdateOptions:
+    return UpdateOptions(
         max_norm=config.clip_grad_norm.max_norm,
         norm_type=config.clip_grad_norm.norm_type,
         on_nonfinite=config.on_nonfinite,

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from . import compat, inputs
 from .amp.plugin import AMP_PLUGINS, AMP_TYPE
-from .amp.rules import UpdateRules
+from .amp.recipe import UpdateOptions
 from .converted import AMPCriterion, AMPModel, AMPOptimizer
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .key_checks import recipe_of
@@ -76,7 +76,7 @@ def convert_to_amp(
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = backend.convert(model, optimizer, shards, recipe, OneRank(), UpdateRules())
+    update = backend.convert(model, optimizer, shards, recipe, OneRank(), UpdateOptions())
     precision = backend.precision(update.recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped

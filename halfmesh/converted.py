@@ -14,7 +14,7 @@ from .amp.cast import Precision
 from .amp.cast_lists import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import FP32
-from .amp.result import StepResult
+from .amp.step_result import StepResult
 from .engine import checkpoint
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
@@ -126,8 +126,8 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # DistributedDataParallel averages param.grad, if at all (no_sync), at the last backward of an update: all
             # of the gradients have to be there then.
-            self._update.losses.wide_sums = False
-            if self._update.losses.several and self._cycle.fresh:
+            self._update.sums_in_fp32 = False
+            if self._update.loss_scales.multi is not None and self._cycle.fresh:
                 raise InputError(
                     "several losses with scales of their own cannot be averaged by DistributedDataParallel; use "
                     "halfmesh.initialize, which averages them, or num_losses=1"
@@ -195,7 +195,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         Raises:
             InputError: the state of something else, or of another number of loss scales.
         """
-        checkpoint.refuse_unfit_update(state_dict, len(self._update.losses.scalers))
+        checkpoint.refuse_unfit_update(state_dict, len(self._update.loss_scales.scalers))
         self._cycle.clear()
         self._update.load_state_dict(state_dict)
 

@@ -51,29 +51,29 @@ def make_reduction(
     if context.dp_size > 1:
         reductions.append(_over_data_ranks(model, update, context, config, division))
     if division.tensor is not None:
-        reductions.append(TensorGradients(division.tensor, update.holdings.trained))
+        reductions.append(TensorGradients(division.tensor, update.master_weights.trained))
     if division.cut is not None and (groups := division.cut.tie_groups()):
         from .parallel.pipeline.ties import TiedGradients
 
-        reductions.append(TiedGradients(division.cut.ties, groups, update.holdings.trained))
+        reductions.append(TiedGradients(division.cut.ties, groups, update.master_weights.trained))
     return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
 
 
 def _over_data_ranks(
     model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config, division: Division
 ) -> Reduction:
-    arguments = update.holdings.trained, dict(model.named_buffers()), context.dp_group, reduce_options(config)
+    arguments = update.master_weights.trained, dict(model.named_buffers()), context.dp_group, reduce_options(config)
     if division.slices is not None:
         from .parallel.sharding.reducers import SliceReducer
 
-        update.stepper.publisher = division.slices
+        update.publisher = division.slices
         return SliceReducer(division.slices, *arguments)
     if division.sharded is not None:
         from .parallel.sharding.reducers import ShardReducer
 
-        update.stepper.publisher = division.sharded
+        update.publisher = division.sharded
         is_part, weighted = division.tensor is not None or division.cut is not None, config.loss_reduction == "weighted"
-        division.sharded.withholds = update.losses.scale is not None or is_part or weighted
+        division.sharded.withholds = update.loss_scales.scale is not None or is_part or weighted
         return ShardReducer(division.sharded, *arguments, device=context.device)
     reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
     return reduction

@@ -89,7 +89,7 @@ def _values(
             "per_update": None if size is None else size * context.dp_size * cycle,
         },
         "optimizer": type(update.optimizer).__name__,
-        "fused": bool(update.holdings.folds),
+        "fused": bool(update.stepper.takes_grad_scale),
         "clip_grad_norm": config.clip_grad_norm.max_norm or None,
     }
 
@@ -204,15 +204,17 @@ def _batch(engine: Engine, loader: Any) -> str:
 
 def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     config = engine.config
-    fused = "fused" if update.holdings.folds else "not fused"
-    fused += " by fused='auto'" if update.holdings.was_switched else ""
-    fused += ", no host read" if update.stepper.folds and not update.waits else ""
+    fused = "fused" if update.stepper.takes_grad_scale else "not fused"
+    fused += " by fused='auto'" if update.stepper.switched else ""
+    fused += ", no host read" if update.stepper.folds else ""
     left = sum(p.requires_grad for p in engine.model.parameters()) - sum(
-        shard.param.requires_grad for shard in update.holdings.trained
+        shard.param.requires_grad for shard in update.master_weights.trained
     )
     held = f", {left} trainable parameter(s) left out" if left else ""
     clip = f", clip norm {config.clip_grad_norm.max_norm:g}" if config.clip_grad_norm.max_norm else ""
-    streamed = ", masters' gradients streamed" if update.holdings.masters and update.holdings.streams else ""
+    streamed = (
+        ", masters' gradients streamed" if update.master_weights.masters and update.stepper.can_step_in_buckets else ""
+    )
     return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}{held}"
 
 

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from . import torch_private
 from .amp.cast import find_overflow, tensors_to_cast
-from .amp.holdings import foreign_params
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
 from .deferred.recording import recording_of
 from .engine.dataloader import EMPTY
 from .errors import InputError, shorten
 from .parallel.tensor_layers import DividedLayer
+from .shard import foreign_params
 
 if TYPE_CHECKING:
     from .config import Config

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn, optim
 
-from .amp.master_weights import STREAM_BYTES
+from .amp.master_weights import bucket_bytes
 from .amp.optimizer import MixedPrecisionOptimizer
 from .errors import InputError
 
@@ -51,27 +51,28 @@ def state_bytes(
     """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
     parts: dict[torch.Tensor, torch.Tensor] = {  # of parameters that are held in parts
         shard.source.param: shard.param
-        for shard in update.holdings.trained
+        for shard in update.master_weights.trained
         if shard.source is not None and shard.original is not None
     }
     params = [parts.get(tensor, tensor) for tensor in (*model.parameters(), *model.buffers())]
-    trained = sum(s.param.numel() for s in update.holdings.trained if s.param.requires_grad)
-    receivers = [parts.get(s.param, s.param) for s in update.holdings.receivers if s.param.requires_grad]
+    trained = sum(s.param.numel() for s in update.master_weights.trained if s.param.requires_grad)
+    receivers = [parts.get(s.param, s.param) for s in update.master_weights.receivers if s.param.requires_grad]
     grads = sum(param.numel() * param.element_size() for param in receivers)
     temporary = 0
-    cuts = update.stepper.publisher is not None and not parts
+    cuts = update.publisher is not None and not parts
     if reduce_dtype is not None and cuts:  # of all, and what is reduced of this rank's part
         temporary = trained * reduce_dtype.itemsize
     elif reduce_dtype is not None:  # held in the reduction's buckets, which masters take as they are
         grads = max(grads, trained * reduce_dtype.itemsize)
-    elif update.losses.several:  # the sum in fp32, and what one backward leaves
+    elif update.loss_scales.multi is not None:  # the sum in fp32, and what one backward leaves
         temporary = trained * 4
-    elif update.holdings.masters:
-        temporary = min(trained * 4, STREAM_BYTES) if update.holdings.streams else trained * 4
+    elif update.master_weights.masters:
+        limit = bucket_bytes(update.device, trained) if update.stepper.can_step_in_buckets else trained * 4
+        temporary = min(trained * 4, limit)
     tensors = _state_tensors(update.optimizer)
     return StateBytes(
         parameters=sum(p.numel() * p.element_size() for p in params),
-        masters=sum(m.numel() * 4 for m in update.holdings.masters.values()),
+        masters=sum(m.numel() * 4 for m in update.master_weights.masters.values()),
         optimizer=None if tensors is None else trained * 4 * tensors,
         gradients=grads + temporary,
     )

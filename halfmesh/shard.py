@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from .strides import in_memory_order
 
@@ -145,3 +145,14 @@ class OneRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """A sum over one rank."""
+
+
+def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters of `optimizer` that are none of `known`, by their place in its groups, for messages."""
+    ids = set(map(id, known))
+    return {
+        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if id(param) not in ids
+    }

@@ -85,6 +85,12 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_add_(targets: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add each of `others` to its target, in place."""
+    if targets:
+        torch._foreach_add_(list(targets), list(others))
+
+
 def foreach_lerp_(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], weight: float | torch.Tensor
 ) -> None:

@@ -39,7 +39,7 @@ def test_bytes_are_counted_right(name, config):
     train(engine, max_batches=2)
     state = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
     assert expected.parameters == sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
-    assert expected.masters == sum(m.numel() * 4 for m in update.holdings.masters.values())
+    assert expected.masters == sum(m.numel() * 4 for m in update.master_weights.masters.values())
     assert expected.optimizer == sum(t.numel() * t.element_size() for t in state)
     numel = sum(p.numel() for p in model.parameters())
     assert expected.gradients == numel * (2 + 4 if config is BF16_NAIVE else 4)  # a small model is one part of a stream

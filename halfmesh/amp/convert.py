@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..shard import ParamShard, Ranks, follow_dtype
 from .cast import cast_model, tensors_to_cast
-from .master_weights import cast_state, current_value, masters_for, repoint
+from .master_weights import cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
-from .recipe import Recipe
-from .rules import UpdateRules
+from .originals import current_value
+from .recipe import Recipe, UpdateOptions
 from .state_hooks import watch_state
 
 
@@ -23,7 +23,7 @@ def convert(
     shards: Sequence[ParamShard],
     recipe: Recipe,
     ranks: Ranks | None = None,
-    rules: UpdateRules | None = None,
+    options: UpdateOptions | None = None,
     device: torch.device | None = None,
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
@@ -47,11 +47,11 @@ def convert(
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
-    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, rules, masters, device)
+    update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, options, masters, device)
     for name, tensor in named_tensors(model):
         if name in came:
-            update.holdings.originals.add(tensor, came.pop(name))  # one by one: the host may be another memory
-    hooks = list(watch_state(model, update.holdings, changed))
+            update.master_weights.originals.add(tensor, came.pop(name))  # one by one: the host may be another memory
+    hooks = list(watch_state(model, update.master_weights, changed))
     update.on_close = lambda: take_back(model, update, dtypes, hooks)
     return update
 
@@ -66,14 +66,14 @@ def take_back(
     parameters."""
     for hook in hooks:
         hook.remove()
-    masters, changed = update.holdings.masters, {}
-    for shard in update.holdings.shards:
+    masters, changed = update.master_weights.masters, {}
+    for shard in update.master_weights.shards:
         if shard.source is not None and shard.param in masters:  # whoever has all parts brings them together
             value = current_value(shard.param, masters[shard.param])
             shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
             follow_dtype(shard.param)
     for name, tensor in named_tensors(model):
-        dtype, full = dtypes.get(name, tensor.dtype), update.holdings.full_value(tensor)
+        dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
         if full is not None:
             tensor.data = full.to(dtype)
             follow_dtype(tensor)

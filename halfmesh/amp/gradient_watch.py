@@ -11,6 +11,7 @@ from .. import torch_private
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
+from .master_weights import MasterWeights
 
 _log = get_logger(__name__)
 
@@ -48,7 +49,8 @@ class GradientWatch:
         why: what is special about the gradients, so that it is a mistake to change them; None: nothing.
     """
 
-    def __init__(self, is_scaled: bool) -> None:
+    def __init__(self, master_weights: MasterWeights, is_scaled: bool) -> None:
+        self._master_weights = master_weights
         self.why = SCALED if is_scaled else None
         self._is_scaled = is_scaled
         self._told: set[str] = set()
@@ -58,14 +60,11 @@ class GradientWatch:
         """The gradients are used or cleared."""
         self._noted = _NOTHING
 
-    def note(self, trained: Sequence[ParamShard], receivers: Sequence[ParamShard]) -> None:
-        """After a backward, and the reduction if it was the last.
-
-        Args:
-            receivers: for each of `trained` the shard in which backward leaves its gradient.
-        """
-        grads = [shard.param.grad for shard in receivers]
-        self._noted = trained, receivers, grads, torch_private.versions(grads)
+    def note(self) -> None:
+        """After a backward, and the reduction if it was the last: warn if these gradients are modified from now on."""
+        masters = self._master_weights
+        grads = [shard.param.grad for shard in masters.receivers]
+        self._noted = masters.trained, masters.receivers, grads, torch_private.versions(grads)
 
     def check(self, divisor: float | torch.Tensor | None) -> None:
         """Compare the gradients with those noted, and forget these.
@@ -93,13 +92,13 @@ class GradientWatch:
         if changed and self.why is not None and (self.why is not UNDIVIDED or is_divided):
             self._tell(_CHANGED, shorten(changed), self.why)
 
-    def check_empty(self, receivers: Sequence[ParamShard]) -> None:
+    def check_empty(self) -> None:
         """Before the first backward of an update.
 
         Raises:
             InputError: others left gradients, which the update would divide by the loss scale.
         """
-        strays = [shard.name for shard in receivers if shard.param.grad is not None]
+        strays = [shard.name for shard in self._master_weights.receivers if shard.param.grad is not None]
         if strays and self._is_scaled:
             raise InputError(_STRAY % (shorten(strays), "The update would divide them by the loss scale"))
         if strays:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from .. import torch_private
-from ..errors import InputError
 from .recipe import LossScale
 
 _SMALLEST = 2.0**-126
@@ -63,25 +62,6 @@ class LossScaler:
         if used is not None and before is not None:
             for value, old in zip(state, before, strict=True):
                 value.copy_(torch.where(used, value, old))
-
-    def cap(self, limit: float, reason: str) -> bool:
-        """Keep a dynamic scale at or below `limit` from now on; returns whether that changed anything.
-
-        Raises:
-            InputError: a static scale is above `limit`; it is the user's choice and is not changed.
-        """
-        if self.max_scale <= limit:
-            return False
-        if not self.options.dynamic:
-            if self.options.initial > limit:
-                raise InputError(
-                    f"the static loss_scale {self.options.initial:g} cannot be used: {reason}; "
-                    f"the largest possible scale is {limit:g}. Lower it, or take the loss in fp32"
-                )
-            return False
-        self.max_scale = limit
-        self.scale.clamp_(max=limit)
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that moves, as Python numbers."""

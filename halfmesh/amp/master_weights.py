@@ -1,22 +1,166 @@
-"""fp32 master weights: the optimizer holds them in place of the model's half-precision parameters."""
+"""What the user's optimizer holds for each parameter: the parameter itself, or its fp32 master weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from .. import torch_private
-from ..shard import ParamShard
+from ..errors import InputError, shorten
+from ..shard import ParamShard, foreign_params
+from .originals import Originals, current_value
+from .recipe import HALF
 
-STREAM_BYTES = 25 * 2**20
-"""fp32 copies of half-precision gradients are made for so much at a time."""
+_MIB = 2**20
+_T = TypeVar("_T")
+
+
+class MasterWeights:
+    """The parameters in the optimizer's groups, and the fp32 masters of those in half precision.
+
+    The groups are re-pointed to the masters in place.
+
+    Args:
+        optimizer: over parameters of `shards` only.
+        shards: every parameter that this rank holds, cast to the recipe's dtype.
+        enabled: whether half-precision parameters get masters.
+        masters: those made before the cast; others are made from the parameters as they are.
+
+    Attributes:
+        masters: the master of each of the model's parameters that has one.
+        trained: the shards whose parameters the optimizer holds, or has held: those with masters.
+        stepped: of these, those that it holds.
+        receivers: for each of `trained` the shard in which backward leaves the gradient.
+        originals: the full precision of tensors that are cast and not trained.
+        version: counts the calls of `sync`.
+
+    Raises:
+        InputError: the optimizer holds parameters that are not in `shards`.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        shards: Sequence[ParamShard],
+        enabled: bool,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.shards = list(shards)
+        self.enabled = enabled
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        self.originals = Originals()
+        self.version = 0
+        self._model_params = {shard.param: shard.model_param for shard in shards}
+        self._stamps: list[tuple[int, int]] = []  # of the parameters with masters, at the last publish
+        self.add(masters or {})
+        self.sync()
+
+    def sync(self) -> None:
+        """Follow the optimizer's groups: new half-precision parameters get masters."""
+        self._refuse_unknown_params()
+        if self.enabled:
+            half = [shard for shard in self.shards if shard.param.dtype in HALF]
+            masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
+            repoint(self.optimizer, masters)
+            self.add(masters)
+        self._held = [list(group["params"]) for group in self.optimizer.param_groups]
+        held = {id(param) for params in self._held for param in params}
+        self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
+        self.receivers = [s.source or s for s in self.trained]
+        self.stepped = [s for s in self.trained if id(self.target(s)) in held]
+        self.version += 1
+
+    def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """These are the masters of parameters from now on."""
+        new = [param for param in masters if param not in self.masters]
+        self.masters.update(masters)
+        self._stamps += torch_private.edit_stamps([self._model_params[param] for param in new])
+
+    def groups_changed(self) -> bool:
+        """Whether the groups hold other parameters than at the last `sync`."""
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != [
+            list(map(id, params)) for params in self._held
+        ]
+
+    def target(self, shard: ParamShard) -> nn.Parameter:
+        """What the optimizer holds for `shard`, one of those trained."""
+        return self.masters.get(shard.param, shard.param)
+
+    def publish(self, shards: Iterable[ParamShard]) -> None:
+        """Round the masters of `shards` into the model; `mark_published` follows."""
+        held = [shard for shard in shards if shard.param in self.masters]
+        if held:
+            with torch.no_grad():
+                torch_private.foreach_copy_([s.param for s in held], [self.masters[s.param] for s in held])
+
+    def mark_published(self) -> None:
+        """The model's weights are the rounded masters."""
+        self._stamps = self._current_stamps()
+
+    def adopt_external_writes(self) -> None:
+        """Copy to the masters what others wrote into the model since the last `publish`; the next would undo it.
+
+        Not seen are writes through `param.data`, as in `param.data.clamp_()`: torch keeps no count of those.
+        """
+        now = self._current_stamps()
+        for param, old, new in zip(self.masters, self._stamps, now, strict=True):
+            if old != new:
+                self.masters[param].data.copy_(current_value(param, self.masters[param]))
+        self._stamps = now
+
+    def full_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A parameter or buffer of the model in full precision; None if the model itself holds that."""
+        master = self.masters.get(tensor)  # type: ignore[call-overload]  # a buffer has none
+        return self.originals.value(tensor) if master is None else current_value(tensor, master)
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The masters by the parameter's name; copies of those whose parameters were written by others."""
+        return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy `values`, by the parameter's name, into the masters and the model. Names that are missing stay."""
+        loaded = []
+        for shard in self.trained:
+            value, master = values.get(shard.name), self.masters.get(shard.param)
+            if master is not None and value is not None and value.shape == master.shape:
+                master.copy_(value)
+                loaded.append(shard)
+        self.publish(loaded)
+        self.mark_published()
+
+    def _current_stamps(self) -> list[tuple[int, int]]:
+        return torch_private.edit_stamps([self._model_params[param] for param in self.masters])
+
+    def _refuse_unknown_params(self) -> None:
+        """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""
+        known = [*(shard.param for shard in self.shards), *self.masters.values()]
+        foreign = foreign_params(self.optimizer, known)
+        if not foreign:
+            return
+        sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
+        names = [sharded[id(param)] for param in foreign.values() if id(param) in sharded]
+        if names:
+            raise InputError(
+                f"{shorten(names)} came into the optimizer after initialize, which had sharded the model's parameters "
+                "over the data ranks by then, and put shards into the optimizer; put them in before (frozen ones may "
+                "be unfrozen later), or use data='replicate'"
+            )
+        raise InputError(
+            f"{len(foreign)} parameter(s) came into the optimizer after initialize that this rank's part of the model "
+            f"did not have then: {shorten(list(foreign))}. Add a new layer before initialize (it may be frozen, and "
+            "unfrozen later), or close the engine, add it, and initialize again. What the model had is to be taken "
+            "from engine.model, not from a list made before: under a pipeline each rank has its stages only"
+        )
 
 
 def make_master(param: torch.Tensor) -> nn.Parameter:
-    """An fp32 copy of `param`. Of an fp32 parameter it takes over the memory, so cast the model afterwards; not of a
-    part of one, though, which would keep the memory of all of it."""
+    """An fp32 copy of `param`. An fp32 parameter gives its memory, so cast the model afterwards; a view does not, which
+    would keep all of the memory that it is a view of."""
     value = param.detach().float()
     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
         value = value.clone()
@@ -24,64 +168,56 @@ def make_master(param: torch.Tensor) -> nn.Parameter:
 
 
 def masters_for(
-    optimizer: torch.optim.Optimizer,
+    optimizer: optim.Optimizer,
     shards: Sequence[ParamShard],
     known: Mapping[nn.Parameter, nn.Parameter],
-    full: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+    full_value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """The master of each parameter of `shards` that `optimizer` holds itself; made of what is `full` if not `known`."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    raw = [s.param for s in shards if id(s.param) in held]
-    return {param: known[param] if param in known else make_master(full(param)) for param in raw}
+    """The master of each parameter of `shards` that `optimizer` holds itself: a known one, or made of `full_value`."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = [shard.param for shard in shards if id(shard.param) in held]
+    return {param: known[param] if param in known else make_master(full_value(param)) for param in params}
 
 
-def repoint(optimizer: torch.optim.Optimizer, replace: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Make `optimizer`'s groups and state hold `replace[param]` instead of `param`. Groups are changed in place."""
+def repoint(optimizer: optim.Optimizer, replace: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Make the groups and the state of `optimizer` hold `replace[param]` in place of `param`."""
     for group in optimizer.param_groups:
         group["params"][:] = [replace.get(param, param) for param in group["params"]]
     for old, new in replace.items():
         if old is not new and old in optimizer.state:
-            state = optimizer.state.pop(old)
-            optimizer.state[new] = {name: _to_dtype_of(new, old, value) for name, value in state.items()}
+            optimizer.state[new] = optimizer.state.pop(old)
+            cast_state(optimizer, {new: old.dtype})
 
 
-def cast_state(optimizer: torch.optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Give state that has the dtype a parameter had before (`dtypes`) the one that it has now."""
+def cast_state(optimizer: optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Cast the state of parameters that had another dtype before (`dtypes`), where the state has it too."""
     for param, dtype in dtypes.items():
         for name, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor) and value.dtype == dtype and value.shape == param.shape:
                 optimizer.state[param][name] = value.to(param.dtype)
 
 
-def publish(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Copy each master (second) into its working parameter (first), rounding to the parameter's dtype."""
-    working, masters = zip(*pairs, strict=True)
-    with torch.no_grad():
-        torch_private.foreach_copy_(working, masters)
+def bucket_bytes(device: torch.device, numel: int) -> int:
+    """How many bytes of fp32 gradients to step at a time, of `numel` elements in all.
+
+    Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for the host: each bucket
+    launches some kernels, and the optimizer looks through all of its parameters.
+    """
+    if device.type != "cuda":
+        return 25 * _MIB
+    return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB))
 
 
-@torch.no_grad()
-def current_value(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """The master, or a copy of it with those elements of `param` that are not its rounded ones: others wrote them."""
-    changed = param != master.to(param.dtype)
-    return torch.where(changed, param.float(), master) if bool(changed.any()) else master.detach()
-
-
-def by_bytes(shards: Sequence[ParamShard], limit: float) -> list[list[ParamShard]]:
-    """Consecutive groups of shards whose fp32 gradients take at most `limit` bytes (one larger shard stands alone)."""
-    buckets: list[list[ParamShard]] = []
+def by_bytes(items: Iterable[_T], limit: float, numel: Callable[[_T], int]) -> list[list[_T]]:
+    """Consecutive buckets of `items` whose `numel` fp32 elements take at most `limit` bytes; a larger item has its
+    own."""
+    buckets: list[list[_T]] = []
     room = 0.0
-    for shard in shards:
-        size = shard.param.numel() * 4
+    for item in items:
+        size = 4 * numel(item)
         if size > room or not buckets:
             buckets.append([])
             room = limit
-        buckets[-1].append(shard)
+        buckets[-1].append(item)
         room -= size
     return buckets
-
-
-def _to_dtype_of(new: torch.Tensor, old: torch.Tensor, value: object) -> object:
-    """State that had the old parameter's dtype gets the new one's."""
-    alike = isinstance(value, torch.Tensor) and value.dtype == old.dtype and value.shape == old.shape
-    return value.to(new.dtype) if isinstance(value, torch.Tensor) and alike else value

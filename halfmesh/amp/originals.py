@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .. import torch_private
-from .master_weights import current_value
 
 
 class Originals:
@@ -62,3 +61,10 @@ class Originals:
             tensor, value = self._targets.popitem()
             tensor.copy_(value)
             self.keep(tensor, value)
+
+
+@torch.no_grad()
+def current_value(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """`full`, or a copy with those elements of `tensor` that are not its rounded ones: others wrote them."""
+    changed = tensor != full.to(tensor.dtype)
+    return torch.where(changed, tensor.float(), full) if bool(changed.any()) else full.detach()

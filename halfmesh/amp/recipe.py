@@ -103,3 +103,25 @@ class Recipe:
 
 FP32 = Recipe()
 """The recipe of a config without `fp16` or `bf16`."""
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """What an update does besides stepping. The defaults change nothing about a plain step."""
+
+    max_norm: float = 0.0
+    """Clip the norm of all gradients to this; 0 does not clip."""
+    norm_type: float = 2.0
+    on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
+    """auto: an update with inf or nan is skipped where the recipe has a loss scale (apex's static one excepted), and
+    taken elsewhere."""
+    max_consecutive_skips: int = 50
+    """Updates with inf or nan in a row that end the run."""
+    track_grad_norm: bool = False
+    """Measure the gradient norm even if nothing else needs it."""
+    fused: Literal["auto", False] = "auto"
+    """auto: use torch's fused implementation where the user left the choice open and it is exact."""
+    wide_gradients: bool = False
+    """Add up the gradients of half-precision parameters in fp32."""
+    name: str | None = None
+    """Of the engine, for messages."""

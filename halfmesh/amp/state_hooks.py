@@ -11,11 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
 from ..errors import InputError
-from .holdings import Holdings
+from .master_weights import MasterWeights
 
 
 def watch_state(
-    model: nn.Module, holdings: Holdings, dtypes: Mapping[torch.Tensor, torch.dtype]
+    model: nn.Module, master_weights: MasterWeights, dtypes: Mapping[torch.Tensor, torch.dtype]
 ) -> Iterator[RemovableHandle]:
     """Give `model.state_dict()` the masters and the dtypes that the model came with, and take loads to the masters.
 
@@ -28,10 +28,10 @@ def watch_state(
         if isinstance(module, torch.jit.ScriptModule):  # takes no such hooks
             continue
         given = {name: dtypes.get(tensor) for name, tensor in _own_tensors(module)}
-        if given and (dtypes or holdings.keeps_masters):
-            yield module.register_state_dict_post_hook(FullPrecision(given, holdings))
+        if given and (dtypes or master_weights.enabled):
+            yield module.register_state_dict_post_hook(FullPrecision(given, master_weights))
         if given:
-            yield module.register_load_state_dict_pre_hook(LoadHook(holdings))
+            yield module.register_load_state_dict_pre_hook(LoadHook(master_weights))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,9 +45,9 @@ class FullPrecision:
     A copy of the model (deepcopy for an average of its weights, torch.save) gets a hook that knows their dtypes only.
     """
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype | None], holdings: Holdings | None) -> None:
+    def __init__(self, dtypes: Mapping[str, torch.dtype | None], master_weights: MasterWeights | None) -> None:
         self._dtypes = dict(dtypes)
-        self._holdings = holdings
+        self._master_weights = master_weights
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -56,7 +56,7 @@ class FullPrecision:
             key, tensor, dtype = prefix + name, own.get(name), self._dtypes.get(name)
             if not isinstance(state.get(key), torch.Tensor):
                 continue  # not persistent, or taken out by a hook of the user's
-            full = None if tensor is None or self._holdings is None else self._holdings.full_value(tensor)
+            full = None if tensor is None or self._master_weights is None else self._master_weights.full_value(tensor)
             if full is not None:
                 state[key] = full
             elif dtype is not None:
@@ -77,17 +77,17 @@ class LoadHook:
     hook that does nothing.
     """
 
-    def __init__(self, holdings: Holdings | None) -> None:
-        self._holdings = holdings
+    def __init__(self, master_weights: MasterWeights | None) -> None:
+        self._master_weights = master_weights
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        if self._holdings is None:
+        if self._master_weights is None:
             return
-        held = {id(shard.model_param): shard for shard in self._holdings.trained}
+        held = {id(shard.model_param): shard for shard in self._master_weights.trained}
         for name, param in _own_tensors(module):
             value, shard = state.get(prefix + name), held.get(id(param))
-            master = None if shard is None else self._holdings.masters.get(shard.param)
+            master = None if shard is None else self._master_weights.masters.get(shard.param)
             if value is not None and shard is not None and torch_private.assigns(metadata):
                 raise InputError(
                     "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
@@ -95,7 +95,7 @@ class LoadHook:
                 )
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
-            self._holdings.originals.keep(param, value)
+            self._master_weights.originals.keep(param, value)
             if (
                 master is not None and shard is not None and value.dtype != param.dtype
             ):  # else it is no more exact than what the parameter gets, see take_edits

@@ -1,4 +1,4 @@
-"""From complete gradients and the verdict on them to new weights: the last part of an update."""
+"""The user's optimizer: with which implementation it steps, and that nobody else steps it."""
 
 from __future__ import annotations
 
@@ -6,134 +6,102 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import optim
 
 from .. import torch_private
 from ..errors import InputError
-from ..shard import ParamShard, Publisher
-from .collected import Gradients
-from .direct_step import DirectStep
-from .holdings import Holdings
-from .master_weights import STREAM_BYTES
-from .parts import Part, Parts
+from . import fused
 
 
 class Stepper:
-    """Steps the optimizer of `holdings`, and lets nobody else do so."""
+    """Calls `optimizer.step()`; a call from elsewhere is refused.
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings = holdings
-        self._optimizer = holdings.optimizer
+    Args:
+        allow_fused: use torch's fused implementation where the user left the choice open and it is exact.
+
+    Attributes:
+        takes_grad_scale: whether its step can divide the gradients and skip by itself.
+        switched: the places of the groups that were made fused here.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, allow_fused: bool) -> None:
+        self.optimizer = optimizer
+        self.allow_fused = allow_fused
+        self.switched: set[int] = set()
+        self.takes_grad_scale = False
         self._stepping = False
-        self._guard = holdings.guard = self._optimizer.register_step_pre_hook(self._refuse_other_steps)
-        self._direct = DirectStep(holdings)
-        self._parts = Parts(holdings)
-        self.publisher: Publisher | None = None
-        """Takes new weights to other ranks."""
+        self._settings: list[Any] = []
+        self.guard = optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
 
-    def convert(self, grads: Gradients) -> Gradients:
-        """These gradients as they will be stepped, where that is done at once, in fp32 copies; else they themselves.
+    def changed(self) -> bool:
+        """Whether the groups hold other parameters or settings than at the last `sync`."""
+        return self._settings != fused.group_settings(self.optimizer)
 
-        The copies have to be made, and on a CPU their norm takes less than half the time of one in half precision.
-        """
-        return grads if self.publisher is not None else self._parts.convert(grads, STREAM_BYTES)
+    def sync(self) -> None:
+        """Choose the implementation anew."""
+        fused.switch_back(self.optimizer, self.switched)  # it may not be exact any more
+        self.switched = fused.switch_to_fused(self.optimizer) if self.allow_fused else set()
+        fused.place_step_counters(self.optimizer)
+        self.takes_grad_scale = fused.takes_grad_scale(self.optimizer)
+        self._settings = fused.group_settings(self.optimizer)
 
-    def take(self, grads: Gradients, total: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Divide by `total` and step, unless `found_inf` is set. Empties `grads`, to free them as it goes.
-
-        Args:
-            total: 0-dim fp32, or None for 1.
-            found_inf: 0-dim fp32, 1.0 to skip; None: take the step.
-        """
-        folds = self.folds
-        if found_inf is not None and not folds:
-            if bool(found_inf):  # the one host read of an optimizer that cannot take the verdict along
-                return
-            found_inf = None
-        layout = grads.layout
-        if layout.fits and self.publisher is None:
-            self.step_part(layout.shards, folds, total, found_inf, grads.tensors)
-            return
-        if self.publisher is not None:
-            self.publisher.begin()
-        parts = self._parts.of(grads, self.publisher is not None, STREAM_BYTES)
-        converted, held = self._parts.has_converted(grads), grads.take()
-        attached = layout.fits and len(parts) == 1
-        for part in parts if len(parts) > 1 else ():
-            part.hide()
-        for part in parts:
-            if not attached:
-                own = held[: len(part.shards)]
-                if not self._parts.at_once:
-                    del held[: len(part.shards)]
-                part.attach(own if converted else part.convert(own))
-                del own
-            try:
-                self.step_part(part.shards, folds, total, found_inf)
-            except Exception:
-                self._give_up(parts)
-                raise
-            self._publish(part)
-            if not attached:
-                part.detach()
-        self._end()
-
-    def step_part(
-        self,
-        shards: Sequence[ParamShard],
-        folds: bool,
-        total: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        all_grads: list[torch.Tensor] | None = None,
-    ) -> None:
-        """Step what has gradients, which are those of `shards`, attached to what the optimizer holds. Where that is all
-        that it holds, `all_grads` are they, so that nobody has to look."""
-        if self._direct.take(folds, total, found_inf, all_grads):
-            return
-        attributes: dict[str, torch.Tensor] = {}
-        if folds:
-            named = {"grad_scale": total, "found_inf": found_inf}
-            attributes = {name: value for name, value in named.items() if value is not None}
-        elif total is not None and shards:
-            _multiply([self.holdings.target(shard).grad for shard in shards], 1 / total)
-        self._stepping = True
-        try:
-            self._optimizer.__dict__.update(attributes)
-            self._optimizer.step()
-        finally:
-            self._stepping = False
-            for name in attributes:
-                delattr(self._optimizer, name)
-
-    def close(self) -> None:
-        """The optimizer may step by itself again."""
-        self._guard.remove()
+    def avoid_fused(self) -> None:
+        """Leave the choice to torch from now on: gradients are sparse, which fused kernels cannot take."""
+        if self.allow_fused:
+            self.allow_fused = False
+            self.sync()
 
     @property
     def folds(self) -> bool:
-        """Whether the optimizer takes the divisor and the verdict along. (Hooks of the user's before its step want
-        gradients as they are used, and none in an update that is skipped.)"""
-        return self.holdings.folds and not torch_private.has_step_pre_hooks(self._optimizer, self._guard)
+        """Whether the optimizer's kernels take the divisor and the verdict along. (Hooks of the user's before its step
+        want gradients as they are used, and none in an update that is skipped.)"""
+        return self.takes_grad_scale and not torch_private.has_step_pre_hooks(self.optimizer, self.guard)
 
-    def _publish(self, part: Part) -> None:
-        """The targets of `part` are new."""
-        part.publish()
-        if self.publisher is not None:
-            self.publisher.stepped(part.shards)
+    @property
+    def can_step_in_buckets(self) -> bool:
+        """Whether `step` may be called with some of the gradients at a time."""
+        return fused.can_step_in_buckets(self.optimizer, self.guard)
 
-    def _give_up(self, parts: list[Part]) -> None:
-        """A hook of the user's has failed in a part. The model gets what its masters are all the same, and the others,
-        who wait for it, what this rank has of all that the update steps."""
-        for part in parts:
-            part.detach_masters()
-            self._publish(part)
-        self._end()
+    def step(
+        self,
+        targets: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        divisor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step with `grads`, which are used up, as the gradients of `targets`.
 
-    def _end(self) -> None:
-        if self.publisher is not None:
-            self.publisher.finish()
-        self.holdings.note_published()
+        Args:
+            divisor: the gradients are divided by it (0-dim fp32); None for 1.
+            found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
+        """
+        for target, grad in zip(targets, grads, strict=True):
+            target.grad = grad
+        attributes: dict[str, torch.Tensor] = {}
+        if self.folds:
+            folded = {"grad_scale": divisor, "found_inf": found_inf}
+            attributes = {name: value for name, value in folded.items() if value is not None}
+            fused.seed_momentum(self.optimizer)
+        elif divisor is not None:
+            _multiply(grads, 1 / divisor)
+        vars(self.optimizer).update(attributes)
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+            for name in attributes:
+                delattr(self.optimizer, name)
+            for target in targets:
+                target.grad = None
 
-    def _refuse_other_steps(self, *_: Any) -> None:
+    def close(self) -> None:
+        """The optimizer may step by itself again, with the implementation that it came with."""
+        fused.switch_back(self.optimizer, self.switched)
+        fused.place_step_counters(self.optimizer)
+        self.guard.remove()
+
+    def _refuse_calls_from_outside(self, *_: Any) -> None:
         if not self._stepping:
             raise InputError(
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
@@ -141,11 +109,22 @@ class Stepper:
             )
 
 
-def _multiply(grads: Sequence[torch.Tensor | None], factor: torch.Tensor) -> None:
+def fit_grads(grads: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients in the dtype and the strides of their targets, as fused kernels need them."""
+    sources, copies = [], []
+    for place, (grad, target) in enumerate(zip(grads, targets, strict=True)):
+        if grad.layout is not torch.strided:
+            grads[place] = grad.to(target.dtype)  # these have no strides, and no fused kernels
+        elif (grad.dtype, grad.stride()) != (target.dtype, target.stride()):
+            sources.append(grad)
+            grads[place] = torch.empty_like(target)
+            copies.append(grads[place])
+    if copies:
+        torch_private.foreach_copy_(copies, sources)
+    return grads
+
+
+def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place by the 0-dim `factor`, which need not be where they are."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        if grad is not None:
-            by_device.setdefault(grad.device, []).append(grad)
-    for device, held in by_device.items():
-        torch_private.foreach_mul_(held, factor.to(device))
+    for device in {grad.device for grad in grads}:
+        torch_private.foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 import torch
 
 from .. import torch_private
-from ..amp.master_weights import STREAM_BYTES, by_bytes
+from ..amp.master_weights import bucket_bytes, by_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
 from ..log import get_logger
@@ -35,17 +35,17 @@ class WeightAverage:
     @torch.no_grad()
     def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
         """The average is the weights as they are now, but for those of `besides`."""
-        holdings = self._update.holdings
-        if holdings.masters:
-            holdings.take_edits()
-        for shard in holdings.trained:
+        masters = self._update.master_weights
+        if masters.masters:
+            masters.adopt_external_writes()
+        for shard in masters.trained:
             if shard not in besides:
-                self.make(shard).copy_(holdings.target(shard))
+                self.make(shard).copy_(masters.target(shard))
 
     def make(self, shard: ParamShard) -> torch.Tensor:
         """The average of `shard`; memory for it if there is none."""
         if shard not in self.values:
-            target = self._update.holdings.target(shard)
+            target = self._update.master_weights.target(shard)
             dtype = torch.float32 if target.dtype in HALF else target.dtype
             self.values[shard] = torch.empty_like(target, dtype=dtype, requires_grad=False)
             self._refreshed = -1
@@ -61,7 +61,7 @@ class WeightAverage:
             )
             self.values.clear()
             return
-        if self._refreshed != self._update.holdings.refreshed:
+        if self._refreshed != self._update.master_weights.version:
             self._divide()
         weight: float | torch.Tensor = 1 - self.decay
         if self._update.found_inf is not None:
@@ -71,15 +71,19 @@ class WeightAverage:
 
     def _divide(self) -> None:
         """Into parts of one device and dtype, so that the memory for differences is small."""
-        holdings = self._update.holdings
+        masters = self._update.master_weights
         self.begin_anew(besides=self.values)  # parameters that the optimizer was given since
         alike: dict[tuple[torch.device, torch.dtype], list[ParamShard]] = {}
-        for shard in holdings.trained:
-            target = holdings.target(shard)
+        for shard in masters.trained:
+            target = masters.target(shard)
             alike.setdefault((target.device, target.dtype), []).append(shard)
-        parts = [part for shards in alike.values() for part in by_bytes(shards, STREAM_BYTES)]
-        self._parts = [([self.values[s] for s in part], [holdings.target(s) for s in part]) for part in parts]
-        self._refreshed = holdings.refreshed
+        parts = [
+            part
+            for (device, _), shards in alike.items()
+            for part in by_bytes(shards, bucket_bytes(device, sum(map(_numel, shards))), _numel)
+        ]
+        self._parts = [([self.values[s] for s in part], [masters.target(s) for s in part]) for part in parts]
+        self._refreshed = masters.version
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The average by the parameter's name; not copied."""
@@ -88,8 +92,12 @@ class WeightAverage:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what `state_dict` gave; what is not in it begins anew with the weights, if anybody has asked for it."""
-        found = {shard: state[shard.name] for shard in self._update.holdings.trained if shard.name in state}
+        found = {shard: state[shard.name] for shard in self._update.master_weights.trained if shard.name in state}
         for shard, value in found.items():
             self.make(shard).copy_(value)
         if self.values:
             self.begin_anew(besides=found)
+
+
+def _numel(shard: ParamShard) -> int:
+    return shard.param.numel()

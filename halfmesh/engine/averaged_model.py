@@ -71,8 +71,8 @@ class AveragedModel:
         written = holding.written()
         kept = [tensor.clone() for tensor in written]
         with torch.no_grad():
-            for shard in holding.update.holdings.trained:
-                holding.update.holdings.target(shard).copy_(average.values[shard])
+            for shard in holding.update.master_weights.trained:
+                holding.update.master_weights.target(shard).copy_(average.values[shard])
         holding.tell()
         engine._cycle.averaged = True
         try:

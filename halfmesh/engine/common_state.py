@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..amp.result import StepResult
+from ..amp.step_result import StepResult
 from ..division import Division
 from ..parallel.context import ParallelContext, is_plain, plain_settings
 from ..parallel.drift import Common
@@ -53,10 +53,10 @@ def _progress(step: int, dataloader: EngineDataLoader | None) -> Iterator[Common
 
 def _verdict(holding: Holding, result: StepResult) -> Iterator[Common]:
     yield Common("whether the step was skipped", result.skipped)
-    for number, state in enumerate(holding.update.losses.state_dict()):
+    for number, state in enumerate(holding.update.loss_scales.state_dict()):
         of = f" of loss {number}" if number else ""
         yield from (Common(f"{key} of the loss scaler{of}", value) for key, value in state.items())
-    yield from (Common(f"{key} of the skip counter", v) for key, v in holding.update.watch.state_dict().items())
+    yield from (Common(f"{key} of the skip counter", v) for key, v in holding.update.skip_counter.state_dict().items())
     yield Common("the gradient norm", result.grad_norm)  # it is divided by the scale
 
 
@@ -74,7 +74,7 @@ def _settings(holding: Holding) -> Iterator[Common]:
 
 def _weights(holding: Holding) -> Iterator[Common]:
     """What the model computes with, then the masters."""
-    division, masters = holding.division, holding.update.holdings.masters
+    division, masters = holding.division, holding.update.master_weights.masters
     for shard, name in holding.names():
         whole = _gathered(shard, division)
         yield Common(f"the weight {name}", whole.param.detach(), division.placement(whole))
@@ -102,7 +102,7 @@ def _optimizer_state(holding: Holding) -> Iterator[Common]:
         placement = holding.division.placement(shard)
         if not placement.regions:  # nothing of it is here
             continue
-        state = optimizer.state.get(holding.update.holdings.target(shard), {})
+        state = optimizer.state.get(holding.update.master_weights.target(shard), {})
         yield Common(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) or is_plain(value):

@@ -45,7 +45,7 @@ class GradientCycle:
         self._passes = passes
         self._accumulation = accumulation
         self._complete = False  # the gradients that are there are reduced
-        self._trained = update.holdings.trainable()
+        self._trained = _trainable(update)
         self._may_shrink = False  # what is frozen within a cycle takes part until its end
         self.clear()  # gradients older than the engine
 
@@ -72,12 +72,11 @@ class GradientCycle:
         if self.averaged:
             refuse_averaged(self, "engine.backward()")
         update = self._update
-        if type(loss_id) is not int or loss_id not in update.losses.ids:
-            update.losses.refuse(loss_id)
+        update.loss_scales.check_id(loss_id)
         loss = self._passes.check(loss)
         update.begin_backward()
         self.at_end, self.closes = at_end, at_end or self._accumulation.index + 1 >= self._accumulation.length
-        sends = self.closes and not update.losses.several
+        sends = self.closes and update.loss_scales.multi is None
         if self.reducer is not None:
             self._keep_covered(self.reducer)
             self.reducer.open(sends and self._passes.is_single)
@@ -92,7 +91,7 @@ class GradientCycle:
             self.fresh = True
             if sends:
                 self.complete()
-            update.note_gradients()
+            update.gradient_watch.note()
         except BaseException as error:
             if self.begun:
                 error.add_note(
@@ -128,7 +127,7 @@ class GradientCycle:
             refuse_averaged(self, "engine.step()")
         divisor = self._accumulation.divisor(self._accumulation.index + self.fresh)
         if self.reducer is not None and (self.reducer.stale or not self._complete):
-            self._update.check_gradients(divisor)
+            self._update.gradient_watch.check(divisor)
             self.complete()
         return divisor
 
@@ -139,7 +138,7 @@ class GradientCycle:
 
     def end(self) -> None:
         """The update is over: its gradients are used, or of no use."""
-        self._update.zero_grad(after_update=True)
+        self._update.zero_grad()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -151,19 +150,25 @@ class GradientCycle:
 
     def _keep_covered(self, reducer: Reduction) -> None:
         """Parameters may have been added to the optimizer, frozen or unfrozen since the last backward."""
-        holdings = self._update.holdings
-        trained = holdings.trainable()
+        masters = self._update.master_weights
+        trained = _trainable(self._update)
         if trained == self._trained and not self._may_shrink:
             return
         if trained != self._trained:
             if self._same is not None:
                 taking = {shard for shard, takes in trained if takes}
-                flags = bytes(id(shard) in taking for shard in holdings.shards)
-                self._same.compare([shard.name for shard in holdings.shards], flags)
+                flags = bytes(id(shard) in taking for shard in masters.shards)
+                self._same.compare([shard.name for shard in masters.shards], flags)
             self._trained = trained
-        if not reducer.covers(holdings.trained):
-            reducer.cover(holdings.trained)
+        if not reducer.covers(masters.trained):
+            reducer.cover(masters.trained)
         self._may_shrink = self.holds_gradients
+
+
+def _trainable(update: MixedPrecisionOptimizer) -> list[tuple[int, bool]]:
+    """The id of each trained shard, and whether its parameter requires gradients now."""
+    masters = update.master_weights
+    return [(id(s), r.param.requires_grad) for s, r in zip(masters.trained, masters.receivers, strict=True)]
 
 
 def refuse_inside(cycle: GradientCycle, call: str) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.result import StepResult
 from ..amp.statistics import StatisticsCheck
+from ..amp.step_result import StepResult
 from ..errors import InputError, NonFiniteError
 from ..log import get_logger
 from ..parallel.context import ParallelContext

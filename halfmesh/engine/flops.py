@@ -155,7 +155,7 @@ def _computed_alike(parts: Parts) -> Iterator[nn.Module]:
     if tensor is None:
         return
 
-    shards = parts.update.holdings.shards
+    shards = parts.update.master_weights.shards
     own = {shard.name for shard in shards if shard.model_param in tensor.splits or shard.model_param in tensor.partial}
     named = list(parts.model.named_parameters(remove_duplicate=False))
     params = {id(param) for name, param in named if name in own}  # under fsdp others than were divided

@@ -76,8 +76,6 @@ class DirectBackward:
         self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
     ) -> None:
         update = self._update
-        if self._precision.starts_in_fp16(loss):
-            update.losses.cap(loss_id, update.holdings.receivers)
         update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
 
 

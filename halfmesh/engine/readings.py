@@ -11,7 +11,7 @@ from torch import nn, optim
 from ..amp.cast import Precision
 from ..amp.cast_lists import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.result import StepResult
+from ..amp.step_result import StepResult
 from ..errors import InputError
 from ..parallel.context import ParallelContext
 from .cycle import GradientCycle
@@ -32,12 +32,12 @@ class UpdateReadings:
     @property
     def loss_scales(self) -> tuple[float, ...]:
         """The current loss scale of each loss. Reads the device."""
-        return self._update.losses.current()
+        return self._update.loss_scales.current()
 
     @property
     def skipped_steps(self) -> int:
         """Updates skipped so far because of inf or nan. Reads the device."""
-        return self._update.watch.skipped
+        return self._update.skip_counter.skipped
 
 
 class Readings(UpdateReadings):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..amp.result import StepResult
 from ..amp.statistics import StatisticsCheck
+from ..amp.step_result import StepResult
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -74,7 +74,7 @@ class Saving(Readings):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken, with the batch after the last one that was trained on."""
         refuse_averaged(self._cycle, "engine.load_state_dict()")
-        checkpoint.refuse_unfit(state, len(self._update.losses.scalers))
+        checkpoint.refuse_unfit(state, len(self._update.loss_scales.scalers))
         checkpoint.refuse_other_part(state["layout"], self._layout)
         self._cycle.clear()
         self.model.load_state_dict(state["model"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..amp.result import StepResult
+from ..amp.step_result import StepResult
 from ..errors import InputError
 
 LRInterval = Literal["step", "epoch", "manual"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..amp.result import StepResult
+from ..amp.step_result import StepResult
 from ..errors import SyncError
 from ..layout import Layout
 from ..parallel.context import ParallelContext

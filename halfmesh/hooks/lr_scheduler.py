@@ -12,7 +12,7 @@ from ..trainer.hook import Hook
 from .monitor import Monitor
 
 if TYPE_CHECKING:
-    from ..amp.result import StepResult
+    from ..amp.step_result import StepResult
     from ..trainer.trainer import Trainer
 
 

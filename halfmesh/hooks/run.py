@@ -10,7 +10,7 @@ from ..report.folder import RunFolder
 from ..trainer.hook import Hook, Record
 
 if TYPE_CHECKING:
-    from ..amp.result import StepResult
+    from ..amp.step_result import StepResult
     from ..trainer.trainer import Trainer
 
 

@@ -14,7 +14,7 @@ from ..trainer.hook import Hook, Record
 from ..trainer.outcome import Outcome
 
 if TYPE_CHECKING:
-    from ..amp.result import StepResult
+    from ..amp.step_result import StepResult
     from ..trainer.trainer import Trainer
 
 

@@ -150,7 +150,7 @@ class _Rehearsal:
     def _label_held(self) -> dict[str, int]:
         """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
         tracker, engine = self._tracker, self._engine
-        tracker.label(engine._update.holdings.masters.values(), "masters")
+        tracker.label(engine._update.master_weights.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
         state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
         tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
@@ -172,7 +172,7 @@ class _Rehearsal:
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()
-        trained = engine._update.holdings.trained
+        trained = engine._update.master_weights.trained
         tracker.label([shard.param.grad for shard in trained], "gradients")
 
     def _traffic(self) -> dict[str, Traffic]:
@@ -187,11 +187,10 @@ class _Rehearsal:
         engine = self._engine
         update, data = engine._update, engine.config.parallel.data
         reduced = getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None
-        for shard in update.holdings.trained:
+        for shard in update.master_weights.trained:
             if shard.param.requires_grad:
                 give_grad(shard.param, torch.zeros_like(shard.param, dtype=reduced))
         update.step()
-        update.zero_grad(after_update=True)
         engine.zero_grad()
 
     def _forward_and_backward(self) -> None:

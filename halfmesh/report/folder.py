@@ -24,7 +24,7 @@ from .facts import describe_ranks, describe_settings, make_plain
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 if TYPE_CHECKING:
-    from ..amp.result import StepResult
+    from ..amp.step_result import StepResult
     from ..engine.engine import Engine
 
 _log = get_logger(__name__)

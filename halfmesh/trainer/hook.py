@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, show
 
 if TYPE_CHECKING:
-    from ..amp.result import StepResult
+    from ..amp.step_result import StepResult
     from .outcome import Outcome
     from .trainer import Trainer
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..amp.result import StepResult
+from ..amp.step_result import StepResult
 from ..engine.engine import Engine
 from ..engine.health.findings import judge_scale
 from ..errors import InputError, refuse_below

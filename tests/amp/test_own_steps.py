@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfmesh
-from halfmesh.amp import stepper
+from halfmesh.amp import optimizer as update_path
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update, take
 
@@ -117,7 +117,7 @@ def test_hooks_before_the_step_see_gradients_as_they_are_used(recipe, everywhere
 @pytest.mark.parametrize("recipe", [FP32, NAIVE], ids=["fp32", "masters"])
 def test_hooks_run_once_in_each_update_with_or_without_gradients(recipe, monkeypatch):
     """A hook may wait for other ranks, which have gradients where this one has none."""
-    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
+    monkeypatch.setattr(update_path, "bucket_bytes", lambda *_: 1)
     params, ran = make_params(), []
     update = make_update(params, OPTIMIZERS["adamw"], recipe)
     handle = update.optimizer.register_step_post_hook(lambda *_: ran.append(1))

@@ -13,8 +13,7 @@ from torch import nn
 
 from halfmesh import torch_private
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.amp.recipe import FP32, LossScale, Recipe
-from halfmesh.amp.rules import UpdateRules
+from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.parallel.buckets import make_buckets
 from halfmesh.shard import ParamShard
 from tests.support.updates import OPTIMIZERS
@@ -45,8 +44,8 @@ def test_an_update_keeps_to_the_devices(no_memory, recipe, optimizer, norm_type)
     shards = make_shards(recipe.param_dtype or torch.float32)
     apart = [{"params": [s.param for s in shards if s.param.device == device]} for device in (HOST, GPU)]
     for params in (apart, [s.param for s in shards]):  # a group for each device, and one
-        rules = UpdateRules(max_norm=1.0, norm_type=norm_type, track_grad_norm=True)
-        update = MixedPrecisionOptimizer(OPTIMIZERS[optimizer](params), shards, recipe, rules=rules, device=HOST)
+        options = UpdateOptions(max_norm=1.0, norm_type=norm_type, track_grad_norm=True)
+        update = MixedPrecisionOptimizer(OPTIMIZERS[optimizer](params), shards, recipe, options=options, device=HOST)
         for divisor in (1.0, 4.0, torch.full((), 4.0, device=GPU)):
             with update.collecting():
                 for shard in shards:

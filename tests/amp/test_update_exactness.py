@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn, optim
 
-from halfmesh.amp import stepper
+from halfmesh.amp import optimizer as update_path
 from halfmesh.amp.convert import convert
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import NonFiniteError
@@ -79,7 +80,7 @@ def test_a_skipped_first_step_leaves_no_trace(name, uninitialised_is_nan):
     for step in range(4):
         update.zero_grad()
         assert not take(update, params, step).skipped
-    assert update.watch.skipped == 1
+    assert update.skip_counter.skipped == 1
     assert_close(params, by_hand(OPTIMIZERS[name], 4)[0])
 
 
@@ -126,7 +127,7 @@ def test_an_update_in_parts_is_bitwise_one_step(name, monkeypatch):
     recipe = Recipe(torch.float16, torch.float16, False, True, keep_batchnorm_fp32=True)
     results = []
     for limit in (1, 200, 25 * 2**20):
-        monkeypatch.setattr(stepper, "STREAM_BYTES", limit)
+        monkeypatch.setattr(update_path, "bucket_bytes", lambda *_, limit=limit: limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
         shards = [ParamShard(name, param) for name, param in model.named_parameters()]
@@ -144,14 +145,13 @@ def test_an_update_in_parts_is_bitwise_one_step(name, monkeypatch):
 
 def test_one_master_gradient_at_a_time(monkeypatch):
     """While one part is stepped, no other part has an fp32 gradient, and its own fp16 gradient is gone."""
-    monkeypatch.setattr(stepper, "STREAM_BYTES", 1)
+    monkeypatch.setattr(update_path, "bucket_bytes", lambda *_: 1)
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.float16, torch.float16, False, True))
-    masters, alive = update.optimizer.param_groups[0]["params"], []
-    update.stepper.step_part = lambda *_: alive.append(
-        (sum(m.grad is not None for m in masters), sum(p.grad is not None for p in params))
-    )
+    alive = []
+    update.stepper.step = lambda _, grads, *__: alive.append((len(grads), sum(grad() is not None for grad in given)))
     give(params, gradients(0))
+    given = [weakref.ref(param.grad) for param in params]
     update.step()
     assert alive == [(1, 2), (1, 1), (1, 0)]
 

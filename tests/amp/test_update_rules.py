@@ -78,7 +78,7 @@ def test_skips_that_are_not_in_a_row_do_not_stop():
     update = make_update(params, OPTIMIZERS["sgd"], SCALED, max_consecutive_skips=2)
     for step in range(8):
         assert take(update, params, step, math.inf if step % 2 else 1.0).skipped == bool(step % 2)
-    assert update.watch.skipped == 4
+    assert update.skip_counter.skipped == 4
 
 
 @pytest.mark.parametrize("recipe", [FP32, SCALED])
@@ -86,7 +86,7 @@ def test_on_a_gpu_a_storm_stops_one_update_later(recipe):
     """The count is on its way to the host meanwhile, and good updates in between begin a new one."""
     params = make_params()
     update = make_update(params, OPTIMIZERS["adamw"], recipe, max_consecutive_skips=3)
-    update.watch._late = True
+    update.skip_counter._late = True
     bad = [False, True, True, False, False, True, True, False, True, True, True]
     if recipe is FP32:  # nothing else measures: the third update is looked at, and from the sixth on each
         bad = [False] * 5 + [True] * 3

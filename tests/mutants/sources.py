@@ -52,7 +52,7 @@ UPDATE = (
     Fault(
         "what others write into the model is lost under masters",
         OPTIMIZER,
-        "        if holdings.masters:\n            holdings.take_edits()\n",
+        "        if holdings.masters:\n            holdings.adopt_external_writes()\n",
         "",
         ("tests/checkpoint/test_state.py",),
     ),
@@ -178,7 +178,7 @@ CHECKPOINT = (
     Fault(
         "skip counts are not restored",
         "engine/checkpointing/run.py",
-        '    run.update.watch.load_state_dict(common["skips"])\n',
+        '    run.update.skip_counter.load_state_dict(common["skips"])\n',
         "",
         (RESUME, "tests/checkpoint/test_contents.py"),
     ),

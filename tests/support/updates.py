@@ -7,9 +7,8 @@ from torch import nn, optim
 
 from halfmesh.amp.convert import convert
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.amp.recipe import FP32, LossScale
-from halfmesh.amp.result import StepResult
-from halfmesh.amp.rules import UpdateRules
+from halfmesh.amp.recipe import FP32, LossScale, UpdateOptions
+from halfmesh.amp.step_result import StepResult
 from halfmesh.shard import ParamShard
 
 OPTIMIZERS = {
@@ -41,12 +40,12 @@ def make_params(seed: int = 0) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in [(7, 5), (5,), (3, 2, 2)]]
 
 
-def make_update(params, make_optimizer, recipe=FP32, **rules) -> MixedPrecisionOptimizer:
+def make_update(params, make_optimizer, recipe=FP32, **options) -> MixedPrecisionOptimizer:
     model = nn.Module()
     for i, param in enumerate(params):
         model.register_parameter(f"p{i}", param)
     shards = [ParamShard(name, p) for name, p in model.named_parameters()]
-    return convert(model, make_optimizer(params), shards, recipe, rules=UpdateRules(**rules))
+    return convert(model, make_optimizer(params), shards, recipe, options=UpdateOptions(**options))
 
 
 def gradients(step: int) -> list[torch.Tensor]:
@@ -61,7 +60,7 @@ def give(params, grads, scale: float = 1.0) -> None:
 
 def scale_of(update: MixedPrecisionOptimizer) -> float:
     """The loss scale that the next backward seeds with."""
-    return 1.0 if update.scaler is None else update.scaler.scale.item()
+    return update.loss_scales.current()[0]
 
 
 def take(update: MixedPrecisionOptimizer, params, step: int, factor: float = 1.0) -> StepResult:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...amp.master_weights import current_value
 from ...amp.optimizer import MixedPrecisionOptimizer
+from ...amp.originals import current_value
 from ...division import Division
 from ...errors import InputError, shorten
 from ...parallel.regions import Placement, whole
@@ -54,11 +54,11 @@ class Holding:
     def names(self) -> list[tuple[ParamShard, str]]:
         """Every parameter of this rank, with its first name in the whole model."""
         first = self.division.first_names(self.model)
-        return [(shard, first.get(shard.name, shard.name)) for shard in self.update.holdings.shards]
+        return [(shard, first.get(shard.name, shard.name)) for shard in self.update.master_weights.shards]
 
     def trained(self) -> list[tuple[ParamShard, str]]:
         """Of these, what the optimizer holds."""
-        held = {id(shard) for shard in self.update.holdings.trained}
+        held = {id(shard) for shard in self.update.master_weights.trained}
         return [(shard, name) for shard, name in self.names() if id(shard) in held]
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class Holding:
         """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
         they came with. Not copied where that is what is held."""
         state = self.model.state_dict()
-        masters = self.update.holdings.masters
+        masters = self.update.master_weights.masters
         found: Pieces = {}
         for shard, name in self.names():
             if shard.param in masters:
@@ -83,7 +83,7 @@ class Holding:
     def weight_targets(self) -> Pieces:
         """Where new weights have to be written: in full precision where the model has them rounded, else the model
         itself. `loading.tell` follows."""
-        masters, originals = self.update.holdings.masters, self.update.holdings.originals
+        masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
         found = {
             name: Piece(
                 masters[shard.param].detach() if shard.param in masters else originals.target(shard.param),
@@ -118,10 +118,10 @@ class Holding:
     def written(self) -> list[torch.Tensor]:
         """What new weights of the optimizer's parameters are written into; under zero1 also what `tell` brings from
         other ranks."""
-        holdings = self.update.holdings
-        found = [holdings.target(shard).detach() for shard in holdings.trained]
+        masters = self.update.master_weights
+        found = [masters.target(shard).detach() for shard in masters.trained]
         if self.division.slices is not None:
-            found += [shard.source.param.detach() for shard in holdings.trained if shard.source is not None]
+            found += [shard.source.param.detach() for shard in masters.trained if shard.source is not None]
         return found
 
     @torch.no_grad()
@@ -131,12 +131,12 @@ class Holding:
         Args:
             others: False does without a message to other ranks.
         """
-        holdings = self.update.holdings
-        holdings.originals.publish()
-        holdings.publish(holdings.trained)
+        masters = self.update.master_weights
+        masters.originals.publish()
+        masters.publish(masters.trained)
         if others or self.division.slices is None:
-            self.division.publish(holdings.trained)
-        holdings.note_published()
+            self.division.publish(masters.trained)
+        masters.mark_published()
 
     def extras(self) -> dict[str, Any]:
         """What modules add to the model's state dict besides parameters and buffers (`get_extra_state`)."""
@@ -165,21 +165,21 @@ class Holding:
             InputError: state that has no place in a checkpoint: of another shape than the parameter's, of which this
                 rank holds a part; of no parameter; under a name that is none.
         """
-        holdings, pieces = self.update.holdings, Pieces()
-        _refuse_own_entries(holdings.optimizer)
+        masters, pieces = self.update.master_weights, Pieces()
+        _refuse_own_entries(masters.optimizer)
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
-            target, placement = holdings.target(shard), self.division.placement(shard)
-            for key, value in holdings.optimizer.state.get(target, {}).items():
+            target, placement = masters.target(shard), self.division.placement(shard)
+            for key, value in masters.optimizer.state.get(target, {}).items():
                 if type(key) is not str or "." in key:
                     raise InputError(
-                        f"{type(holdings.optimizer).__name__} keeps state of {name} under {key!r}, which cannot be "
+                        f"{type(masters.optimizer).__name__} keeps state of {name} under {key!r}, which cannot be "
                         "saved: names of state are text without a dot; rename it in the optimizer"
                     )
                 if not isinstance(value, torch.Tensor):
                     if not placement.is_whole and not isinstance(value, _SAME_ON_ALL):
                         raise InputError(
-                            f"{type(holdings.optimizer).__name__} keeps a {type(value).__name__} as state {key!r} of "
+                            f"{type(masters.optimizer).__name__} keeps a {type(value).__name__} as state {key!r} of "
                             f"{name}, of which this rank holds a part: which part of the state that is is not known, "
                             "so it cannot be saved; use an optimizer that keeps tensors and numbers, such as AdamW, or "
                             "data='replicate' with tensor=1"
@@ -200,11 +200,11 @@ class Holding:
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups with names of parameters, as far as this rank holds them."""
-        holdings = self.update.holdings
-        names = {id(holdings.target(shard)): name for shard, name in self.trained()}
+        masters = self.update.master_weights
+        names = {id(masters.target(shard)): name for shard, name in self.trained()}
         return [
             {**group, "params": [names[id(param)] for param in group["params"]]}
-            for group in holdings.optimizer.param_groups
+            for group in masters.optimizer.param_groups
         ]
 
 

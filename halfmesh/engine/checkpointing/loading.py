@@ -102,7 +102,7 @@ def refuse_other(stored: Stored, holding: Holding, scheduled: bool, context: Par
     Args:
         scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
     """
-    together(context, f"loading {stored.found.folder} failed", holding.update.take_in_new)
+    together(context, f"loading {stored.found.folder} failed", holding.update.sync_param_groups)
     weights = without_empty(holding.weight_targets())
     mine = {name: tuple(piece.placement.shape) for name, piece in weights.items()}
     everyone = context.everyone((mine, [group["params"] for group in holding.groups()], list(holding.extras())))
@@ -237,11 +237,11 @@ class _StateTargets:
                     self._values[name][key] = piece.held
 
     def _part(self, shard: ParamShard, full_name: str, key: str, shape: torch.Size) -> Piece:
-        holdings = self._holding.update.holdings
-        target = holdings.target(shard)
+        masters = self._holding.update.master_weights
+        target = masters.target(shard)
         dtype = self._stored.dtype(full_name)
         dtype = target.dtype if dtype.is_floating_point and target.is_floating_point() else dtype  # as torch has it
-        there = holdings.optimizer.state.get(target, {}).get(key)
+        there = masters.optimizer.state.get(target, {}).get(key)
         fits = isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (target.shape, dtype)
         held = there.detach() if fits else torch.empty_like(target, dtype=dtype).detach()
         return Piece(held, self._holding.division.placement(shard))

@@ -83,8 +83,8 @@ def _snapshot(run: Run, step: int) -> saving.Snapshot:
         run.context,
         {
             "global_step": step,
-            "scalers": run.update.losses.state_dict(),
-            "skips": run.update.watch.state_dict(),
+            "scalers": run.update.loss_scales.state_dict(),
+            "skips": run.update.skip_counter.state_dict(),
             "lr_scheduler": run.lr.state_dict(),
             "lr_class": None if scheduler is None else saving.class_name(scheduler),
         },
@@ -137,7 +137,7 @@ def _take_rest(run: Run, stored: loading.Stored, shared: SharedRandomness) -> li
     """All but the tensors of model and optimizer. Returns what begins anew."""
     common = stored.common
     run.holding.set_extras(common["extras"])
-    run.update.watch.load_state_dict(common["skips"])
+    run.update.skip_counter.load_state_dict(common["skips"])
     notes = [*_take_scales(run, common["scalers"]), *_take_schedule(run, common)]
     notes += _take_position(run, stored, shared)
     if run.average.decay is not None and not stored.shapes(AVERAGE):
@@ -146,7 +146,7 @@ def _take_rest(run: Run, stored: loading.Stored, shared: SharedRandomness) -> li
 
 
 def _take_scales(run: Run, saved: list[dict[str, Any]]) -> Iterator[str]:
-    losses = run.update.losses
+    losses = run.update.loss_scales
     if len(saved) == len(losses.scalers):
         losses.load_state_dict(saved)
     elif losses.scalers:

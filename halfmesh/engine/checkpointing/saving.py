@@ -51,7 +51,7 @@ def collect(holding: Holding, context: ParallelContext, common: Mapping[str, Any
     """
 
     def collected() -> tuple[Pieces, dict[str, Any], Any]:
-        holding.update.take_in_new()  # groups added since the last step
+        holding.update.sync_param_groups()  # groups added since the last step
         pieces, plain = holding.optimizer_state()
         pieces |= {MODEL + name: piece for name, piece in holding.weights().items()} | holding.averages()
         return pieces, plain, (holding.groups(), holding.extras())

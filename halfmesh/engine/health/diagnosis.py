@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...amp.recipe import Recipe
-from ...amp.result import StepResult
+from ...amp.step_result import StepResult
 from ...errors import bullet_list
 from .faults import Fault
 from .tensor_numbers import Numbers, largest_number

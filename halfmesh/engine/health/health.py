@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...amp.result import StepResult
+from ...amp.step_result import StepResult
 from ...errors import InputError, NonFiniteError
 from ..cycle import refuse_inside
 from ..passes import Passes
@@ -118,7 +118,7 @@ class Health(Saving):
 
     def _last_scales(self) -> list[float]:
         """The loss scales of the last updates and of the present one, oldest first; none without loss scaling."""
-        losses, loss_id = self._update.losses, self._seen.loss_id
+        losses, loss_id = self._update.loss_scales, self._seen.loss_id
         if not losses.scalers:
             return []
         before = [result.loss_scale for result in self._last_results()] if loss_id == 0 else []  # of the first loss

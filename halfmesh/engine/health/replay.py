@@ -82,7 +82,7 @@ def _compute(parts: Parts, batch: LastBatch, listener: Listener, factor: float) 
             return notes
         parts.cycle.add(loss, at_end=True, loss_id=batch.loss_id)
         parts.cycle.complete()
-        for shard, grad in parts.update.gradients():
+        for shard, grad in parts.update.gradients().items():
             listener.complete_gradient(shard.name, grad)
     return notes
 

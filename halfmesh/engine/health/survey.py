@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...amp.result import StepResult
+from ...amp.step_result import StepResult
 from ...shard import ParamShard, compute_dtype
 from .findings import find
 from .last_batch import LastBatch
@@ -66,8 +66,8 @@ class Survey(Listener):
     """
 
     def __init__(self, parts: Parts) -> None:
-        holdings = parts.update.holdings
-        trained = {shard.name: _has_master(shard, parts) for shard in holdings.trained if shard.param.requires_grad}
+        shards = [shard for shard in parts.update.master_weights.trained if shard.param.requires_grad]
+        trained = {shard.name: _has_master(shard, parts) for shard in shards}
         half = parts.update.recipe.compute_dtype in (torch.float16, torch.bfloat16)
         self.layers: dict[str, Layer] = {}
         for name, module in parts.model.named_modules():
@@ -111,8 +111,8 @@ def make_report(parts: Parts, batch: LastBatch, results: Sequence[StepResult]) -
     plain, larger = (_joined([both[i] for both in everyone]) for i in (0, 1))
     if factor > 1 and any(layer.gradients.bad for layer in larger.values()):
         factor, why = 1.0, f"gradients overflow within layers when they are {factor:g} times larger"
-    recipe, scales = parts.update.recipe, parts.update.losses.current()
-    scale = scales[batch.loss_id] if parts.update.losses.scalers else None
+    recipe, scales = parts.update.recipe, parts.update.loss_scales.current()
+    scale = scales[batch.loss_id] if parts.update.loss_scales.scalers else None
     if not any(layer.given for layer in plain.values()):  # no backward was computed
         for layer in plain.values():
             layer.wanted = frozenset()
@@ -127,7 +127,9 @@ def make_report(parts: Parts, batch: LastBatch, results: Sequence[StepResult]) -
         updates=len(results),
         factor=factor if factor > 1 else None,
         not_measured=why,
-        room=_room(plain, parts.update.losses.several) if recipe.compute_dtype == torch.float16 else None,
+        room=_room(plain, parts.update.loss_scales.multi is not None)
+        if recipe.compute_dtype == torch.float16
+        else None,
         layers=layers,
         notes=tuple(notes),
         findings=(),
@@ -212,4 +214,4 @@ def _lost(numbers: Numbers, larger: Numbers) -> float:
 
 def _has_master(shard: ParamShard, parts: Parts) -> bool:
     model_side = shard.param if shard.source is None else shard.source.param
-    return shard.param in parts.update.holdings.masters or compute_dtype(model_side) != shard.param.dtype
+    return shard.param in parts.update.master_weights.masters or compute_dtype(model_side) != shard.param.dtype

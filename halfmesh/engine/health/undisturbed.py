@@ -62,7 +62,7 @@ def _trained(parts: Parts) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _gradients(parts: Parts) -> Iterator[Undo]:
     """Parameters that the optimizer does not hold may have some that nobody clears."""
-    shards = parts.update.holdings.shards
+    shards = parts.update.master_weights.shards
     params = [shard.param for shard in (*shards, *(s.source for s in shards if s.source is not None))]
     known = {id(param) for param in params}
     params += [param for param in parts.others() if id(param) not in known]
