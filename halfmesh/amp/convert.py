@@ -9,9 +9,9 @@ from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from ..shard import ParamShard, Ranks, follow_dtype
-from .cast import cast_model, tensors_to_cast
 from .master_weights import cast_state, current_value, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
+from .precision import cast_model, tensors_to_cast
 from .recipe import Recipe
 from .rules import UpdateRules
 from .state_hooks import watch_state

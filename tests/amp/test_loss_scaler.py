@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 from halfmesh.amp.loss_scaler import LossScaler
 from halfmesh.amp.recipe import LossScale
-from halfmesh.errors import InputError
 
 CPU = torch.device("cpu")
 SCALES = LossScale(initial=1024.0, growth_interval=3, hysteresis=2, min_scale=1.0, max_scale=4096.0)
@@ -86,14 +84,6 @@ def test_state_dict_holds_every_tracker():
         run(first, overflows[:cut])
         second.load_state_dict(first.state_dict())
         assert run(second, overflows[cut:]) == whole[cut:]
-
-
-def test_a_loss_in_fp16_lowers_a_dynamic_scale_and_refuses_a_static_one():
-    scaler = LossScaler(LossScale(initial=2.0**16, growth_interval=1), CPU)
-    assert scaler.cap(2.0**15, "why")
-    assert run(scaler, [False, False]) == [2.0**15, 2.0**15]
-    with pytest.raises(InputError, match=r"static loss_scale 65536 cannot be used: why; the largest .* 32768"):
-        LossScaler(LossScale(initial=2.0**16, dynamic=False), CPU).cap(2.0**15, "why")
 
 
 def test_without_a_floor_the_scale_stays_a_number():

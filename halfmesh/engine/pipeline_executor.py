@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import torch_private
-from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -55,8 +55,8 @@ class PipelineOptions:
     """Whether all ranks get the outputs of evaluation, or those of the last stage."""
 
 
-class PipelinePasses:
-    """`halfmesh.engine.passes.Passes` of a rank that has some stages of the model.
+class PipelineExecutor:
+    """`halfmesh.engine.executor.Executor` of a rank that has some stages of the model.
 
     Args:
         model: the user's, of which the training mode counts.
@@ -142,7 +142,7 @@ class PipelinePasses:
         return loss
 
     def backward(
-        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
+        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
     ) -> None:
         """Run the schedule."""
         if retain_graph:
@@ -159,7 +159,7 @@ class PipelinePasses:
             return last.finish(output, index)
 
         def on_last(params: Any, rest: bool) -> None:
-            if reducer is not None and sends:
+            if reducer is not None and reduces:
                 reducer.expect_last(params)
                 if rest:
                     reducer.expect_rest(params)
