@@ -210,8 +210,6 @@ class Engine(Health):
                 if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:
-            if self.config.name is not None:
-                error.add_note(f"in the engine named {self.config.name!r}")
             self._explain(error)
             raise
         self._results.append(result)
@@ -332,26 +330,6 @@ class Engine(Health):
         if self._precision.casts is None:
             raise InputError("this engine casts by no lists of its own; only mode='apex' with opt_level='O1' does")
         return self._precision.casts
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
-        return self.loss_scales[0]
-
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        """The current loss scale of each loss. Reads the device."""
-        return self._update.losses.current()
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates skipped so far because of inf or nan. Reads the device."""
-        return self._update.watch.skipped
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
-        return self._results[-1].grad_norm if self._results else None
 
     def master_params(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.

@@ -1,4 +1,4 @@
-"""The engine's half that looks at the run's numbers, when it is asked or when the run stops at inf or nan."""
+"""The run's numbers: what can be read of them, and the diagnosis of a run that stops at inf or nan."""
 
 from __future__ import annotations
 
@@ -23,12 +23,32 @@ KEPT = 60
 
 
 class Health(Saving):
-    """Diagnosis of inf and nan, and `precision_report`."""
+    """Loss scale, norm and skips; diagnosis of inf and nan; `precision_report` and `count_flops`."""
 
     _criterion: Callable[..., Any] | None
     _executor: Executor
     _precision: Precision
     _last_batch: LastBatch
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.losses.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.watch.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
+        return self._results[-1].grad_norm if self._results else None
 
     def precision_report(self) -> PrecisionReport:
         """What the config's precision does to the numbers of each layer, measured on the last batch that went forward
@@ -86,6 +106,8 @@ class Health(Saving):
 
     def _explain(self, error: NonFiniteError) -> None:
         """Add to `error` why it came. All ranks together; the update that failed is over."""
+        if self.config.name is not None:
+            error.add_note(f"in the engine named {self.config.name!r}")
         try:
             error.diagnosis = self._diagnose(error)
             error.args = (f"{error}\n{error.diagnosis}",)
