@@ -242,7 +242,7 @@ def make_halfmesh_sharded(
     contender = make_halfmesh(setup, data={"strategy": strategy, "bucket_mb": bucket_mb})
     if not overlap:
         engine = contender.engine
-        reducer, slices = engine._cycle.reducer, engine._division.slices
+        reducer, slices = engine._accumulation.reducer, engine._division.slices
         begin = reducer.open
         reducer.open = lambda last: begin(False)  # all is sent after backward
         slices.stepped = lambda shards: slices._stepped.update(map(id, shards))  # and gathered after the update

@@ -16,14 +16,14 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 SUBJECTS = {
     "Config": "config/ options.py compat.py key_checks.py registry.py",
     "What initialize is given": "inputs.py assembly.py distribution.py conversion.py stage_checks.py",
-    "The loop": "engine/engine.py engine/cycle.py engine/accumulation.py engine/readings.py engine/saving.py",
+    "The loop": "engine/engine.py engine/accumulation.py engine/saving.py",
     "Data": "engine/dataloader.py engine/samplers.py engine/loader_watch.py",
     "Schedulers": "engine/scheduling.py engine/lr_schedulers.py",
     "Precision": "amp/ converted.py",
     "Inf and nan": "engine/health/",
     "Tensor parallelism": "parallel/tensor parallel/style.py parallel/layer_plans.py parallel/attention.py "
     "parallel/gradients.py parallel/sequence parallel/same_calls.py parallel/split.py",
-    "Pipeline parallelism": "parallel/pipeline/ engine/pipeline_passes.py engine/handles.py engine/last_stage.py "
+    "Pipeline parallelism": "parallel/pipeline/ engine/pipeline_executor.py engine/handles.py engine/last_stage.py "
     "division",
     "Data parallelism, zero1 and fsdp": "parallel/sharding/ parallel/reducer.py parallel/buckets.py "
     "parallel/elementwise.py",

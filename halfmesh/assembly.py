@@ -24,7 +24,6 @@ from .division import Division
 from .division_plans import Plans, balance_by_time, make_plans
 from .effective_plan import make_plan
 from .engine.accumulation import Accumulation
-from .engine.cycle import GradientCycle
 from .engine.dataloader import EngineDataLoader
 from .engine.engine import Engine
 from .engine.samplers import shard_loader
@@ -183,13 +182,15 @@ def _convert(
             "gradients there are not the model's"
         )
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
-    accumulation = Accumulation(config.gradient_accumulation, config.loss_reduction, AxisRanks(context, "dp"))
     if division.tensor is not None or division.cut is not None:
         update.gradient_watch.why = IN_PARTS
-    elif accumulation.length > 1 or accumulation.reduction == "weighted":
+    elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = make_reduction(given.model, update, context, config, division)
-    passes = division.make_passes(given.model, precision, update, accumulation, update.recipe)
+    dp = AxisRanks(context, "dp")
+    cycle = config.gradient_accumulation, config.loss_reduction
+    accumulation = Accumulation(update, precision, *cycle, dp, reducer, SameTrained(context))
+    executor = division.make_executor(given.model, precision, update, accumulation, update.recipe)
     division.checkpoint_and_compile(given.model)
     place: dict[str, Any] = {"context": context, "seed": config.seed}
     dataloader = None
@@ -203,9 +204,9 @@ def _convert(
         update=update,
         precision=precision,
         context=context,
-        passes=passes if sync is None else sync.compared(passes),
+        executor=executor if sync is None else sync.compared(executor),
         division=division,
-        cycle=GradientCycle(update, precision, passes, accumulation, reducer, SameTrained(context)),
+        accumulation=accumulation,
         lr=lr,
         config=config,
         dataloader=dataloader,

@@ -10,18 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from .amp.cast import Precision
 from .amp.cast_lists import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
+from .amp.precision import Precision
 from .amp.recipe import FP32
 from .amp.step_result import StepResult
 from .engine import checkpoint
 from .engine.accumulation import Accumulation
-from .engine.cycle import GradientCycle
-from .engine.passes import DirectBackward
-from .engine.readings import UpdateReadings
+from .engine.executor import DirectBackward
 from .errors import InputError
-from .shard import OneRank
 
 
 class AMPModel(nn.Module):
@@ -90,7 +87,7 @@ class AMPCriterion(nn.Module):
         return self._precision.criterion(self.criterion, *args, **kwargs)
 
 
-class AMPOptimizer(UpdateReadings, optim.Optimizer):
+class AMPOptimizer(optim.Optimizer):
     """The optimizer of a converted model: the one that was given, with scaled losses and checked gradients.
 
     What is not defined here is the given optimizer's: `param_groups`, `state`, `defaults`, hooks.
@@ -107,9 +104,8 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         self._update = update
         self._precision = precision
         self._closed = False
-        accumulation = Accumulation(1, "sum", OneRank())
-        backward = DirectBackward(precision, update, accumulation)
-        self._cycle = GradientCycle(update, precision, backward, accumulation, None)
+        self._accumulation = Accumulation(update, precision)
+        self._executor = DirectBackward(update, self._accumulation)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     def backward(self, loss: torch.Tensor, loss_id: int = 0, *, retain_graph: bool = False) -> None:
@@ -127,12 +123,14 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
             # DistributedDataParallel averages param.grad, if at all (no_sync), at the last backward of an update: all
             # of the gradients have to be there then.
             self._update.sums_in_fp32 = False
-            if self._update.loss_scales.multi is not None and self._cycle.fresh:
+            if self._update.loss_scales.multi is not None and self._accumulation.has_backward:
                 raise InputError(
                     "several losses with scales of their own cannot be averaged by DistributedDataParallel; use "
                     "halfmesh.initialize, which averages them, or num_losses=1"
                 )
-        self._cycle.add(loss, at_end=True, retain_graph=retain_graph, loss_id=loss_id)
+        self._accumulation.backward(
+            self._executor, loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id
+        )
 
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Unscale, check, step or skip, and move the loss scale. Frees the gradients that it uses.
@@ -144,7 +142,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         if closure is not None:
             raise InputError("a closure that runs the model again cannot be joined with a loss scale; call step()")
         self._refuse_if_closed()
-        if not self._cycle.fresh:
+        if not self._accumulation.has_backward:
             raise InputError(
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
                 "in place of loss.backward(), which does not scale the loss"
@@ -152,11 +150,11 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         try:
             return self._update.step()
         finally:
-            self._cycle.end()
+            self._accumulation.end_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; they are always freed."""
-        self._cycle.clear()
+        self._accumulation.clear()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Clip the next step to `max_norm`. Returns the norm of the unscaled gradients before clipping (0-dim).
@@ -164,7 +162,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         Raises:
             InputError: before `backward`, or a `max_norm` that is not positive.
         """
-        if not self._cycle.fresh:
+        if not self._accumulation.has_backward:
             raise InputError("clip_grad_norm was called before backward(loss): there are no gradients; call it after")
         return self._update.clip_grad_norm_(max_norm)
 
@@ -174,12 +172,27 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         Raises:
             InputError: between backward and step, where masters have no gradients yet.
         """
-        if self._cycle.fresh:
+        if self._accumulation.has_backward:
             raise InputError(
                 "master_params() was called between backward and step, where masters have no gradients yet; to clip "
                 "call optimizer.clip_grad_norm(max_norm)"
             )
         return (param for group in self.param_groups for param in group["params"])
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.loss_scales.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.skip_counter.skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the given optimizer's: parameters of the model that it did not hold so far."""
@@ -196,7 +209,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
             InputError: the state of something else, or of another number of loss scales.
         """
         checkpoint.refuse_unfit_update(state_dict, len(self._update.loss_scales.scalers))
-        self._cycle.clear()
+        self._accumulation.clear()
         self._update.load_state_dict(state_dict)
 
     def close(self) -> None:
@@ -204,7 +217,7 @@ class AMPOptimizer(UpdateReadings, optim.Optimizer):
         if self._closed:
             return
         self._closed = True
-        self._cycle.clear()
+        self._accumulation.clear()
         self._precision.recipe, self._precision.casts = FP32, None
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()

@@ -12,13 +12,13 @@ import torch
 from torch import nn, optim
 
 from . import torch_private
-from .amp.cast import Precision, cast_model
 from .amp.optimizer import MixedPrecisionOptimizer
+from .amp.precision import Precision, cast_model
 from .amp.recipe import Recipe
 from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
-from .engine.passes import DirectPasses, Passes
+from .engine.executor import DirectExecutor, Executor
 from .failures import is_timeout
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
@@ -211,19 +211,19 @@ class Division:
         weight = 1 / copies if self.tensor is None else self.tensor.weight(param, copies)
         return weight if self.cut is None else weight * self.cut.weight(param)
 
-    def make_passes(
+    def make_executor(
         self,
         model: nn.Module,
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
         recipe: Recipe,
-    ) -> Passes:
+    ) -> Executor:
         """How the engine computes. `model` is cast already."""
         over_tensor = None if self.tensor is None else SameCalls(self._context.tp_group, "tensor group")
         if self.plans.partition is None or self._skeleton is None:
-            return DirectPasses(model, precision, update, accumulation, self._around_call(model), over_tensor)
-        from .engine.pipeline_passes import PipelineOptions, PipelinePasses
+            return DirectExecutor(model, precision, update, accumulation, self._around_call(model), over_tensor)
+        from .engine.pipeline_executor import PipelineExecutor, PipelineOptions
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
         from .parallel.registries import SCHEDULES
@@ -249,7 +249,7 @@ class Division:
                 self._saving(model),
             ),
         )
-        return PipelinePasses(model, pipeline, options, context, precision, update, accumulation, over_tensor)
+        return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, over_tensor)
 
     @contextmanager
     def _drawing(self, model: nn.Module) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from . import activation, compilation
 from .activation import Activations
-from .amp.cast import Precision
+from .amp.precision import Precision
 from .amp.recipe import Recipe
 from .compilation import Compilation
 from .deferred.adoption import named_tensors, recorded

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, Dataset
 
 from . import torch_private
-from .amp.cast import find_overflow, tensors_to_cast
+from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
 from .deferred.recording import recording_of

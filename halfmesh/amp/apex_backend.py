@@ -21,12 +21,12 @@ from torch import nn, optim
 from ..shard import ParamShard, Ranks, set_grad
 from .apex_private import Apex
 from .backend import Backend
-from .cast import Precision
 from .collected import Gradients
 from .convert import named_tensors, take_back
 from .holdings import Holdings
 from .loss_scales import LossScales
 from .optimizer import MixedPrecisionOptimizer
+from .precision import Precision
 from .recipe import Recipe
 from .result import StepResult
 from .rules import UpdateRules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .cast import Precision
 from .convert import convert
+from .precision import Precision
 
 
 class Backend:

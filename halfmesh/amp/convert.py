@@ -9,10 +9,10 @@ from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from ..shard import ParamShard, Ranks, follow_dtype
-from .cast import cast_model, tensors_to_cast
 from .master_weights import cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .originals import current_value
+from .precision import cast_model, tensors_to_cast
 from .recipe import Recipe, UpdateOptions
 from .state_hooks import watch_state
 

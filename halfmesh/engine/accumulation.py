@@ -1,84 +1,260 @@
-"""Gradient accumulation: which microbatch of a cycle this is, and how their losses are joined."""
+"""Gradient accumulation: from the losses of a cycle's microbatches to the complete gradients of one update."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
 from ..errors import InputError
-from ..shard import Ranks
+from ..log import get_logger
+from ..parallel.gradients import Reduction
+from ..parallel.trained import SameTrained
+from ..shard import OneRank, Ranks
+
+if TYPE_CHECKING:
+    from .dataloader import EngineDataLoader
+    from .executor import Backward
 
 LossReduction = Literal["mean", "sum", "weighted"]
 
+_log = get_logger(__name__)
+
 
 class Accumulation:
-    """One cycle of `length` microbatches, and the divisor of their summed gradients.
+    """Cycles of `length` microbatches, each with one update at its end.
 
     Every backward is seeded with 1/`length` (mean) or 1 (sum, weighted), so that gradients stay in the range of one
-    microbatch; what is wrong with that in a short cycle, or not known before its end (weighted), is put right by
-    `divisor` in the update.
+    microbatch. What is wrong with that in a short cycle, or is not known before its end (weighted), is put right by
+    `grad_divisor`. On the last microbatch the gradients are reduced over the data ranks while backward runs.
+
+    Args:
+        dp: the data ranks, over which the weights of weighted losses are summed.
+        reducer: completes the gradients; None: they are complete after backward.
+        same: compares over ranks what is trained.
+
+    Attributes:
+        index: microbatches of this cycle that are over.
+        seed_divisor: what each loss is divided by in backward.
+        has_backward: a backward ran since the last `count_microbatch`.
+        is_last_microbatch: the microbatch of the last backward is the last of the cycle.
+        is_last_batch: no batch follows it.
+        averaged: the model holds averaged weights, which are not to be trained or saved as its own.
     """
 
-    def __init__(self, length: int, reduction: LossReduction, dp: Ranks) -> None:
+    def __init__(
+        self,
+        update: MixedPrecisionOptimizer,
+        precision: Precision,
+        length: int = 1,
+        reduction: LossReduction = "mean",
+        dp: Ranks | None = None,
+        reducer: Reduction | None = None,
+        same: SameTrained | None = None,
+    ) -> None:
         self.length = length
         self.reduction = reduction
-        self.index = 0
-        """Microbatches of this cycle that are complete."""
+        self.reducer = reducer
         self.seed_divisor = float(length) if reduction == "mean" else 1.0
-        """What each loss is divided by in backward."""
-        self._dp = dp
+        self.averaged = False
+        self._update = update
+        self._precision = precision
+        self._dp = dp or OneRank()
+        self._same = same
+        self._is_reduced = False
         self._weight: torch.Tensor | None = None
+        self._trained = _trainable(update)
+        self._may_shrink = False  # what is frozen within a cycle takes part until its end
+        self.clear()  # gradients older than the engine
 
-    def take_loss(self, loss: Any) -> torch.Tensor:
-        """The scalar to run backward from; of a weighted (sum, weight) pair the weight is remembered."""
-        plain = self.reduction != "weighted" and isinstance(loss, torch.Tensor)
-        if plain and loss.requires_grad and loss.dtype.is_floating_point and loss.ndim == 0:
-            return loss
-        total, weight = self.read_loss(loss)
-        if weight is not None:
-            self.add_weight(weight)
-        return total
+    @property
+    def in_progress(self) -> bool:
+        """Whether microbatches of this cycle are over, and their update is not."""
+        return self.index > 0
 
-    def add_weight(self, weight: torch.Tensor) -> None:
-        """What the summed losses of this cycle are to be divided by grows by `weight` (0-dim, float64)."""
-        self._weight = weight if self._weight is None else self._weight + weight
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that no update has used."""
+        return self.in_progress or self.has_backward
 
-    def read_loss(self, loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scalar to run backward from, and the weight of a weighted loss.
+    @property
+    def position(self) -> str:
+        """The current microbatch, for messages: "2 of 4"."""
+        return f"{self.index + self.has_backward} of {self.length}"
+
+    # -- one microbatch ----------------------------------------------------------------------------------------
+
+    def backward(
+        self, executor: Backward, loss: Any, *, is_last_batch: bool, retain_graph: bool = False, loss_id: int = 0
+    ) -> None:
+        """Add the gradients of `loss`. Those of the last microbatch are reduced while `executor` runs backward, unless
+        there are several losses: these are unscaled after backward, and another loss may follow.
 
         Raises:
-            InputError: it is something else.
+            InputError: `loss` is not a scalar with a graph, or `loss_id` is unknown.
         """
-        if self.reduction != "weighted":
-            return _scalar(loss), None
-        if not isinstance(loss, (tuple, list)) or len(loss) != 2:
-            raise InputError(
-                f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} was "
-                "given; return the summed loss and the number it is to be divided by, or use loss_reduction='mean'"
-            )
-        total, weight = _scalar(loss[0]), loss[1]
+        self.refuse_averaged("engine.backward()")
+        update, losses = self._update, self._update.loss_scales
+        losses.check_id(loss_id)
+        loss = executor.check(loss)
+        update.begin_backward()
+        self.is_last_batch = is_last_batch
+        self.is_last_microbatch = is_last_batch or self.index + 1 >= self.length
+        reduces = self.is_last_microbatch and losses.multi is None
+        if self.reducer is not None:
+            self._cover_trained(self.reducer)
+            self.reducer.open(reduces and executor.is_single)
+        self._is_reduced = False
+        try:
+            with self._precision.backward():
+                executor.backward(loss, loss_id, retain_graph, self.reducer, reduces)
+            self._precision.clear_weight_cache()
+            self.has_backward = True
+            if reduces:
+                self.reduce()
+            update.gradient_watch.note()
+        except BaseException as error:
+            if self.in_progress:
+                error.add_note(
+                    f"this was microbatch {self.position}; the gradients of those before it are cleared, too"
+                )
+            self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
+            raise
+
+    def check_loss(self, loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scalar to run backward from, and the weight (0-dim, float64) of a weighted (sum, weight).
+
+        Raises:
+            InputError: it is something else, or a static loss scale is too large for it.
+        """
+        weight = None
+        if self.reduction == "weighted":
+            if not isinstance(loss, (tuple, list)) or len(loss) != 2:
+                raise InputError(
+                    f"loss_reduction='weighted' takes (sum, weight) from the criterion, but a {type(loss).__name__} "
+                    "was given; return the summed loss and the number it is to be divided by, or use "
+                    "loss_reduction='mean'"
+                )
+            loss, weight = loss
+        _check_scalar(loss)
+        self._precision.check_loss(loss)
         if isinstance(weight, torch.Tensor):
-            return total, weight.detach().to(total.device, torch.float64, non_blocking=True)
-        return total, torch.full((), float(weight), dtype=torch.float64, device=total.device)  # no copy to wait for
+            weight = weight.detach().to(loss.device, torch.float64, non_blocking=True)
+        elif weight is not None:  # filled there: a copy from the host would be waited for
+            weight = torch.full((), float(weight), dtype=torch.float64, device=loss.device)
+        return loss, weight
 
-    def divisor(self, microbatches: int) -> float | torch.Tensor:
-        """What the gradients of a cycle of `microbatches` still have to be divided by. Weighted: one all-reduce."""
+    def add_weight(self, weight: torch.Tensor | None) -> None:
+        """Count the weight of a weighted loss."""
+        if weight is not None:
+            self._weight = weight if self._weight is None else self._weight + weight
+
+    def count_microbatch(self) -> None:
+        """The current microbatch is over."""
+        self.index += self.has_backward
+        self.has_backward = False
+
+    @contextmanager
+    def magnified(self, factor: float) -> Iterator[None]:
+        """A scope in which backward gives gradients that are `factor` (a power of two) times as large."""
+        divisor = self.seed_divisor
+        self.seed_divisor = divisor / factor
+        try:
+            yield
+        finally:
+            self.seed_divisor = divisor
+
+    # -- the update --------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce the gradients over the ranks, if they are not reduced yet."""
+        if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
+            self.reducer.finish()
+        self._is_reduced = True
+
+    def grad_divisor(self) -> float | torch.Tensor:
+        """Complete the gradients, and return what they still have to be divided by. Weighted: one all-reduce."""
+        self.refuse_averaged("engine.step()")
+        divisor: float | torch.Tensor = 1.0
         if self.reduction == "mean":
-            return microbatches / self.length
-        if self.reduction == "sum" or self._weight is None:
-            return 1.0
-        total = self._weight.clone()
-        self._dp.all_reduce(total)
-        return torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
+            divisor = (self.index + self.has_backward) / self.length
+        elif self._weight is not None:
+            total = self._weight.clone()
+            self._dp.all_reduce(total)
+            divisor = torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
+        if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
+            self._update.gradient_watch.check(divisor)
+            self.reduce()
+        return divisor
 
-    def reset(self) -> None:
-        """Begin a new cycle, forgetting what this one holds."""
+    def end_update(self) -> None:
+        """The gradients are used, or of no use: begin a new cycle."""
+        self._update.zero_grad()
+        self._begin_cycle()
+
+    def clear(self) -> None:
+        """Forget the gradients and begin a new cycle."""
+        self._update.zero_grad()
+        self._begin_cycle()
+
+    # -- what may not happen in a cycle ------------------------------------------------------------------------
+
+    def refuse_unfinished(self, call: str) -> None:
+        """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""
+        self.refuse_averaged(call)
+        if self.holds_gradients:
+            raise InputError(
+                f"{call} was called after microbatch {self.position} and before the update, whose gradients it does "
+                "not hold; call it after a step that returned a StepResult, or end the cycle first with "
+                "engine.step(last=True)"
+            )
+
+    def refuse_averaged(self, call: str) -> None:
+        """Raise InputError if the model holds averaged weights."""
+        if self.averaged:
+            raise InputError(
+                f"{call} was called within `with average.applied():`, where the model holds the averaged weights in "
+                "place of those that are trained; call it after that block"
+            )
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _begin_cycle(self) -> None:
+        self._precision.clear_weight_cache()  # the weights may have changed
+        if self.reducer is not None:
+            self.reducer.forget()
         self.index = 0
         self._weight = None
+        self.has_backward = self.is_last_microbatch = self.is_last_batch = False
+
+    def _cover_trained(self, reducer: Reduction) -> None:
+        """Let `reducer` follow: parameters may have been added to the optimizer, frozen or unfrozen."""
+        masters = self._update.master_weights
+        trained = _trainable(self._update)
+        if trained == self._trained and not self._may_shrink:
+            return
+        if trained != self._trained:
+            if self._same is not None:
+                taking = {shard for shard, takes in trained if takes}
+                flags = bytes(id(shard) in taking for shard in masters.shards)
+                self._same.compare([shard.name for shard in masters.shards], flags)
+            self._trained = trained
+        if not reducer.covers(masters.trained):
+            reducer.cover(masters.trained)
+        self._may_shrink = self.holds_gradients
 
 
-def _scalar(loss: Any) -> torch.Tensor:
+def _trainable(update: MixedPrecisionOptimizer) -> list[tuple[int, bool]]:
+    """The id of each trained shard, and whether its parameter requires gradients now."""
+    masters = update.master_weights
+    return [(id(s), r.param.requires_grad) for s, r in zip(masters.trained, masters.receivers, strict=True)]
+
+
+def _check_scalar(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
         raise InputError(
             f"backward takes the loss tensor, but a {type(loss).__name__} was given"
@@ -100,4 +276,40 @@ def _scalar(loss: Any) -> torch.Tensor:
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
             "parameter that requires gradients was used; compute it outside of no_grad, from what engine(...) returned"
         )
-    return loss
+
+
+class StepWatch:
+    """Warns of a loop that counts its batches itself, beside `gradient_accumulation`: at the second `step` that came
+    after more than one batch.
+
+    Batches are those that `engine.dataloader` gave, of which several losses may come. Where it is not iterated, a
+    training forward with a backward after it counts as one.
+
+    Args:
+        length: the config's `gradient_accumulation`, above 1.
+    """
+
+    def __init__(self, length: int, loader: EngineDataLoader | None) -> None:
+        self._length = length
+        self._loader = loader
+        self._call: Any = None
+        self._batches = self._late_steps = 0
+
+    def before_backward(self, call: Any) -> None:
+        """Count its batch. `call` is what the last training forward was given, another object for each forward."""
+        loader = self._loader
+        self._batches += loader.is_untouched if loader is not None and loader.runs else call is not self._call
+        self._call = call
+
+    def before_step(self) -> None:
+        """What follows belongs to the next step."""
+        batches, self._batches = self._batches, 0
+        self._late_steps += batches > 1
+        if batches > 1 and self._late_steps == 2:
+            _log.warning(
+                "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them "
+                "itself: each call stands for one batch, and every %d calls, or step(last=True), end an update. So "
+                "updates are made of more batches than they are divided by. Delete the `if` around engine.step() and "
+                "call it for each batch; or set gradient_accumulation=1 and divide the loss by %d yourself",
+                *(batches, self._length, self._length, batches),
+            )

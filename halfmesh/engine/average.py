@@ -29,8 +29,6 @@ class WeightAverage:
         self.values: dict[ParamShard, torch.Tensor] = {}
         self.decay: float | None = None
         self._update = update
-        self._parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # averages, and what they follow
-        self._refreshed = -1  # `Holdings.refreshed` when these were made
 
     @torch.no_grad()
     def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
@@ -48,7 +46,6 @@ class WeightAverage:
             target = self._update.master_weights.target(shard)
             dtype = torch.float32 if target.dtype in HALF else target.dtype
             self.values[shard] = torch.empty_like(target, dtype=dtype, requires_grad=False)
-            self._refreshed = -1
         return self.values[shard]
 
     @torch.no_grad()
@@ -61,29 +58,21 @@ class WeightAverage:
             )
             self.values.clear()
             return
-        if self._refreshed != self._update.master_weights.version:
-            self._divide()
+        masters = self._update.master_weights
+        if any(shard not in self.values for shard in masters.trained):  # parameters that the optimizer was given since
+            self.begin_anew(besides=self.values)
         weight: float | torch.Tensor = 1 - self.decay
         if self._update.found_inf is not None:
             weight = (1 - self._update.found_inf) * weight
-        for averages, weights in self._parts:
-            torch_private.foreach_lerp_(averages, weights, weight)
-
-    def _divide(self) -> None:
-        """Into parts of one device and dtype, so that the memory for differences is small."""
-        masters = self._update.master_weights
-        self.begin_anew(besides=self.values)  # parameters that the optimizer was given since
         alike: dict[tuple[torch.device, torch.dtype], list[ParamShard]] = {}
         for shard in masters.trained:
             target = masters.target(shard)
             alike.setdefault((target.device, target.dtype), []).append(shard)
-        parts = [
-            part
-            for (device, _), shards in alike.items()
-            for part in by_bytes(shards, bucket_bytes(device, sum(map(_numel, shards))), _numel)
-        ]
-        self._parts = [([self.values[s] for s in part], [masters.target(s) for s in part]) for part in parts]
-        self._refreshed = masters.version
+        for (device, _), shards in alike.items():
+            limit = bucket_bytes(device, sum(map(_numel, shards)))
+            for part in by_bytes(shards, limit, _numel):  # so that the memory for differences is small
+                averages, weights = [self.values[s] for s in part], [masters.target(s) for s in part]
+                torch_private.foreach_lerp_(averages, weights, weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The average by the parameter's name; not copied."""

@@ -12,7 +12,6 @@ import torch
 from .. import torch_private
 from ..errors import InputError, show
 from .average import WeightAverage
-from .cycle import refuse_averaged
 
 if TYPE_CHECKING:
     from .saving import Saving
@@ -65,7 +64,7 @@ class AveragedModel:
         """
         engine, average = self._engine, self._average
         engine._refuse_if_closed()
-        refuse_averaged(engine._cycle, "average.applied()")
+        engine._accumulation.refuse_averaged("average.applied()")
         holding = engine._run.holding
         average.begin_anew(besides=average.values)
         written = holding.written()
@@ -74,11 +73,11 @@ class AveragedModel:
             for shard in holding.update.master_weights.trained:
                 holding.update.master_weights.target(shard).copy_(average.values[shard])
         holding.tell()
-        engine._cycle.averaged = True
+        engine._accumulation.averaged = True
         try:
             yield
         finally:
-            engine._cycle.averaged = False
+            engine._accumulation.averaged = False
             with torch.no_grad():
                 torch_private.foreach_copy_(written, kept)
             holding.tell(others=False)  # they do the same; after an error here they may be elsewhere

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import nn, optim
 
-from ..amp.cast import Precision
+from ..amp.cast_lists import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
 from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
 from ..errors import InputError, NonFiniteError
-from ..log import get_logger
 from ..parallel.context import ParallelContext
-from .attached import Attached
+from .accumulation import Accumulation, StepWatch
 from .average import WeightAverage
+from .checkpointing.attached import Attached
 from .checkpointing.lock import FolderLocks
-from .cycle import GradientCycle, refuse_averaged
 from .dataloader import EngineDataLoader, warn_of_same_inputs
+from .executor import Executor
 from .health.health import KEPT, Health
 from .health.last_batch import LastBatch
-from .model_guard import guard
-from .passes import Passes
+from .model_guard import ModelGuard
 from .scheduling import LRAdvance
-from .step_watch import StepWatch
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
     from ..effective_plan import EffectivePlan
     from .sync_check import SyncCheck
-
-_log = get_logger(__name__)
 
 
 class Engine(Health):
@@ -69,9 +67,9 @@ class Engine(Health):
         update: MixedPrecisionOptimizer,
         precision: Precision,
         context: ParallelContext,
-        passes: Passes,
+        executor: Executor,
         division: Division,
-        cycle: GradientCycle,
+        accumulation: Accumulation,
         lr: LRAdvance,
         config: Config,
         dataloader: EngineDataLoader | None = None,
@@ -81,30 +79,29 @@ class Engine(Health):
         self.model = model
         self.context = context
         self.config = config
-        self._dataloader = dataloader
-        self._eval_dataloader = eval_dataloader
         self.global_step = 0
         self._criterion = criterion
         self._update = update
         self._precision = precision
-        self._cycle = cycle
-        self._lr = lr
-        self._passes = passes
-        self._sync = sync
+        self._accumulation = accumulation
+        self._executor = executor
         self._division = division
-        self._last: StepResult | None = None
-        self._seen = LastBatch()
-        self._results: list[StepResult | None] = [None] * KEPT
+        self._lr = lr
+        self._dataloader = dataloader
+        self._eval_dataloader = eval_dataloader
+        self._sync = sync
+        self._results: deque[StepResult] = deque(maxlen=KEPT)
+        self._last_batch = LastBatch()
         self._compares_inputs = context.dp_size > 1 and dataloader is None
         self._closed = False
         self._background = None
         self._automatic = None
         self._attached = Attached()
         self._locks = FolderLocks()
-        self._steps = StepWatch(length, dataloader) if (length := config.gradient_accumulation) > 1 else None
+        self._step_watch = StepWatch(accumulation.length, dataloader) if accumulation.length > 1 else None
         self._statistics = StatisticsCheck(model, update.recipe, context.dp_rank == context.tp_rank == 0)
         self._average = WeightAverage(update)
-        self._guards = list(guard(model, self.optimizer, cycle, update.recipe, context.device, division))
+        self._guard = ModelGuard(model, self.optimizer, accumulation, update.recipe, context.device, division)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -115,21 +112,20 @@ class Engine(Health):
         Under a pipeline, in training and with gradients, it is a handle: for `criterion`, and after `backward`, with
         `keep_outputs`, to be used like the output. All ranks of a pipeline call this with the same inputs.
         """
-        if self._closed:
-            self._refuse_if_closed()
+        self._refuse_if_closed()
         if self._automatic is not None:
             self._automatic.before_forward()
-        seen = self._seen if self.model.training else None
-        if seen is not None:  # old outputs go before new ones are made
-            seen.call = args, kwargs
-            seen.output = seen.criterion = seen.value = seen.loss = None
+        is_training = self.model.training
+        if is_training:
+            self._last_batch.note_forward(args, kwargs)
         try:
-            output = self._passes.forward(*args, **kwargs)
+            with self._guard.own_call():
+                output = self._executor.forward(*args, **kwargs)
         except RuntimeError as error:
             self._division.explain(error)
             raise
-        if seen is not None:
-            seen.output = output
+        if is_training:
+            self._last_batch.output = output
         return output
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,12 +135,9 @@ class Engine(Health):
         """
         if self._criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        value = self._passes.criterion(self._criterion, *args, **kwargs)
+        value = self._executor.criterion(self._criterion, *args, **kwargs)
         if self.model.training:
-            seen = self._seen
-            seen.takes_output = args[0] is seen.output if args else False
-            seen.criterion = (args[1:] if seen.takes_output else args), kwargs
-            seen.value = value
+            self._last_batch.note_criterion(args, kwargs, value)
         return value
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
@@ -160,19 +153,16 @@ class Engine(Health):
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
-        if self._closed:
-            self._refuse_if_closed()
-        seen = self._seen
-        seen.loss_id = loss_id
-        if loss is not seen.value:
-            seen.loss = loss
-        elif seen.takes_output and not retain_graph:  # what the criterion was given is known without it
-            seen.output = seen.value = None
+        self._refuse_if_closed()
+        self._last_batch.note_loss(loss, loss_id, retain_graph)
+        if self._step_watch is not None:
+            self._step_watch.before_backward(self._last_batch.call)
         loader = self._dataloader
-        if self._steps is not None:
-            self._steps.before_backward(seen.call)
+        is_last_batch = loader is not None and loader.at_end
         try:
-            self._cycle.add(loss, loader is not None and loader.at_end, retain_graph, loss_id)
+            self._accumulation.backward(
+                self._executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
+            )
         except RuntimeError as error:
             self._division.explain(error)
             raise
@@ -196,45 +186,40 @@ class Engine(Health):
             SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
             CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
-        if self._closed:
-            self._refuse_if_closed()
+        self._refuse_if_closed()
         if self._background is not None:
             self._background.before_step()
-        cycle = self._cycle
-        if not cycle.fresh and not (last and cycle.begun):
+        accumulation = self._accumulation
+        if not accumulation.has_backward and not (last and accumulation.in_progress):
             raise InputError(
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
                 "(loss.backward() does not count)"
             )
-        if self._steps is not None:
-            self._steps.before_step()
-        closes, at_end = last or cycle.closes, cycle.at_end
-        cycle.count()
-        if not closes:
+        if self._step_watch is not None:
+            self._step_watch.before_step()
+        updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
+        accumulation.count_microbatch()
+        if not updates:
             return None
         try:
             try:
-                if self._lr.scheduler is not None:
-                    self._lr.settle()
-                result = self._update.step(cycle.divisor())
+                self._lr.settle()
+                result = self._update.step(accumulation.grad_divisor())
             finally:
-                cycle.end()
-                if at_end and self._dataloader is not None:  # else a batch may be fetched that is the last, and waits
+                accumulation.end_update()
+                if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:
-            if self.config.name is not None:
-                error.add_note(f"in the engine named {self.config.name!r}")
             self._explain(error)
             raise
-        self._last = self._results[self.global_step % KEPT] = result
+        self._results.append(result)
         self.global_step += 1
         if self._average.values:
             self._average.after_step()
-        if self._lr.scheduler is not None:
-            self._lr.after(result)
+        self._lr.after(result)
         if self._compares_inputs:
             self._compares_inputs = False
-            warn_of_same_inputs(self._seen.call, self.context)
+            warn_of_same_inputs(self._last_batch.call, self.context)
         if self._sync is not None:
             self._sync.after_step(self.global_step, result)
         return result
@@ -244,8 +229,8 @@ class Engine(Health):
 
         `set_to_none` is accepted because this stands in for `optimizer.zero_grad`; gradients are always freed.
         """
-        if not self._cycle.begun:
-            self._cycle.clear()
+        if not self._accumulation.in_progress:
+            self._accumulation.clear()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
@@ -256,22 +241,22 @@ class Engine(Health):
         Raises:
             InputError: inside an accumulation cycle, or before backward.
         """
-        if not self._cycle.fresh:
+        if not self._accumulation.has_backward:
             raise InputError(
                 "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
             )
-        if not self._cycle.closes:
+        if not self._accumulation.is_last_microbatch:
             raise InputError(
-                f"engine.clip_grad_norm_ was called on microbatch {self._cycle.position}, where gradients are "
+                f"engine.clip_grad_norm_ was called on microbatch {self._accumulation.position}, where gradients are "
                 "incomplete; call it on the last one only, or set clip_grad_norm in the config"
             )
-        return self._update.clip_grad_norm_(max_norm, self._cycle.divisor())
+        return self._update.clip_grad_norm_(max_norm, self._accumulation.grad_divisor())
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
         self.model.train(mode)
         if not mode:
-            self._seen.let_go()
+            self._last_batch.let_go()
             self._statistics.look()
         return self
 
@@ -289,6 +274,76 @@ class Engine(Health):
         """
         return self._precision.autocast(enabled)
 
+    # -- what can be read --------------------------------------------------------------------------------------
+
+    @property
+    def dataloader(self) -> EngineDataLoader:
+        """The training loader. Raises InputError if none was given to initialize."""
+        if self._dataloader is None:
+            raise InputError("no dataloader was given to initialize; pass one, or iterate a loader of your own")
+        return self._dataloader
+
+    @property
+    def eval_dataloader(self) -> EngineDataLoader:
+        """The evaluation loader. Raises InputError if none was given to initialize."""
+        if self._eval_dataloader is None:
+            raise InputError("no eval_dataloader was given to initialize; pass one, or iterate a loader of your own")
+        return self._eval_dataloader
+
+    @property
+    def has_dataloader(self) -> bool:
+        """Whether a training loader was given to initialize."""
+        return self._dataloader is not None
+
+    @property
+    def has_eval_dataloader(self) -> bool:
+        """Whether an evaluation loader was given to initialize."""
+        return self._eval_dataloader is not None
+
+    @property
+    def has_criterion(self) -> bool:
+        """Whether a criterion was given to initialize."""
+        return self._criterion is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        return self.context.device
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        return self._update.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        self._lr.settle()
+        return self._lr.scheduler
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    @property
+    def casts(self) -> CastTable:
+        """O1's lists of functions, to which a model's own can be added. Raises InputError outside O1."""
+        if self._precision.casts is None:
+            raise InputError("this engine casts by no lists of its own; only mode='apex' with opt_level='O1' does")
+        return self._precision.casts
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.
+
+        Raises:
+            InputError: between backward and step, where masters have no gradients yet.
+        """
+        if self._accumulation.holds_gradients:
+            raise InputError(
+                "engine.master_params() was called between backward and step, where masters have no gradients yet; "
+                "to clip set clip_grad_norm, or call engine.clip_grad_norm_(max_norm)"
+            )
+        return (param for group in self.optimizer.param_groups for param in group["params"])
+
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -300,7 +355,7 @@ class Engine(Health):
         Raises:
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
-        refuse_averaged(self._cycle, "engine.close()")
+        self._accumulation.refuse_averaged("engine.close()")
         if self._division.divides and not self._closed:  # else nothing is sent, and a rank may leave by itself
             self.context.agree_on_call("engine.close")
         try:
@@ -317,18 +372,17 @@ class Engine(Health):
             return
         if whole:
             self._division.follow()
-        self._cycle.clear()
+        self._accumulation.clear()
         self._average.values.clear()
-        self._seen.forget()
+        self._last_batch.forget()
         self._closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
-        for remove in self._guards:
-            remove()
+        self._guard.remove()
         self._update.close()
-        if self._cycle.reducer is not None:
-            self._cycle.reducer.close()
+        if self._accumulation.reducer is not None:
+            self._accumulation.reducer.close()
         if whole:
-            self._passes.close()
+            self._executor.close()
         self._locks.release()
         self._division.close(whole)
 

@@ -128,8 +128,8 @@ def count_flops(parts: Parts, compute: Callable[[], Any]) -> dict[str, int]:
             if parts.context.size > 1 and not isinstance(error, FailedTogether):
                 raise  # other ranks are in the middle of it
             raise InputError(f"FLOPs cannot be counted: {error}") from error
-        parts.cycle.add(loss, at_end=True)
-        parts.cycle.complete()
+        parts.accumulation.backward(parts.executor, loss, is_last_batch=True)
+        parts.accumulation.reduce()
     unknown = sorted({name for theirs in parts.context.everyone(counter.unknown) for name in theirs})
     if unknown:
         raise InputError(

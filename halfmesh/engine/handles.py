@@ -17,15 +17,15 @@ class HandleError(InputError, TypeError, AttributeError):
 
 
 class Handle:
-    """Something that exists after `engine.backward(loss)`. Before, every use but passing it on raises; after, it is
-    used like what it stands for.
+    """A value that is there after `engine.backward(loss)`. Before, every use but passing it on raises; after, it is
+    used like the value.
     """
 
     _value: Any = _UNSET
     _help = ""
 
     def value(self) -> Any:
-        """What it stands for.
+        """The value.
 
         Raises:
             HandleError: it is not there yet, or was not kept.
@@ -41,8 +41,8 @@ class Handle:
         """Whether `value` is there."""
         return self._value is not _UNSET
 
-    def settle(self, value: Callable[[], Any]) -> None:
-        """`value()` gives what it stands for; it is called when that is first asked for."""
+    def resolve(self, value: Callable[[], Any]) -> None:
+        """From now on the value is what `value()` returns, which is called when it is first asked for."""
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
@@ -52,56 +52,23 @@ class Handle:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_unwrap(args), **_unwrap(kwargs or {}))
+        return func(*_values(args), **_values(kwargs or {}))
 
     def __repr__(self) -> str:
         return repr(self.value()) if self.is_ready else f"<{type(self).__name__}: not computed yet>"
 
-    def __format__(self, spec: str) -> str:
-        return format(self.value(), spec)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.value().__array__(*args, **kwargs)
-
     __hash__ = object.__hash__
-
-
-def _unwrap(tree: Any) -> Any:
-    if isinstance(tree, Handle):
-        return tree.value()
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_unwrap, tree)) if type(tree) in (list, tuple) else tree
-    return {key: _unwrap(value) for key, value in tree.items()} if type(tree) is dict else tree
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def call(self: Handle, *args: Any) -> Any:
-        value = self.value()
-        return getattr(value, name)(*_unwrap(args))
-
-    call.__name__ = name
-    return call
-
-
-_BINARY = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-_COMPARE = ["lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert"]
-_CONTAIN = ["bool", "int", "float", "complex", "index", "len", "iter", "getitem", "setitem", "contains"]
-_OPERATORS = [
-    *(f"__{prefix}{name}__" for name in _BINARY for prefix in ("", "r", "i")),
-    *(f"__{name}__" for name in (*_COMPARE, *_CONTAIN)),
-]
-for _name in _OPERATORS:
-    setattr(Handle, _name, _operator(_name))
 
 
 class PipelineOutput(Handle):
     """What `engine(...)` returns in training under a pipeline: the model's output, once backward has run."""
 
     _help = (
-        "the output of engine(...) is not computed before engine.backward(loss) under a pipeline. Pass it to "
-        "engine.criterion(output, target) as it is, and compute inside the criterion what you need of it; with "
-        "parallel = dict(pipeline=dict(..., keep_outputs=True)) it can be used after backward. In evaluation "
-        "(engine.eval(), or torch.no_grad()) engine(...) returns the real output at once"
+        "the output of engine(...) is not computed before engine.backward(loss) under a pipeline, and the model's own "
+        "loss (output.loss) is on the last stage only. Give a criterion to initialize, write loss = engine.criterion("
+        "output, target), and compute inside the criterion what you need of the output; with parallel = "
+        "dict(pipeline=dict(..., keep_outputs=True)) it can be used after backward. In evaluation (engine.eval(), or "
+        "torch.no_grad()) engine(...) returns the real output at once"
     )
     _dropped = (
         "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use it "
@@ -116,21 +83,6 @@ class PipelineOutput(Handle):
         """Its value will not come any more."""
         self.batch, self.was_used = None, True
         self._help = self._dropped
-
-    def __getattr__(self, name: str) -> Any:
-        self._refuse_own_loss(name)
-        return super().__getattr__(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        self._refuse_own_loss(key)
-        return self.value()[_unwrap(key)]
-
-    def _refuse_own_loss(self, name: Any) -> None:
-        if isinstance(name, str) and name == "loss" and not self.is_ready:
-            raise HandleError(
-                "the model's own loss (output.loss) is on the last stage of the pipeline only, one for each "
-                "microbatch; give a criterion to initialize and write loss = engine.criterion(output, target)"
-            )
 
 
 class PipelineLoss(Handle):
@@ -151,8 +103,8 @@ class PipelineLoss(Handle):
         raise HandleError("loss.backward() does not run the pipeline; write engine.backward(loss)")
 
 
-class Elsewhere(Handle):
-    """An output in evaluation that only the last stage has (`eval_outputs="last"`)."""
+class LastStageOutput(Handle):
+    """An output in evaluation, on a rank that does not have it (`eval_outputs="last"`)."""
 
     _help = (
         "only the ranks with the last stage have the output (parallel.pipeline.eval_outputs='last'): use it where "
@@ -162,22 +114,48 @@ class Elsewhere(Handle):
 
 def find_handles(tree: Any) -> list[Handle]:
     """The handles among arguments, also within lists, tuples and dicts."""
-    if isinstance(tree, Handle):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [handle for item in tree for handle in find_handles(item)]
-    return [handle for item in tree.values() for handle in find_handles(item)] if isinstance(tree, dict) else []
+    found: list[Handle] = []
+    _map(lambda handle: found.append(handle) or handle, tree)  # type: ignore[func-returns-value]
+    return found
 
 
 def replace(tree: Any, old: Handle, new: Any) -> Any:
     """`tree` with `new` in the place of `old`."""
-    if tree is old:
-        return new
-    if all(handle is not old for handle in find_handles(tree)):
-        return tree
+    return _map(lambda handle: new if handle is old else handle, tree)
+
+
+def _values(tree: Any) -> Any:
+    return _map(Handle.value, tree)
+
+
+def _map(fn: Callable[[Handle], Any], tree: Any) -> Any:
+    """`tree` with `fn` applied to its handles; containers in which that changes nothing are returned as they are."""
+    if isinstance(tree, Handle):
+        return fn(tree)
     if isinstance(tree, dict):
+        new = {key: _map(fn, item) for key, item in tree.items()}
+        if all(new[key] is item for key, item in tree.items()):
+            return tree
         changed = copy.copy(tree)
-        changed.update({key: replace(item, old, new) for key, item in tree.items()})
+        changed.update(new)
         return changed
-    items = [replace(item, old, new) for item in tree]
+    if not isinstance(tree, (list, tuple)):
+        return tree
+    items = [_map(fn, item) for item in tree]
+    if all(new is item for new, item in zip(items, tree, strict=True)):
+        return tree
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: Handle, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.value(), name)(*_values(args), **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+_BINARY = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+_OTHERS = "lt le gt ge eq ne neg pos abs invert bool int float complex index len iter getitem setitem contains"
+for _name in (*(prefix + name for name in _BINARY for prefix in ("", "r", "i")), *_OTHERS.split(), "format", "array"):
+    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))

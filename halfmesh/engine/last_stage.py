@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
 from ..errors import InputError
 from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.pieces import Call
@@ -73,7 +73,7 @@ class LastStage:
         call = self._criterion.calls[index]
         args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
-        total, weight = self._accumulation.read_loss(value)
+        total, weight = self._accumulation.check_loss(value)
         if self._looks and index == 0:
             _refuse_other_ways(total, output, self._params)
         self._losses[index] = total.detach()

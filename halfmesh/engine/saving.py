@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
+
+from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import checkpoint, rank_random
-from .attached import Attached, Stateful
+from .accumulation import Accumulation
 from .average import WeightAverage
 from .averaged_model import AveragedModel
+from .checkpointing.attached import Attached, Stateful
 from .checkpointing.lock import FolderLocks
-from .cycle import refuse_averaged, refuse_inside
-from .readings import Readings
+from .dataloader import EngineDataLoader
+from .model_guard import ModelGuard
+from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -29,15 +35,20 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-class Saving(Readings):
+class Saving:
     """State as values (`state_dict`), as a checkpoint of any layout (`save`), and as weights for other programs."""
 
+    model: nn.Module
     context: ParallelContext
     config: Config
     global_step: int
+    _update: MixedPrecisionOptimizer
+    _accumulation: Accumulation
+    _lr: LRAdvance
+    _dataloader: EngineDataLoader | None
     _division: Division
     _closed: bool
-    _results: list[StepResult | None]
+    _results: deque[StepResult]
     _background: Background | None
     """Since the first save that did not hold up training."""
     _automatic: Automatic | None
@@ -46,6 +57,7 @@ class Saving(Readings):
     _locks: FolderLocks
     _statistics: StatisticsCheck
     _average: WeightAverage
+    _guard: ModelGuard
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
@@ -57,11 +69,13 @@ class Saving(Readings):
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost.
         """
-        refuse_inside(self._cycle, "engine.state_dict()")
+        self._accumulation.refuse_unfinished("engine.state_dict()")
         self._lr.settle()
+        with self._guard.own_call():
+            model, update = self.model.state_dict(), self._update.state_dict()
         return {
-            "model": self.model.state_dict(),
-            "update": self._update.state_dict(),
+            "model": model,
+            "update": update,
             "lr_scheduler": self._lr.state_dict(),
             "global_step": self.global_step,
             "dataloader": None if self._dataloader is None else self._dataloader.state_dict(),
@@ -73,22 +87,22 @@ class Saving(Readings):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken, with the batch after the last one that was trained on."""
-        refuse_averaged(self._cycle, "engine.load_state_dict()")
+        self._accumulation.refuse_averaged("engine.load_state_dict()")
         checkpoint.refuse_unfit(state, len(self._update.loss_scales.scalers))
         checkpoint.refuse_other_part(state["layout"], self._layout)
-        self._cycle.clear()
+        self._accumulation.clear()
         self.model.load_state_dict(state["model"])
         self._update.load_state_dict(state["update"])
         self._average.load_state_dict(state.get("average", {}))
         self._lr.load_state_dict(state["lr_scheduler"])
         self.global_step = state["global_step"]
-        self._forget_results()
+        self._results.clear()
         if self._dataloader is not None and state["dataloader"] is not None:
             note = self._dataloader.load_state_dict(state["dataloader"], state["random"]["rank"] == self.context.rank)
             if note is not None:
                 _log.warning("%s", note)
-        if self._cycle.reducer is not None:
-            self._cycle.reducer.note_buffers()
+        if self._accumulation.reducer is not None:
+            self._accumulation.reducer.note_buffers()
         rank_random.set_rank_random(state["random"], self.context, self._division)
         for note in self._attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
@@ -116,7 +130,7 @@ class Saving(Readings):
                 background it is raised by the next `step` on all ranks, or by what waits before that.
         """
         self._refuse_if_closed()
-        refuse_inside(self._cycle, "engine.save()")
+        self._accumulation.refuse_unfinished("engine.save()")
         self._statistics.look()
         self.context.agree_on_call("engine.save")
         # torch.distributed.checkpoint: only when there is something to save.
@@ -127,7 +141,8 @@ class Saving(Readings):
         if in_background and self._background is None:
             self._background = Background(self.context)
         background = self._background if in_background else None
-        return save(self._run, Path(directory), self.global_step, keep, background)
+        with self._guard.own_call():
+            return save(self._run, Path(directory), self.global_step, keep, background)
 
     def wait_for_save(self) -> None:
         """Return when what `save(in_background=True)` began is complete, at once if there is nothing.
@@ -155,13 +170,14 @@ class Saving(Readings):
             InputError: it is of another model or optimizer. Nothing has changed then.
         """
         self._refuse_if_closed()
-        refuse_averaged(self._cycle, "engine.load()")
+        self._accumulation.refuse_averaged("engine.load()")
         self.context.agree_on_call("engine.load")
         from .checkpointing.run import load
 
         self.wait_for_save()
-        place, self.global_step = load(self._run, Path(directory))
-        self._forget_results()
+        with self._guard.own_call():
+            place, self.global_step = load(self._run, Path(directory))
+        self._results.clear()
         if self._automatic is not None:
             self._automatic.forget()
         return place
@@ -228,7 +244,8 @@ class Saving(Readings):
         self.context.agree_on_call("engine.save_weights")
         from .checkpointing.weights import save_weights
 
-        save_weights(self._run.holding, self.context, path, format, max_file_gb)
+        with self._guard.own_call():
+            save_weights(self._run.holding, self.context, path, format, max_file_gb)
 
     def load_weights(self, path: str | Path) -> None:
         """Take the model's weights, and masters, from a file of `save_weights`, or of another program that has the same
@@ -239,16 +256,17 @@ class Saving(Readings):
                 complex, integer, bool; formats of one kind are cast). Nothing has changed then.
         """
         self._refuse_if_closed()
-        refuse_inside(self._cycle, "engine.load_weights()")
+        self._accumulation.refuse_unfinished("engine.load_weights()")
         self.context.agree_on_call("engine.load_weights")
         from .checkpointing.weight_loading import load_weights
 
-        load_weights(self._run.holding, self.context, Path(path))
+        with self._guard.own_call():
+            load_weights(self._run.holding, self.context, Path(path))
         if self._average.values:
             self._average.begin_anew()
             _log.info("the average of the weights begins anew, with those of %s", path)
-        if self._cycle.reducer is not None:
-            self._cycle.reducer.note_buffers()
+        if self._accumulation.reducer is not None:
+            self._accumulation.reducer.note_buffers()
 
     def averaged_model(self, decay: float) -> AveragedModel:
         """Begin an exponential moving average (EMA) of the weights. All ranks call this.
@@ -263,7 +281,7 @@ class Saving(Readings):
             InputError: `decay` is not within 0 <= decay < 1, or this engine has an average.
         """
         self._refuse_if_closed()
-        refuse_averaged(self._cycle, "engine.averaged_model()")
+        self._accumulation.refuse_averaged("engine.averaged_model()")
         average = self._average
         if average.decay is not None:
             raise InputError(
@@ -286,17 +304,13 @@ class Saving(Readings):
         from .checkpointing.run import Run
 
         holding = self.model, self._update, self._division
-        loop = self._cycle, self._lr, self._dataloader
+        loop = self._accumulation, self._lr, self._dataloader
         own = self._attached, self._locks, self._average
         return Run(*holding, self.context, self.config, *loop, *own)
 
     @property
     def _layout(self) -> dict[str, int]:
         return checkpoint.layout(self.context, self._division.cuts_updates)
-
-    def _forget_results(self) -> None:
-        """Those of the last updates are of another run."""
-        self._results = [None] * len(self._results)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -19,7 +19,7 @@ from ..tree import map_tensors
 from .checkpointing.contents import Holding
 from .common_state import common_state
 from .dataloader import EngineDataLoader
-from .passes import Passes
+from .executor import Executor
 
 if TYPE_CHECKING:
     from ..parallel.pipeline.stage import StageModule
@@ -52,9 +52,9 @@ class SyncCheck:
         self._group = context.batch_group
         self._steps = 0  # the last one after which all was equal
 
-    def compared(self, passes: Passes) -> ComparedPasses:
-        """`passes` that compare what they are given, before they compute."""
-        return ComparedPasses(passes, self, self._holding.model)
+    def compared(self, executor: Executor) -> ComparedExecutor:
+        """`executor`, which compares what it is given before it computes."""
+        return ComparedExecutor(executor, self, self._holding.model)
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Compare everything. All ranks together."""
@@ -85,29 +85,27 @@ class SyncCheck:
             )
 
 
-class ComparedPasses:
-    """`halfmesh.engine.passes.Passes` that compare what they are given in training, before they compute."""
+class ComparedExecutor:
+    """`halfmesh.engine.executor.Executor` that compares what it is given in training, before it computes."""
 
-    def __init__(self, passes: Passes, sync: SyncCheck, model: torch.nn.Module) -> None:
+    def __init__(self, executor: Executor, sync: SyncCheck, model: torch.nn.Module) -> None:
         self._sync = sync
         self._model = model
-        self._stages = passes.stages
-        self._forward = passes.forward
-        self._criterion = passes.criterion
-        self.is_single, self.check, self.backward = passes.is_single, passes.check, passes.backward
-        self.close = passes.close
+        self._executor = executor
+        self.is_single, self.check, self.backward = executor.is_single, executor.check, executor.backward
+        self.close = executor.close
 
     @property
     def stages(self) -> Collection[StageModule]:
-        return self._stages
+        return self._executor.stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._compare("the inputs of engine(...)", (args, kwargs))
-        return self._forward(*args, **kwargs)
+        return self._executor.forward(*args, **kwargs)
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._compare("the arguments of engine.criterion(...)", (args, kwargs))
-        return self._criterion(criterion, *args, **kwargs)
+        return self._executor.criterion(criterion, *args, **kwargs)
 
     def _compare(self, of: str, tree: Any) -> None:
         if self._model.training and torch.is_grad_enabled():

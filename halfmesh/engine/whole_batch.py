@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..amp.cast import Precision
+from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..log import get_logger

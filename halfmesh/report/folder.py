@@ -208,7 +208,7 @@ class RunFolder:
 
     def _count_rows(self) -> None:
         """Once: the size of the batch that came, which a loader need not tell."""
-        call = self._engine._seen.call
+        call = self._engine._last_batch.call
         if call is not None and "batch_rows" not in self._sessions[-1]:
             self._sessions[-1]["batch_rows"] = count_rows(call)
             self._put(CONFIG, {"sessions": self._sessions})

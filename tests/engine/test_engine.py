@@ -171,21 +171,33 @@ def test_any_name_of_an_argument(mode, debug):
     assert engine.step() is not None
 
 
-def test_a_models_own_fp16_loss_caps_the_scale(caplog):
-    class OwnLoss(MLP):
-        def forward(self, x, y):
-            return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
+class OwnLoss(MLP):
+    def forward(self, x, y):
+        return {"loss": nn.functional.cross_entropy(super().forward(x), y)}
 
-    engine = make_engine({"fp16": {"mode": "naive"}}, model=OwnLoss())
-    for _ in range(2):
+
+def test_a_dynamic_scale_that_is_too_large_for_an_fp16_loss_backs_off():
+    engine = make_engine({"fp16": {"mode": "naive", "hysteresis": 1}}, model=OwnLoss())
+    skipped = []
+    for _ in range(3):
         engine.backward(engine(X, Y)["loss"])
-        assert not engine.step().skipped
+        skipped.append(engine.step().skipped)
         engine.zero_grad()
-    assert engine.loss_scale == 2.0**15
-    assert caplog.text.count("the loss scale is kept at or below 32768: the loss itself is fp16") == 1
-    static = make_engine({"fp16": {"mode": "naive", "loss_scale": 65536.0}}, model=OwnLoss())
+    assert (skipped, engine.loss_scale) == ([True, False, False], 2.0**15)
+
+
+def test_a_static_scale_that_is_too_large_for_an_fp16_loss_is_refused():
+    """It would make every gradient inf. Of the criterion's loss in fp32 any scale is fine."""
+    config = {"fp16": {"mode": "naive", "loss_scale": 65536.0}}
+    engine = make_engine(config, model=OwnLoss())
+    with pytest.raises(InputError, match=r"the static loss_scale 65536 cannot be used.* largest .* 32768.*fp32"):
+        engine(X, Y)
+    with torch.no_grad():
+        engine(X, Y)
+    engine = make_engine(config)
+    assert not step_on(engine, X, Y).skipped
     with pytest.raises(InputError, match="the static loss_scale 65536 cannot be used"):
-        static.backward(static(X, Y)["loss"])
+        engine.backward(engine.criterion(engine(X), Y).half())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh.engine.handles import Elsewhere, HandleError, PipelineLoss, PipelineOutput
+from halfmesh.engine.handles import HandleError, LastStageOutput, PipelineLoss, PipelineOutput
 
 X = torch.ones(())
 LINEAR = nn.Linear(3, 2)
@@ -52,8 +52,8 @@ def loss() -> PipelineLoss:
     return PipelineLoss(PipelineOutput(None), None)
 
 
-def settled(handle, value):
-    handle.settle(value)
+def resolved(handle, value):
+    handle.resolve(value)
     return handle
 
 
@@ -66,7 +66,7 @@ def settled(handle, value):
             OF_BOTH | OF_OUTPUTS | {"logits": lambda h: h.logits, "setitem": lambda h: h.__setitem__(0, 1)},
             r"the output of engine\(...\) is not computed before .*keep_outputs=True",
         ),
-        (Elsewhere, OF_BOTH | OF_OUTPUTS, r"only the ranks with the last stage have the output.*is_last_stage"),
+        (LastStageOutput, OF_BOTH | OF_OUTPUTS, r"only the ranks with the last stage have the output.*is_last_stage"),
     ],
     ids=["loss", "output", "elsewhere"],
 )
@@ -86,24 +86,24 @@ def test_every_use_of_what_is_not_there_says_so(make, uses, message):
 )
 def test_afterwards_it_is_what_it_stands_for(make, value, uses):
     for name, use in uses.items():
-        found, expected = use(settled(make(), value.clone)), use(value.clone())
+        found, expected = use(resolved(make(), value.clone)), use(value.clone())
         assert type(found) is type(expected), name
         assert repr(found) == repr(expected), name
 
 
 def test_outputs_of_several_tensors():
-    pair = settled(PipelineOutput(None), lambda: (torch.ones(2), torch.zeros(3)))
+    pair = resolved(PipelineOutput(None), lambda: (torch.ones(2), torch.zeros(3)))
     first, second = pair
     assert (first.sum(), second.sum(), len(pair)) == (2, 0, 2)
-    named = settled(PipelineOutput(None), lambda: {"logits": torch.ones(2)})
+    named = resolved(PipelineOutput(None), lambda: {"logits": torch.ones(2)})
     assert named["logits"].sum() == 2
-    total, weight = settled(loss(), lambda: (torch.tensor(6.0), torch.tensor(3.0)))
+    total, weight = resolved(loss(), lambda: (torch.tensor(6.0), torch.tensor(3.0)))
     assert total / weight == 2
 
 
 def test_values_are_asked_for_once_and_late():
     calls = []
-    handle = settled(loss(), lambda: calls.append(1) or torch.tensor(1.0))
+    handle = resolved(loss(), lambda: calls.append(1) or torch.tensor(1.0))
     assert not calls
     assert handle.item() == float(handle) == 1
     assert calls == [1]

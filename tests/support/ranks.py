@@ -40,7 +40,11 @@ from typing import Any
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["torch.distributed.pipelining", "torch.distributed.checkpoint", "numpy", "pydantic", "yaml", "pytest"]
 PRELOAD += ["halfmesh.assembly", "halfmesh.config.load", "halfmesh.parallel.tensor", "halfmesh.parallel.sharding.fsdp"]
-PRELOAD += ["halfmesh.parallel.sharding.zero1", "halfmesh.engine.pipeline_passes", "halfmesh.engine.checkpointing.run"]
+PRELOAD += [
+    "halfmesh.parallel.sharding.zero1",
+    "halfmesh.engine.pipeline_executor",
+    "halfmesh.engine.checkpointing.run",
+]
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a rank sees when a *peer* is gone: never the reason of a failure, only its echo.
 ECHOES = (

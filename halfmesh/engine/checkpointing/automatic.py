@@ -111,7 +111,7 @@ class Automatic:
             on_first(engine.context, what, lambda: engine._locks.take(self._directory))
             self._locked = True
         step = engine.global_step
-        if step == before or engine._cycle.holds_gradients or engine._cycle.averaged:
+        if step == before or engine._accumulation.holds_gradients or engine._accumulation.averaged:
             return
         self._step = step
         if self._preemption.is_due(step - before):
@@ -124,7 +124,7 @@ class Automatic:
     def _end_together(self) -> None:
         """All ranks close: what came to any of them, and was not agreed on in time, counts as well."""
         engine, before = self._engine, self._step
-        told = engine.context.everyone((list(self._signals.came), engine._cycle.holds_gradients))
+        told = engine.context.everyone((list(self._signals.came), engine._accumulation.holds_gradients))
         reason = say_where([came for came, _ in told])
         if any(holds for _, holds in told):
             if reason:

@@ -17,13 +17,13 @@ from ...log import get_logger
 from ...parallel.context import ParallelContext
 from ...parallel.random import CPU, SharedRandomness, random_state, set_random_state
 from .. import rank_random
-from ..attached import Attached
+from ..accumulation import Accumulation
 from ..average import WeightAverage
-from ..cycle import GradientCycle
 from ..dataloader import EngineDataLoader
 from ..scheduling import LRAdvance
 from . import finding, loading, progress, saving
 from . import folder as folders
+from .attached import Attached
 from .background import Background
 from .contents import AVERAGE, Holding
 from .lock import FolderLocks
@@ -43,7 +43,7 @@ class Run:
     division: Division
     context: ParallelContext
     config: Config
-    cycle: GradientCycle
+    accumulation: Accumulation
     lr: LRAdvance
     dataloader: EngineDataLoader | None
     attached: Attached
@@ -120,13 +120,13 @@ def load(run: Run, directory: Path) -> tuple[Path, int]:
     _refuse_other_scheduler(run, stored)
     scheduled = run.lr.scheduler is not None and stored.common["lr_scheduler"] is not None
     loading.refuse_other(stored, run.holding, scheduled, run.context)
-    run.cycle.clear()
+    run.accumulation.clear()
     loading.read_tensors(stored, run.holding, run.context)
     common = stored.common
     shared = SharedRandomness(run.context.from_first(random_state(CPU)))
     notes = together(run.context, loading.too_late(stored), lambda: _take_rest(run, stored, shared))
-    if run.cycle.reducer is not None:
-        run.cycle.reducer.note_buffers()
+    if run.accumulation.reducer is not None:
+        run.accumulation.reducer.note_buffers()
     if run.context.rank == 0:
         title = f"loaded step {common['global_step']} from {found.folder}"
         _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)

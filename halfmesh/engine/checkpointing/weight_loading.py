@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...amp.cast import find_overflow
+from ...amp.precision import find_overflow
 from ...errors import InputError, bullet_list, shorten
 from ...parallel.context import ParallelContext
 from ...parallel.regions import Region

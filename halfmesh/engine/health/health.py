@@ -1,4 +1,4 @@
-"""The engine's half that looks at the run's numbers, when it is asked or when the run stops at inf or nan."""
+"""The run's numbers: what can be read of them, and the diagnosis of a run that stops at inf or nan."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...amp.step_result import StepResult
+from ...amp.precision import Precision
 from ...errors import InputError, NonFiniteError
-from ..cycle import refuse_inside
-from ..passes import Passes
+from ..executor import Executor
 from ..saving import Saving
 from .last_batch import LastBatch
 from .parts import Parts
@@ -24,11 +23,32 @@ KEPT = 60
 
 
 class Health(Saving):
-    """Diagnosis of inf and nan, and `precision_report`."""
+    """Loss scale, norm and skips; diagnosis of inf and nan; `precision_report` and `count_flops`."""
 
     _criterion: Callable[..., Any] | None
-    _passes: Passes
-    _seen: LastBatch
+    _executor: Executor
+    _precision: Precision
+    _last_batch: LastBatch
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._update.loss_scales.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._update.skip_counter.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
+        return self._results[-1].grad_norm if self._results else None
 
     def precision_report(self) -> PrecisionReport:
         """What the config's precision does to the numbers of each layer, measured on the last batch that went forward
@@ -42,15 +62,16 @@ class Health(Saving):
                 batch that cannot be computed once more.
         """
         self._refuse_if_closed()
-        refuse_inside(self._cycle, "engine.precision_report()")
+        self._accumulation.refuse_unfinished("engine.precision_report()")
         self.context.agree_on_call("engine.precision_report")
         from .replay import find_problem
         from .survey import make_report
 
-        problem = find_problem(self._parts, self._seen)
+        problem = find_problem(self._parts, self._last_batch)
         if problem is not None:
             raise InputError(f"engine.precision_report() computes the last batch once more, but {problem}")
-        return make_report(self._parts, self._seen, self._last_results())
+        with self._guard.own_call():
+            return make_report(self._parts, self._last_batch, list(self._results))
 
     def count_flops(self, compute: Callable[[], Any]) -> dict[str, int]:
         """Floating point operations of forward, criterion and backward, a multiplication and an addition being two:
@@ -70,21 +91,23 @@ class Health(Saving):
             InputError: within an accumulation cycle; or it cannot be counted (an operator without a formula).
         """
         self._refuse_if_closed()
-        refuse_inside(self._cycle, "engine.count_flops()")
+        self._accumulation.refuse_unfinished("engine.count_flops()")
         self.context.agree_on_call("engine.count_flops")
         if not self._update.replays:
             raise InputError("engine.count_flops(): mode='apex' with backend='apex' keeps state that this would change")
         from ..flops import count_flops
 
-        automatic, seen = self._automatic, self._seen
-        self._automatic, self._seen = None, LastBatch()
+        automatic, last_batch = self._automatic, self._last_batch
+        self._automatic, self._last_batch = None, LastBatch()
         try:
             return count_flops(self._parts, compute)
         finally:
-            self._automatic, self._seen = automatic, seen
+            self._automatic, self._last_batch = automatic, last_batch
 
     def _explain(self, error: NonFiniteError) -> None:
         """Add to `error` why it came. All ranks together; the update that failed is over."""
+        if self.config.name is not None:
+            error.add_note(f"in the engine named {self.config.name!r}")
         try:
             error.diagnosis = self._diagnose(error)
             error.args = (f"{error}\n{error.diagnosis}",)
@@ -100,7 +123,8 @@ class Health(Saving):
         notes: list[str] = []
         failed: str | None = None
         try:
-            fault, notes, failed = examine(self._parts, self._seen)
+            with self._guard.own_call():
+                fault, notes, failed = examine(self._parts, self._last_batch)
         except FailedTogether as reason:
             failed = str(reason)
         except Exception as reason:
@@ -109,24 +133,19 @@ class Health(Saving):
                 failed += "; the ranks may be in different places now: end the run"
             _note(error, reason)
         about = self._update.recipe, fault, notes, failed, self.context.size
-        return make_diagnosis(self._last_results(), self._last_scales(), *about)
-
-    def _last_results(self) -> list[StepResult]:
-        """Those of the last updates, oldest first."""
-        newest = self.global_step % KEPT
-        return [result for result in self._results[newest:] + self._results[:newest] if result is not None]
+        return make_diagnosis(list(self._results), self._last_scales(), *about)
 
     def _last_scales(self) -> list[float]:
         """The loss scales of the last updates and of the present one, oldest first; none without loss scaling."""
-        losses, loss_id = self._update.loss_scales, self._seen.loss_id
+        losses, loss_id = self._update.loss_scales, self._last_batch.loss_id
         if not losses.scalers:
             return []
-        before = [result.loss_scale for result in self._last_results()] if loss_id == 0 else []  # of the first loss
+        before = [result.loss_scale for result in self._results] if loss_id == 0 else []  # of the first loss
         return [*before, losses.current()[loss_id]]
 
     @property
     def _parts(self) -> Parts:
-        call = self._update, self._precision, self.context, self._passes, self._division, self._cycle
+        call = self._update, self._precision, self.context, self._executor, self._division, self._accumulation
         return Parts(self.model, self._criterion, *call)
 
 

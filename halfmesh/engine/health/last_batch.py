@@ -68,8 +68,7 @@ class OwnLoss:
 class LastBatch:
     """References to what the engine's calls were given, replaced by the next training forward.
 
-    The engine stores into the attributes and calls nothing, because that is done for each batch. With accumulation, or
-    several backwards for one update, it is the last of them.
+    With accumulation, or several backwards for one update, it is the last of them.
 
     Attributes:
         call: args and kwargs of the last forward in training mode.
@@ -95,6 +94,25 @@ class LastBatch:
         self.value: Any = None
         self.loss: Any = None
         self.loss_id = 0
+
+    def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward begins. Old outputs go before it makes new ones; its own goes into `output`."""
+        self.call = args, kwargs
+        self.output = self.criterion = self.value = self.loss = None
+
+    def note_criterion(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """The criterion has returned `value`."""
+        self.takes_output = args[0] is self.output if args else False
+        self.criterion = (args[1:] if self.takes_output else args), kwargs
+        self.value = value
+
+    def note_loss(self, loss: Any, loss_id: int, retain_graph: bool) -> None:
+        """A backward begins."""
+        self.loss_id = loss_id
+        if loss is not self.value:
+            self.loss = loss
+        elif self.takes_output and not retain_graph:  # what the criterion was given is known without it
+            self.output = self.value = None
 
     def let_go(self) -> None:
         """Keep what is needed to compute the batch once more, and no graph."""

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...amp.cast import Precision
 from ...amp.optimizer import MixedPrecisionOptimizer
+from ...amp.precision import Precision
 from ...parallel.context import ParallelContext
-from ..cycle import GradientCycle
-from ..passes import Passes
+from ..accumulation import Accumulation
+from ..executor import Executor
 
 if TYPE_CHECKING:
     from ...division import Division
@@ -27,9 +27,9 @@ class Parts:
     update: MixedPrecisionOptimizer
     precision: Precision
     context: ParallelContext
-    passes: Passes
+    executor: Executor
     division: Division
-    cycle: GradientCycle
+    accumulation: Accumulation
 
     def modules(self) -> Iterator[nn.Module]:
         """Those of the model, and of a criterion that is one."""

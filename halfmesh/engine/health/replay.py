@@ -67,21 +67,21 @@ def _compute(parts: Parts, batch: LastBatch, listener: Listener, factor: float) 
         enter(eager(parts))
         enter(torch.inference_mode(False))
         enter(torch.enable_grad())
-        enter(parts.cycle.magnified(factor))
+        enter(parts.accumulation.magnified(factor))
         args, kwargs = copied(list(batch.call))
         own = ((name, p) for name, p in params if p.requires_grad)
-        probes = enter(Probes(parts.hooked(), own, parts.passes.stages, listener))
+        probes = enter(Probes(parts.hooked(), own, parts.executor.stages, listener))
 
         def forward() -> tuple[Any, list[str]]:
-            return _loss(parts, batch, parts.passes.forward(*args, **kwargs), probes)
+            return _loss(parts, batch, parts.executor.forward(*args, **kwargs), probes)
 
         loss, notes = compute_together(parts, forward)
         if loss is None:
             if pipeline:
                 raise InputError("the criterion was not given the output of engine(...)")
             return notes
-        parts.cycle.add(loss, at_end=True, loss_id=batch.loss_id)
-        parts.cycle.complete()
+        parts.accumulation.backward(parts.executor, loss, is_last_batch=True, loss_id=batch.loss_id)
+        parts.accumulation.reduce()
         for shard, grad in parts.update.gradients().items():
             listener.complete_gradient(shard.name, grad)
     return notes
@@ -120,7 +120,7 @@ def _loss(parts: Parts, batch: LastBatch, output: Any, probes: Probes) -> tuple[
     if given is None or parts.criterion is None:
         return None, [NO_LOSS]
     args, kwargs = given
-    loss = parts.passes.criterion(probes.watched(parts.criterion), *args, **kwargs)
+    loss = parts.executor.criterion(probes.watched(parts.criterion), *args, **kwargs)
     return loss, [] if batch.loss is None else [UNKNOWN if batch.value is LET_GO else CHANGED]
 
 

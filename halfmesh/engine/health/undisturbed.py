@@ -39,7 +39,7 @@ def undisturbed(parts: Parts) -> Iterator[list[str]]:
     try:
         yield written
     finally:
-        parts.cycle.clear()
+        parts.accumulation.clear()
         _reshard(parts)  # a forward without a backward leaves weights gathered
         written += [name for name, (param, version) in trained.items() if param._version != version]
         with torch.no_grad():

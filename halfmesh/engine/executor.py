@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
 from ..parallel.gradients import Reduction
 from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.same_calls import SameCalls
@@ -33,12 +33,12 @@ class Backward(Protocol):
         """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
         ...
 
-    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool) -> None:
-        """Add the gradients of `loss`; with `sends` they are reduced while they come, by `reducer`, which is open."""
+    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
+        """Add the gradients of `loss`. With `reduces` the open `reducer` may send what is complete."""
         ...
 
 
-class Passes(Backward, Protocol):
+class Executor(Backward, Protocol):
     """How an engine computes.
 
     Attributes:
@@ -66,20 +66,24 @@ class DirectBackward:
 
     is_single = True
 
-    def __init__(self, precision: Precision, update: MixedPrecisionOptimizer, accumulation: Accumulation) -> None:
-        self._precision = precision
+    def __init__(self, update: MixedPrecisionOptimizer, accumulation: Accumulation) -> None:
         self._update = update
         self._accumulation = accumulation
-        self.check = accumulation.take_loss
+
+    def check(self, loss: Any) -> torch.Tensor:
+        """The scalar; of a weighted loss the weight is counted."""
+        total, weight = self._accumulation.check_loss(loss)
+        self._accumulation.add_weight(weight)
+        return total
 
     def backward(
-        self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
+        self, loss: torch.Tensor, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
     ) -> None:
-        update = self._update
-        update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
+        """The hooks of `reducer` send what is complete."""
+        self._update.backward(loss, self._accumulation.seed_divisor, retain_graph, loss_id)
 
 
-class DirectPasses(DirectBackward):
+class DirectExecutor(DirectBackward):
     """At once: this process has all of the model.
 
     Args:
@@ -98,19 +102,17 @@ class DirectPasses(DirectBackward):
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
         over_tensor: SameCalls | None = None,
     ) -> None:
-        super().__init__(precision, update, accumulation)
+        super().__init__(update, accumulation)
         self._model = model
-        self._over_tensor = over_tensor
-        self._compute = precision.around(model)
+        self._precision = precision
         self._scope = scope
-        self.forward: Callable[..., Any] = self._compute if scope is nullcontext else self._forward_within
-        self.criterion: Callable[..., Any] = precision.criterion if over_tensor is None else self._compare_criterion
+        self._over_tensor = over_tensor
 
-    def _forward_within(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._scope():
-            return self._compute(*args, **kwargs)
+            return self._precision.forward(self._model, *args, **kwargs)
 
-    def _compare_criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._over_tensor is not None and self._model.training and torch.is_grad_enabled():
             targets = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad]
             if targets:  # not the outputs, which are equal but for rounding

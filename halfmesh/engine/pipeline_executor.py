@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import torch_private
-from ..amp.cast import Precision
 from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -24,7 +24,7 @@ from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
 from ..parallel.same_calls import SameCalls, is_looked_at
 from ..tree import map_tensors
 from .accumulation import Accumulation
-from .handles import Elsewhere, PipelineLoss, PipelineOutput, find_handles, replace
+from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
 from .last_stage import CriterionCalls, LastStage
 from .whole_batch import WholeBatch, refuse_other_loss
 
@@ -55,8 +55,8 @@ class PipelineOptions:
     """Whether all ranks get the outputs of evaluation, or those of the last stage."""
 
 
-class PipelinePasses:
-    """`halfmesh.engine.passes.Passes` of a rank that has some stages of the model.
+class PipelineExecutor:
+    """`halfmesh.engine.executor.Executor` of a rank that has some stages of the model.
 
     Args:
         model: the user's, of which the training mode counts.
@@ -106,7 +106,7 @@ class PipelinePasses:
         everywhere = self._options.outputs_everywhere
         output = self._pipeline.evaluate(call, self._compare, everywhere)
         if not everywhere and not self._pipeline.has_last:
-            return Elsewhere()
+            return LastStageOutput()
         return self._precision.cast_output(output)
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ class PipelinePasses:
         return loss
 
     def backward(
-        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, sends: bool
+        self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
     ) -> None:
         """Run the schedule."""
         if retain_graph:
@@ -159,14 +159,14 @@ class PipelinePasses:
             return last.finish(output, index)
 
         def on_last(params: Any, rest: bool) -> None:
-            if reducer is not None and sends:
+            if reducer is not None and reduces:
                 reducer.expect_last(params)
                 if rest:
                     reducer.expect_rest(params)
 
         with self._update.collecting(loss_id):
             self._pipeline.train(forward.calls, forward.known, finish, on_last)
-        self._settle(loss, last, forward)
+        self._send_results(loss, last, forward)
 
     def close(self) -> None:
         """Wait for what is still on its way: nothing may be, when a process ends."""
@@ -257,7 +257,7 @@ class PipelinePasses:
             )
         return count
 
-    def _settle(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
+    def _send_results(self, loss: PipelineLoss, last: LastStage, forward: _Forward) -> None:
         """Send the loss (and the outputs) to the other stages, without waiting."""
         device, group, source = self._context.device, self._context.group("pp"), self._pipeline.last_rank
         size = 2 if forward.whole is None else 3
@@ -273,9 +273,9 @@ class PipelinePasses:
         if reduction == "weighted":
             _after([work], lambda: None)
             self._accumulation.add_weight(figures[1])
-            loss.settle(lambda: (figures[0].float(), figures[1].float()))
+            loss.resolve(lambda: (figures[0].float(), figures[1].float()))
         else:
-            loss.settle(lambda: _after([work], figures[0].float))
+            loss.resolve(lambda: _after([work], figures[0].float))
         if not self._options.keep_outputs:
             loss.output.drop()
             return
@@ -291,7 +291,7 @@ class PipelinePasses:
         ]
         self._sent += works
         loss.output.batch, loss.output.was_used = None, True
-        loss.output.settle(lambda: _after(works, lambda: output))
+        loss.output.resolve(lambda: _after(works, lambda: output))
 
 
 def _stamps(calls: Sequence[Call]) -> list[tuple[int, int]]:

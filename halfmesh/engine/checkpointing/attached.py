@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from ..errors import InputError
+from ...errors import InputError
 
 
 class Stateful(Protocol):

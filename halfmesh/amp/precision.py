@@ -1,0 +1,162 @@
+"""Number formats of a call: the model's parameters, cast once, and what goes in and out of each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import torch_private
+from ..errors import InputError
+from ..tree import map_tensors
+from .cast_lists import CastTable
+from .o1_casts import O1Casts, o1_scope
+from .recipe import Recipe
+
+FP16_MAX_SCALE = 2.0**15
+"""The largest power of two in fp16, whose maximum is 65504: the gradient of an fp16 loss is the loss scale itself."""
+
+
+def to_dtype(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with its floating-point tensors in `dtype`; integer, bool and complex tensors stay."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+class Precision:
+    """Runs the model and the criterion in a recipe's formats, on one kind of device.
+
+    Attributes:
+        casts: O1's lists, with additions; None where torch.autocast or nothing casts.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe = recipe
+        self.device = device
+        self.casts = CastTable() if recipe.cast_lists == "apex" else None
+
+    def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
+        """The scope that forward and criterion run in; with `enabled=False` the scope that switches its casts off."""
+        if not self.recipe.autocast:
+            return nullcontext()
+        if not enabled:
+            return torch.autocast(self.device.type, enabled=False)
+        if self.casts is not None:
+            return o1_scope(self.casts, self.device.type)
+        return torch.autocast(self.device.type, self.recipe.compute_dtype)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """The scope that backward runs in, so that activation checkpointing casts as the forward did."""
+        return nullcontext() if self.casts is None else O1Casts(self.casts, self.device.type)
+
+    def clear_weight_cache(self) -> None:
+        """Drop the cast weights that a scope of the user's around several calls would keep.
+
+        Needed after each backward, whose graph they belong to, and after each update: fused optimizers change weights
+        without a new version of the tensor, and so do writes through `param.data`.
+        """
+        if self.casts is not None:
+            self.casts.forget_weights()
+        elif self.recipe.autocast:
+            torch.clear_autocast_cache()
+
+    def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
+        return self.cast_output(self.run_in_autocast(model, *self.cast_inputs(args), **self.cast_inputs(kwargs)))
+
+    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs where the forward runs, so that losses are fp32 where autocast says so."""
+        return self.run_in_autocast(criterion, *args, **kwargs)
+
+    def run_in_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`call(*args, **kwargs)` in the scope of `autocast`."""
+        with self.autocast():
+            return call(*args, **kwargs)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """What the model is called with, as the recipe says."""
+        return inputs if self.recipe.param_dtype is None else to_dtype(inputs, self.recipe.param_dtype)
+
+    def cast_output(self, output: Any) -> Any:
+        """What the model returned, as the recipe says. Raises InputError as `check_loss`, for a loss of its own."""
+        return output if self.recipe.output_dtype is None else map_tensors(self._cast_output, output)
+
+    def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if tensor.ndim == 0 and tensor.requires_grad:
+            self.check_loss(tensor)
+        return tensor.to(self.recipe.output_dtype)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Raise InputError if the gradient of `loss`, which is the loss scale, is inf in its dtype at every step.
+
+        (A dynamic scale that is too large backs off by itself.)
+        """
+        scale = self.recipe.loss_scale
+        if loss.dtype != torch.float16 or scale is None or scale.dynamic or scale.initial <= FP16_MAX_SCALE:
+            return
+        raise InputError(
+            f"the static loss_scale {scale.initial:g} cannot be used: the loss is fp16, and its gradient is the loss "
+            f"scale, in fp16, where the largest possible scale is {FP16_MAX_SCALE:g}. Lower it, or take the loss in "
+            "fp32 (compute it from output.float())"
+        )
+
+
+def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
+    """Cast parameters and floating-point buffers. Parameter objects, ties and names stay.
+
+    Args:
+        apart: ids of parameters that stay as they are.
+    """
+    dtype = recipe.param_dtype
+    if dtype is None:
+        return
+    casts = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
+    for param in model.parameters():
+        if id(param) in casts:
+            param.data = param.data.to(dtype)
+    buffers: dict[int, torch.Tensor] = {}  # new ones, which may have several names: others may hold the old ones
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(buffer) in casts:
+                setattr(module, name, buffers.setdefault(id(buffer), buffer.to(dtype)))
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants the new weights in one piece
+
+
+def tensors_to_cast(
+    model: nn.Module, recipe: Recipe, apart: Collection[int] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers whose dtype `cast_model` changes, by name."""
+    stays = {id(tensor) for tensor in _stays_fp32(model, recipe)} | set(apart)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and id(tensor) not in stays and tensor.dtype != recipe.param_dtype:
+            yield name, tensor
+
+
+def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with casting `value`, of the tensor `name`, to `dtype`: it is beyond the range."""
+    largest, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+    if value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
+        return None
+    most = max(abs(end.item()) for end in value.aminmax())
+    if not most <= largest:  # inf or nan, which fit, may hide what does not
+        finite = value[value.isfinite()]
+        most = finite.abs().max().item() if finite.numel() else 0.0
+    if most <= largest:
+        return None
+    return (
+        f"{name!r} holds values up to {most:g}, but {short} ends at {largest:g}; use bf16, or mode='torch', which "
+        "keeps parameters and buffers in float32"
+    )
+
+
+def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
+    """apex's rule: BatchNorm with weights stays as it is, with its buffers; without weights it is cast."""
+    for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
+        if torch_private.is_batch_norm(module) and module.affine:
+            yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))
