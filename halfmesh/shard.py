@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .strides import in_memory_order
+from .tensors import in_memory_order
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import torch_private
-from ..tree import map_tensors
+from ..tensors import map_tensors
 from .cast_lists import CastTable
 from .o1_casts import O1Casts, o1_scope
 from .recipe import Recipe

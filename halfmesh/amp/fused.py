@@ -11,7 +11,7 @@ from torch import optim
 from .. import torch_private
 from ..errors import InputError
 from ..own_steps import is_of_torch, step_of
-from ..strides import is_dense
+from ..tensors import is_dense
 from .recipe import HALF
 
 # These read `grad_scale` and `found_inf` from the optimizer when fused. Every other optimizer of torch would ignore

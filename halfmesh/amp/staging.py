@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..strides import is_dense
+from ..tensors import is_dense
 
 
 class Staging:

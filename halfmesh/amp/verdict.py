@@ -10,7 +10,7 @@ import torch
 
 from .. import torch_private
 from ..shard import Ranks
-from ..strides import in_memory_order
+from ..tensors import in_memory_order
 from .collected import CHUNK, Gradients, Kind
 
 

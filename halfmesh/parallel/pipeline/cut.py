@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from ... import torch_private
 from ...errors import InputError, shorten
-from ...exchange import give_memory
+from ...tensors import replace_data
 from ..context import ParallelContext
 from .partition import Partition, all_entries, first_names
 
@@ -108,7 +108,7 @@ class StageCut:
         modules = dict(self._model.named_modules(remove_duplicate=False))
         for (path, name), tensor in self._foreign.items():
             setattr(modules[path], name, None)
-            give_memory(tensor, torch.empty(0, dtype=tensor.dtype))
+            replace_data(tensor, torch.empty(0, dtype=tensor.dtype))
             tensor.grad = None
         foreign = {id(tensor) for tensor in self._foreign.values()}
         for group in self._optimizer.param_groups:
