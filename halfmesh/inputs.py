@@ -31,9 +31,6 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
     if not isinstance(model, nn.Module):
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
         return
-    if getattr(model, "is_converted", False) is True:
-        yield "model: it comes from convert_to_amp; pass its .module, after close() of the optimizer from there"
-        return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
         return
@@ -114,11 +111,11 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             "params, defaults)), without which its steps cannot be watched"
         )
         return
-    if "zero_grad" in vars(optimizer):
-        yield "optimizer: it belongs to another engine; close that one first (its close()), or build a new optimizer"
-        return
-    if getattr(optimizer, "is_converted", False):
-        yield "optimizer: it comes from convert_to_amp; pass the one that was given there, after its close()"
+    if "zero_grad" in vars(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
+        yield (
+            "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
+            "back the optimizer that was passed), or build a new optimizer"
+        )
         return
     yield from _find_lost_eps(optimizer, recipe)
     if needs_closure(optimizer):
