@@ -19,6 +19,7 @@ from .amp.plugin import AMP_PLUGINS, AMP_TYPE
 from .amp.recipe import FP32, Recipe
 from .amp.result import StepResult
 from .amp.rules import UpdateRules
+from .deferred.recording import recording_of
 from .engine import checkpoint
 from .engine.accumulation import Accumulation
 from .engine.cycle import GradientCycle
@@ -76,6 +77,11 @@ def convert_to_amp(
     config = load_config({keys[dtype]: {"mode": mode, **own}})
     assert config.precision is not None
     recipe, backend = recipe_of(config), AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
+    if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
+        raise InputError(
+            "model: its parameters were made under halfmesh.deferred_init(), and have no values; pass the model to "
+            "initialize, which makes them, or build it as usual"
+        )
     problems = list(inputs.find_model_problems(model, recipe, config.precision.mode))
     if not problems:
         problems += inputs.find_optimizer_problems(optimizer, model, recipe)

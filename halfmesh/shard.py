@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from .tensors import in_memory_order
 
@@ -89,6 +89,17 @@ def follow_dtype(param: torch.Tensor) -> None:
     param.grad = None
     if param.grad_dtype is not param.dtype:
         param.grad_dtype = param.dtype
+
+
+def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of `optimizer` that are not among `known`, by their place in its groups and their shape."""
+    ids = set(map(id, known))
+    return {
+        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if id(param) not in ids
+    }
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import torch_private
 from ..errors import InputError, shorten
 from ..own_steps import is_of_torch, step_of
-from ..shard import ParamShard
+from ..shard import ParamShard, foreign_params
 from . import fused
 from .collected import Gradients, Layout, forms
 from .master_weights import current_value, masters_for, publish, repoint
@@ -291,14 +291,3 @@ class Holdings:
             )
             for group in self.optimizer.param_groups
         ]
-
-
-def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters of `optimizer` that are none of `known`, by where they are, in words."""
-    ids = set(map(id, known))
-    return {
-        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
-        for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
-        if id(param) not in ids
-    }

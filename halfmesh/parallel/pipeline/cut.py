@@ -29,8 +29,8 @@ class StageCut:
         first_names: for each name of a tensor of the whole model the first one that it has there.
     """
 
-    is_stage_cut = True
-    """Tells `initialize` that a model is cut already."""
+    is_divided_by_engine = True
+    """Tells `initialize` that a model has such a hook already."""
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
