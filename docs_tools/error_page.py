@@ -19,7 +19,7 @@ SUBJECTS = {
     "The loop": "engine/engine.py engine/accumulation.py engine/saving.py",
     "Data": "engine/dataloader.py engine/samplers.py engine/loader_watch.py",
     "Schedulers": "engine/scheduling.py engine/lr_schedulers.py",
-    "Precision": "amp/ converted.py",
+    "Precision": "amp/",
     "Inf and nan": "engine/health/",
     "Tensor parallelism": "parallel/tensor parallel/style.py parallel/layer_plans.py parallel/attention.py "
     "parallel/gradients.py parallel/sequence parallel/same_calls.py parallel/split.py",

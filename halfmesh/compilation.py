@@ -91,7 +91,7 @@ def resolve(
 
 
 def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, ...]:
-    """The repeated blocks, without those that stages do not call."""
+    """The repeated blocks of `model`, without those that no stage of a pipeline calls."""
     blocks = tuple(find_blocks(model))
     if partition is None:
         return blocks
@@ -100,8 +100,9 @@ def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, .
 
 
 def find_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the repeated blocks: modules of one class beside each other in a ModuleList or Sequential, which have
-    modules of their own. Of rows within rows the blocks are those of the outermost, if they are no rows themselves."""
+    """Names of the repeated blocks: modules of one class, with submodules of their own, that stand next to each other
+    in a ModuleList or Sequential. Where such lists are nested, the blocks are the outermost modules that are not lists
+    of blocks themselves."""
     children = {name: model.get_submodule(name) for name in children_of(model)}
     within = {name: list(find_blocks(child)) for name, child in children.items()}
     kinds: Counter[type[nn.Module]] = Counter()

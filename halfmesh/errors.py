@@ -20,6 +20,12 @@ EXIT_PREEMPTED = 75
 MOST_LINES = 100
 """Mistakes that a message lists: nobody reads more."""
 
+NO_BATCH = (
+    "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
+    "drop_last=False"
+)
+"""Of a loader that is empty when it is passed, or in an epoch."""
+
 
 class HalfmeshError(Exception):
     """Base class of every error that halfmesh raises on purpose: `except HalfmeshError` catches all of them.

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, Dataset
 
 from . import torch_private
 from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
-from .deferred.recording import recording_of
-from .engine.dataloader import EMPTY
-from .errors import InputError, shorten
-from .parallel.tensor_layers import DividedLayer
+from .errors import NO_BATCH, InputError, shorten
 from .shard import foreign_params
 
 if TYPE_CHECKING:
@@ -31,54 +27,34 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
     if not isinstance(model, nn.Module):
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
         return
-    if getattr(model, "is_converted", False) is True:
-        yield "model: it comes from convert_to_amp; pass its .module, after close() of the optimizer from there"
-        return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
         return
-    divided = [name for name, module in model.named_modules() if isinstance(module, DividedLayer)]
-    if divided:
+    owners = [*model.modules(), *torch_private.hook_owners(model)]
+    if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
         yield (
-            f"model: {shorten(divided)} are divided over the tensor group of another engine; close that one first (its "
-            "close() makes them whole), or, after an error, build the model again"
-        )
-        return
-    if any(getattr(owner, "is_stage_cut", False) for owner in torch_private.hook_owners(model)):
-        yield (
-            "model: this rank holds stages of it for another engine; close that one first (its close() makes the model "
-            "whole), or, after an error, build the model again"
+            "model: this rank holds a part of it for another engine (tensor=..., pipeline=...); close that one first "
+            "(its close() makes the model whole), or, after an error, build the model again"
         )
         return
     params = dict(model.named_parameters())
-    lazy = [name for name, p in params.items() if isinstance(p, UninitializedParameter)]
-    if lazy:
-        yield f"model: {shorten(lazy)} have no shape yet (lazy modules); run one forward before initialize"
-        return
-    strange = [name for name, p in params.items() if p.is_complex()]
-    if strange:
-        yield (
-            f"model: {shorten(strange)} are complex, for which no precision mode is defined; keep real and imaginary "
-            "part as one real parameter (torch.view_as_real)"
-        )
-    split = [
-        name for name, p in params.items() if type(p.data) is not torch.Tensor and not torch_private.has_no_memory(p)
-    ]
-    if split:
-        yield (
-            f"model: {shorten(split)} are {type(params[split[0]].data).__name__}s: the model was sharded already; "
-            "pass it as it was before fully_shard or parallelize_module, the config says how to cut it"
-        )
-    deferred = [name for name, p in params.items() if recording_of(p) is not None]
-    if deferred:
-        yield (
-            f"model: {shorten(deferred)} were made under halfmesh.deferred_init(), and have no values; pass the model "
-            "to initialize, which makes them, or build it as usual"
-        )
-        return
     if not params:
         yield f"model: {type(model).__name__} has no parameters, so there is nothing to train"
         return
+    complex_params = [name for name, p in params.items() if p.is_complex()]
+    if complex_params:
+        yield (
+            f"model: {shorten(complex_params)} are complex, for which no precision mode is defined; keep real and "
+            "imaginary part as one real parameter (torch.view_as_real)"
+        )
+    sharded = [
+        name for name, p in params.items() if type(p.data) is not torch.Tensor and not torch_private.has_no_memory(p)
+    ]
+    if sharded:
+        yield (
+            f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model was sharded already; "
+            "pass it as it was before fully_shard or parallelize_module, the config says how to shard it"
+        )
     devices = sorted({str(p.device) for p in params.values() if recorded(p) is None})
     if "meta" in devices:
         on_meta = [name for name, p in params.items() if p.is_meta and recorded(p) is None]
@@ -108,20 +84,15 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             f"needed, but {_kind(optimizer)} was given"
         )
         return
-    if not torch_private.takes_step_hooks(optimizer):
+    if "zero_grad" in vars(getattr(optimizer, "optimizer", optimizer)):  # convert_to_amp's optimizer has the given one
         yield (
-            f"optimizer: {type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ (super().__init__("
-            "params, defaults)), without which its steps cannot be watched"
+            "optimizer: it belongs to another engine or to convert_to_amp; close that first (its close(), which gives "
+            "back the optimizer that was passed), or build a new optimizer"
         )
         return
-    if "zero_grad" in vars(optimizer):
-        yield "optimizer: it belongs to another engine; close that one first (its close()), or build a new optimizer"
-        return
-    if getattr(optimizer, "is_converted", False):
-        yield "optimizer: it comes from convert_to_amp; pass the one that was given there, after its close()"
-        return
     yield from _find_lost_eps(optimizer, recipe)
-    if needs_closure(optimizer):
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS
         yield (
             f"optimizer: {type(optimizer).__name__}.step needs a closure that runs the model again, which cannot be "
             "joined with a loss scale, accumulation or a verdict shared by all ranks; use SGD, Adam, AdamW or "
@@ -169,7 +140,7 @@ def find_other_problems(
             continue
         if isinstance(loader, DataLoader):
             if _length(loader) == 0:
-                yield f"{name}: it is empty: {EMPTY}"
+                yield f"{name}: it is empty: {NO_BATCH}"
         elif isinstance(loader, Dataset):
             yield (
                 f"{name}: a Dataset ({type(loader).__name__}) has no batch size; pass "
@@ -191,7 +162,8 @@ def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
 
 
 def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
-    """What raises InputError for a value of `model` (its name, and the value) that the recipe's dtype cannot hold."""
+    """A function of a tensor's name in `model` and a value for it, which raises InputError if the dtype that the recipe
+    casts the tensor to cannot hold the value."""
     dtype = recipe.param_dtype
     cast = set() if dtype is None else {name for name, _ in tensors_to_cast(model, recipe)}
 
@@ -213,10 +185,11 @@ def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
             raise RuntimeError("its compute capability is below 8.0")
         probe_dtype(device, dtype)
     except (RuntimeError, NotImplementedError) as error:
-        name = str(dtype).removeprefix("torch.")
-        other = "fp16" if dtype == torch.bfloat16 else "bf16"
-        reason = str(error).splitlines()[0]
-        return f"device {device}: it cannot multiply matrices in {name} ({reason}); use {other}, or no half precision"
+        other, reason = "fp16" if dtype == torch.bfloat16 else "bf16", str(error).splitlines()[0]
+        return (
+            f"device {device}: it cannot multiply matrices in {_short(dtype)} ({reason}); use {other}, or no half "
+            "precision"
+        )
     return None
 
 
@@ -226,17 +199,8 @@ def probe_dtype(device: torch.device, dtype: torch.dtype) -> None:
     (torch.ones(8, 8, device=device, dtype=dtype) @ weight).sum().backward()
 
 
-def needs_closure(optimizer: optim.Optimizer) -> bool:
-    """Whether `optimizer.step` cannot be called without a closure (LBFGS)."""
-    parameters = inspect.signature(optimizer.step).parameters
-    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
-
-
 def _find_scheduler_problems(lr_scheduler: Any, optimizer: Any, dataloader: Any, config: Config) -> Iterator[str]:
     if lr_scheduler is None:
-        return
-    if not hasattr(lr_scheduler, "step"):
-        yield f"lr_scheduler: something with step() is needed, but {_kind(lr_scheduler)} was given"
         return
     theirs = getattr(lr_scheduler, "optimizer", optimizer)
     if theirs is not optimizer:

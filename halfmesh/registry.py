@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar, overload
+from importlib.metadata import entry_points
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from .errors import RegistryError, did_you_mean
 from .log import get_logger
@@ -14,6 +14,13 @@ from .log import get_logger
 T = TypeVar("T")
 
 _log = get_logger(__name__)
+
+
+class _Reference(NamedTuple):
+    """Where an object is imported from ("module:attribute"), and whose it is (" by the package 'name'", or "")."""
+
+    target: str
+    package: str
 
 
 class Registry(Generic[T]):
@@ -25,11 +32,13 @@ class Registry(Generic[T]):
         [project.entry-points."halfmesh.amp_plugins"]
         my_mode = "my_package.amp:MyPlugin"
 
-    A registered name wins over an entry point of the same name only when it was registered with `override=True`;
-    otherwise that name is refused, and no other.
+    The first to take a name keeps it. Registering it again raises RegistryError unless `override=True` says to replace
+    it; an entry point whose name is taken is left out with a warning.
 
     Args:
-        find_problem: says what is wrong with an object that a package brings, if anything is.
+        kind: what the objects are, for messages.
+        entry_point_group: read when the registry is first asked for something.
+        find_problem: says what is wrong with an imported object, if anything is.
     """
 
     def __init__(
@@ -38,13 +47,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.entry_point_group = entry_point_group
         self._find_problem = find_problem
-        self._packages: dict[str, str] = {}
-        """Where a name is a package's: " by the package 'name'"."""
-        self._taken_twice: dict[str, str] = {}
-        self._left_out: set[str] = set()
-        self._objects: dict[str, T] = {}
-        self._lazy: dict[str, str] = {}
-        self._overrides: set[str] = set()
+        self._entries: dict[str, Any] = {}
         self._entry_points_read = False
 
     @overload
@@ -59,105 +62,85 @@ class Registry(Generic[T]):
         """
         if obj is None:
             return lambda decorated: self.register(name, decorated, override=override)
-        key = self._claim(name, override)
-        self._objects[key] = obj
+        if not isinstance(name, str) or not name:
+            raise RegistryError(
+                f"a {self.kind} is registered under a non-empty string, but {name!r} was given; name it"
+            )
+        if override:
+            self._read_entry_points()  # else one of the same name would be read later, and warned of
+        elif name.lower() in self._entries:
+            raise RegistryError(
+                f"the {self.kind} {name!r} is already registered ({_where(self._entries[name.lower()])}); "
+                "choose another name, or pass override=True to replace it"
+            )
+        self._entries[name.lower()] = obj
         return obj
 
     def register_lazy(self, name: str, reference: str, *, override: bool = False) -> None:
         """Register the object that `reference` ("package.module:attribute") names; it is imported on first use."""
-        self._lazy[self._claim(name, override)] = reference
+        self.register(name, _Reference(reference, ""), override=override)  # type: ignore[arg-type]
 
     def unregister(self, name: str) -> None:
         """Forget `name` (for tests and notebooks that define a plugin twice)."""
-        key = _key(name)
-        self._objects.pop(key, None)
-        self._lazy.pop(key, None)
-        self._overrides.discard(key)
-        self._packages.pop(key, None)
-        self._taken_twice.pop(key, None)
+        self._entries.pop(name.lower(), None)
 
     def get(self, name: str) -> T:
         """The object registered as `name`.
 
         Raises:
-            RegistryError: no such name (the message has the nearest one and the list), a package's that does not work,
-                or a package claims a name that was there.
+            RegistryError: no such name (the message has the nearest one and the list), or what it refers to cannot be
+                imported or is not of this kind.
         """
-        self._read_entry_points()
-        key = _key(name)
-        if key in self._taken_twice:
-            raise RegistryError(self._taken_twice[key])
-        if key not in self._objects and key in self._lazy:
-            self._objects[key] = self._load(key)
-        if key not in self._objects:
-            names = self.names()
+        key, names = str(name).lower(), self.names()
+        if key not in names:
             raise RegistryError(
                 f"no {self.kind} named {name!r}{did_you_mean(name, names)}; "
                 f"registered: {', '.join(names) or 'none'}. A package adds one with the entry point group "
                 f"{self.entry_point_group!r} or with the decorator `.register({str(name)!r})`"
             )
-        return self._objects[key]
+        if isinstance(self._entries[key], _Reference):
+            self._entries[key] = self._import(key, self._entries[key])
+        found: T = self._entries[key]
+        return found
 
     def peek(self, name: str) -> T | str | None:
         """The object registered as `name`, or the reference of one not imported yet, or None. Imports nothing."""
         self._read_entry_points()
-        return self._objects.get(_key(name), self._lazy.get(_key(name)))
+        found: Any = self._entries.get(name.lower())
+        return found.target if isinstance(found, _Reference) else found
 
     def each(self) -> Iterator[tuple[str, T]]:
-        """All names with their objects. What a package brings that does not work is left out, with a warning, for
-        nobody has asked for it."""
+        """All names with their objects. A package's object that cannot be used is dropped with a warning: nobody asked
+        for it by name."""
         for name in self.names():
             try:
                 found = self.get(name)
             except RegistryError as error:
-                if name not in self._packages:
+                if not self._entries[name].package:
                     raise
-                if name not in self._left_out:
-                    self._left_out.add(name)
-                    _log.warning("%s; it is left out", error)
-                continue
-            yield name, found
+                self.unregister(name)
+                _log.warning("%s; it is left out", error)
+            else:
+                yield name, found
 
     def names(self) -> list[str]:
         """All registered names in order of registration."""
         self._read_entry_points()
-        return list(dict.fromkeys([*self._lazy, *self._objects]))
+        return list(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and _key(name) in self.names()
+        return isinstance(name, str) and name.lower() in self.names()
 
-    def _claim(self, name: str, override: bool) -> str:
-        if not isinstance(name, str) or not name:
-            raise RegistryError(
-                f"a {self.kind} is registered under a non-empty string, but {name!r} was given; name it"
-            )
-        key = _key(name)
-        taken = self._objects.get(key, self._lazy.get(key))
-        if taken is not None and not override:
-            raise RegistryError(
-                f"the {self.kind} {name!r} is already registered ({_where(taken)}); "
-                "choose another name, or pass override=True to replace it"
-            )
-        self._objects.pop(key, None)
-        self._lazy.pop(key, None)
-        if override:
-            self._overrides.add(key)
-            self._packages.pop(key, None)
-            self._taken_twice.pop(key, None)
-        return key
-
-    def _load(self, key: str) -> T:
-        reference = self._lazy[key]
-        module, _, attribute = reference.partition(":")
-        package = self._packages.get(key)
-        failed = f"the {self.kind} {key!r} is registered as {reference!r}{package or ''}, which fails: "
+    def _import(self, key: str, reference: _Reference) -> Any:
+        failed = f"the {self.kind} {key!r} is registered as {reference.target!r}{reference.package}, which fails: "
+        module, _, attribute = reference.target.partition(":")
         try:
-            found: T = getattr(importlib.import_module(module), attribute)
+            found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise RegistryError(f"{failed}{error}") from error
-        except Exception as error:  # anything may go wrong in another's module
+        except Exception as error:  # importing a module may raise anything
             raise RegistryError(f"{failed}{type(error).__name__}: {error}") from error
-        if package is not None and (problem := self._find_problem(found)) is not None:
+        if (problem := self._find_problem(found)) is not None:
             raise RegistryError(f"{failed}{problem}")
         return found
 
@@ -165,36 +148,20 @@ class Registry(Generic[T]):
         if self._entry_points_read:
             return
         self._entry_points_read = True
-        for entry_point in entry_points(group=self.entry_point_group):
-            self._add_entry_point(entry_point)
-
-    def _add_entry_point(self, entry_point: EntryPoint) -> None:
-        key, package = _key(entry_point.name), _package_of(entry_point)
-        # A package found twice on the path repeats itself.
-        if key in self._overrides or self._lazy.get(key) == entry_point.value:
-            return
-        taken = self._objects.get(key, self._lazy.get(key))
-        if taken is None:
-            self._lazy[key] = entry_point.value
-        else:  # what others of this package, and the names of halfmesh, are good for is not touched by it
-            self._taken_twice[key] = (
-                f"the {self.kind} {key!r} is already registered ({_where(taken)}), and entry point "
-                f"{entry_point.value!r}{package} has the same name; rename one of them, "
-                "remove the package, or register yours with override=True before the first use"
-            )
-        self._packages[key] = package
+        for point in entry_points(group=self.entry_point_group):
+            package = " by a package" if point.dist is None else f" by the package {point.dist.name!r}"
+            new = _Reference(point.value, package)
+            taken = self._entries.setdefault(point.name.lower(), new)
+            if taken != new:  # a package may be on the path twice
+                _log.warning(
+                    f"the {self.kind} {point.name!r} is already registered ({_where(taken)}), and entry point "
+                    f"{point.value!r}{package} has the same name; it is left out. Rename one of them, or remove the "
+                    "package"
+                )
 
 
-def _key(name: str) -> str:
-    return str(name).lower()
-
-
-def _where(obj: object) -> str:
-    if isinstance(obj, str):
-        return obj
-    named = obj if inspect.isclass(obj) or inspect.isfunction(obj) else type(obj)
+def _where(entry: Any) -> str:
+    if isinstance(entry, _Reference):
+        return f"{entry.target}{entry.package}"
+    named = entry if inspect.isclass(entry) or inspect.isfunction(entry) else type(entry)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _package_of(entry_point: EntryPoint) -> str:
-    return f" by the package {entry_point.dist.name!r}" if entry_point.dist is not None else " by a package"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn, optim
 
-from .strides import in_memory_order
+from .tensors import in_memory_order
 
 
 @dataclass(eq=False, slots=True)
@@ -47,12 +47,12 @@ class ParamShard:
             return tensor
         return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
 
-    def follow(self) -> None:
+    def rebind_view(self) -> None:
         """The model's parameter has other memory now; a part of it is a view of that."""
         if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 
-    def follow_grad(self) -> None:
+    def rebind_grad(self) -> None:
         """Others gave `source` another gradient, or took it away: `param` gets its part of that."""
         assert self.source is not None
         grad: Any = self.source.param.grad
@@ -89,6 +89,17 @@ def follow_dtype(param: torch.Tensor) -> None:
     param.grad = None
     if param.grad_dtype is not param.dtype:
         param.grad_dtype = param.dtype
+
+
+def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of `optimizer` that are not among `known`, by their place in its groups and their shape."""
+    ids = set(map(id, known))
+    return {
+        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
+        for g, group in enumerate(optimizer.param_groups)
+        for i, param in enumerate(group["params"])
+        if id(param) not in ids
+    }
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:
@@ -145,14 +156,3 @@ class OneRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """A sum over one rank."""
-
-
-def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters of `optimizer` that are none of `known`, by their place in its groups, for messages."""
-    ids = set(map(id, known))
-    return {
-        f"param_groups[{g}]['params'][{i}] of shape {tuple(param.shape)}": param
-        for g, group in enumerate(optimizer.param_groups)
-        for i, param in enumerate(group["params"])
-        if id(param) not in ids
-    }

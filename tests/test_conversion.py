@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -175,8 +174,6 @@ def test_misuse():
         optimizer.clip_grad_norm(1.0)
     with pytest.raises(InputError, match=r"optimizer.step\(\) was called outside.*that convert_to_amp returned"):
         optimizer.optimizer.step()
-    with pytest.raises(InputError, match="a closure that runs the model again"):
-        optimizer.step(lambda: None)
     with pytest.raises(InputError, match="backward takes a scalar loss, but its shape is"):
         optimizer.backward(model(x))
     with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss"):
@@ -192,9 +189,6 @@ def test_misuse():
     masters[1].backward(criterion(masters[0](x), y))
     with pytest.raises(InputError, match=r"where masters have no gradients yet; to clip call optimizer.clip_grad_norm"):
         nn.utils.clip_grad_norm_(masters[1].master_params(), 1.0)
-    for copying in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="an AMPOptimizer cannot be"):
-            copying(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -226,14 +220,11 @@ def test_refusals_leave_everything_untouched(arguments, error, message):
 
 def test_one_conversion_at_a_time():
     model, optimizer, _ = converted("torch_fp16")
-    with pytest.raises(InputError, match=r"model: it comes from convert_to_amp; pass its .module"):
-        convert_to_amp(model, optimizer)
-    with pytest.raises(InputError, match="it belongs to another engine; close that one first"):
-        convert_to_amp(model.module, optimizer.optimizer, None, "naive")
-    with pytest.raises(InputError, match="it belongs to another engine; close that one first"):
-        halfmesh.initialize(model.module, optimizer.optimizer, None, None, {}, device="cpu")
-    with pytest.raises(InputError, match="optimizer: it comes from convert_to_amp; pass the one that was given there"):
-        halfmesh.initialize(model.module, optimizer, None, None, {}, device="cpu")
+    for theirs in (optimizer, optimizer.optimizer):  # a cell of a notebook that is run twice
+        with pytest.raises(InputError, match="it belongs to another engine or to convert_to_amp; close that first"):
+            convert_to_amp(model, theirs, None, "naive")
+        with pytest.raises(InputError, match="it belongs to another engine or to convert_to_amp; close that first"):
+            halfmesh.initialize(model.module, theirs, None, None, {}, device="cpu")
 
 
 def test_closed_means_closed():
@@ -292,11 +283,8 @@ def accumulated_under_ddp(rank, world_size):
             optimizer.step()
         parallel.load_state_dict(parallel.state_dict())
         results[name] = model.state_dict()
-    model, optimizer, criterion = converted("apex_o2", num_losses=2)
-    x, y = make_data(4)
-    optimizer.backward(criterion(model(x), y))
-    with pytest.raises(InputError, match="several losses with scales of their own cannot be averaged by Distributed"):
-        optimizer.backward(criterion(model(x), y), loss_id=1)
+    with pytest.raises(IncompatibleConfigError, match="num_losses=2 with a dynamic scale for each cannot be averaged"):
+        converted("apex_o2", num_losses=2)
     return results
 
 

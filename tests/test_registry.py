@@ -74,16 +74,26 @@ def test_an_installed_package_joins(shapes, install):
     assert shapes.get("hexagon").__name__ == "Hexagon"
 
 
-def test_an_installed_package_does_not_replace_silently(shapes, install):
+def test_an_installed_package_does_not_replace_what_is_registered(shapes, install, caplog):
     install("class Square: ...\n", disc="fractions:Fraction", square="shape_package:Square")
     shapes.register("square", print)
-    message = "already registered .* 'shape_package:Square' by the package 'shape-package' has the same name"
-    for _ in range(2):  # the second call must not pass because the first one failed
-        with pytest.raises(RegistryError, match=message):
-            shapes.get("square")
-    assert shapes.get("disc").__name__ == "Fraction", "other names are as good as before"
-    shapes.register("square", len, override=True)
-    assert shapes.get("square") is len
+    assert shapes.get("square") is shapes.get("square") is print
+    assert shapes.get("disc").__name__ == "Fraction"
+    [message] = caplog.messages
+    assert re.match(
+        r"the shape 'square' is already registered \(builtins.*\), and entry point 'shape_package:Square' by the "
+        r"package 'shape-package' has the same name; it is left out\. Rename one",
+        message,
+    )
+
+
+def test_an_installed_package_is_replaced_on_demand(shapes, install, caplog):
+    install("class Square: ...\n", square="shape_package:Square")
+    shapes.register("square", print, override=True)
+    assert shapes.get("square") is print
+    assert not caplog.messages
+    with pytest.raises(RegistryError, match="the shape 'square' is already registered"):
+        shapes.register("square", len)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def convert(
     came = dict(_not_trained(model, optimizer, shards, recipe, apart))
     cast_model(model, recipe, apart)
     for shard in shards:
-        shard.follow()
+        shard.rebind_view()
         follow_dtype(shard.param)
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:

@@ -10,7 +10,7 @@ from torch import optim
 from torch.utils.hooks import RemovableHandle
 
 from .. import torch_private
-from ..strides import is_dense
+from ..tensors import is_dense
 from .recipe import HALF
 
 # When fused, these read the attributes `grad_scale` and `found_inf` of the optimizer. Every other optimizer of torch

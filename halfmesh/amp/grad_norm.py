@@ -11,7 +11,7 @@ import torch
 from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard, Ranks
-from ..strides import in_memory_order
+from ..tensors import in_memory_order
 
 Grads = Mapping[ParamShard, torch.Tensor]
 """Local gradients, of any dtype."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import torch_private
 from ..errors import InputError
-from ..tree import map_tensors
+from ..tensors import map_tensors
 from .cast_lists import CastTable
 from .o1_casts import O1Casts, o1_scope
 from .recipe import Recipe

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..errors import InputError, bullet_list, shorten
-from ..tree import map_tensors
+from ..tensors import map_tensors
 from .recording import Recording, recording_of
 
 _MARK = "_halfmesh_recorded"

@@ -10,9 +10,9 @@ from torch import nn
 
 from .. import torch_private
 from ..errors import InputError, shorten
-from ..exchange import give_memory
 from ..memory import readable
 from ..parallel.context import ParallelContext
+from ..tensors import replace_data
 from .adoption import Recorded, forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
@@ -206,7 +206,7 @@ def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:
 
 def _give(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     try:
-        give_memory(tensor, value)
+        replace_data(tensor, value)
     except RuntimeError as error:
         raise InputError(
             f"{name} of the deferred model cannot be given its value ({error}); build the model as usual"

@@ -15,8 +15,8 @@ import torch
 
 from .. import torch_private
 from ..errors import InputError
-from ..tree import map_tensors
-from .tape import Constant, Made, Op, Tape, View, find, map_leaves, tensors_in
+from ..tensors import map_tensors, tensors_of
+from .tape import Constant, Made, Op, Tape, View, find, map_leaves
 
 
 class Recording(torch_private.FakeMode):
@@ -105,7 +105,7 @@ class Recording(torch_private.FakeMode):
     # -- recording ---------------------------------------------------------------------------------------------
 
     def _take(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        found = tensors_in((args, kwargs))
+        found = tensors_of((args, kwargs))
         ours = [t for t in found if torch_private.fake_mode_of(t) is self]
         if found and not ours:
             return func(*args, **kwargs)
@@ -120,14 +120,14 @@ class Recording(torch_private.FakeMode):
             raise _unknown(tuple(found[0].shape))
         if len({recording_of(t) for t in found} - {None}) > 1:
             args, kwargs = map_tensors(self._take_over, (args, kwargs))
-        written = tensors_in(torch_private.written_arguments(func, args, kwargs))
+        written = tensors_of(torch_private.written_arguments(func, args, kwargs))
         if any(torch_private.fake_mode_of(t) is not self for t in written):
             return func(*self._with_values(args), **self._with_values(kwargs))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except torch_private.DATA_NEEDED:
             return self._answer(func, args, kwargs)
-        self._refuse_odd(tensors_in(result))
+        self._refuse_odd(tensors_of(result))
         self._note(func, args, kwargs, written, result)
         return result
 
@@ -167,7 +167,7 @@ class Recording(torch_private.FakeMode):
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], written: Iterable[Any], result: Any) -> None:
         made: list[tuple[int, torch.Tensor]] = []
         known = set(self._numbers)
-        for place, tensor in enumerate(tensors_in(result)):
+        for place, tensor in enumerate(tensors_of(result)):
             if torch_private.storage_id(tensor) not in known:
                 known.add(self._number(tensor))
                 made.append((place, tensor))

@@ -12,6 +12,7 @@ import torch
 
 from .. import torch_private
 from ..errors import InputError
+from ..tensors import tensors_of
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Tape:
         with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
             if op.seed is not None:
                 _seed(op.seed, cuda)
-            results = tensors_in(op.function(*args, **kwargs))
+            results = tensors_of(op.function(*args, **kwargs))
         for place, view in op.makes:
             result = results[place]
             if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
@@ -213,11 +214,6 @@ def find(tree: Any, kind: type) -> list[Any]:
     found: list[Any] = []
     map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, tree)
     return found
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Those among arguments or results."""
-    return find(tree, torch.Tensor)
 
 
 def plain(tree: Any) -> Any:

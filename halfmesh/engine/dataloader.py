@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..errors import InputError
+from ..errors import NO_BATCH, InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.same_calls import are_same
@@ -219,7 +219,7 @@ class EngineDataLoader:
             if self.before_fetch is not None:
                 self.before_fetch()
         if not course.handed and rest is None and not self._may_be_empty:
-            raise InputError(f"epoch {self.epoch}: {EMPTY}")
+            raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
         self._end(course)
 
     def _on_device(self, course: Course, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
@@ -252,12 +252,6 @@ class EngineDataLoader:
         is_training = torch.is_grad_enabled() or course.trained == course.handed  # else it was a pass to evaluate
         if self._on_epoch_end is not None and is_training:
             self._on_epoch_end()
-
-
-EMPTY = (
-    "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
-    "drop_last=False"
-)
 
 
 def warn_of_same_inputs(inputs: Any, context: ParallelContext) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..parallel.gradients import Reduction
-from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.same_calls import SameCalls
+from ..tensors import tensors_of
 from .accumulation import Accumulation
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from torch import nn
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
-from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.pieces import Call
-from ..tree import map_tensors
+from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import Handle, PipelineLoss, replace
 from .whole_batch import WholeBatch

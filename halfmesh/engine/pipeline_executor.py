@@ -17,12 +17,11 @@ from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.gradients import Reduction
-from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
 from ..parallel.same_calls import SameCalls, is_looked_at
-from ..tree import map_tensors
+from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
 from .last_stage import CriterionCalls, LastStage

@@ -15,7 +15,7 @@ from ..errors import SyncError
 from ..layout import Layout
 from ..parallel.context import ParallelContext
 from ..parallel.drift import Common, describe, find_drift
-from ..tree import map_tensors
+from ..tensors import tensors_of
 from .checkpointing.contents import Holding
 from .common_state import common_state
 from .dataloader import EngineDataLoader
@@ -114,6 +114,4 @@ class ComparedExecutor:
 
 def _given(tree: Any) -> list[tuple[int, torch.Tensor]]:
     """The tensors, numbered, without those that come from the model: outputs are equal but for rounding."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
-    return [(number, tensor) for number, tensor in enumerate(found) if tensor.grad_fn is None]
+    return [(number, tensor) for number, tensor in enumerate(tensors_of(tree)) if tensor.grad_fn is None]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ..tree import map_tensors
+from ..tensors import map_tensors
 
 
 def workers(loader: Any) -> int:

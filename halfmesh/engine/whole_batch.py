@@ -14,11 +14,10 @@ from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..log import get_logger
-from ..parallel.pipeline.boundary import tensors_of
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.tracing import unchanged
 from ..parallel.random import random_state, set_random_state
-from ..tree import map_tensors
+from ..tensors import map_tensors, tensors_of
 from .accumulation import LossReduction
 from .handles import Handle, replace
 from .health.contents import contents

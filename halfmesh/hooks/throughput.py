@@ -10,8 +10,8 @@ import torch
 
 from ..errors import InputError
 from ..log import get_logger
+from ..tensors import map_tensors
 from ..trainer.hook import Hook
-from ..tree import map_tensors
 from .peaks import least_seconds
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tree import map_tensors
+from ..tensors import map_tensors
 from .objects import gather_objects
 from .sequence_styles import Region, SequenceBegin, SequenceEnd
 from .split import Split

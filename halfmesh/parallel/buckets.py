@@ -10,7 +10,7 @@ from torch import nn
 from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard, clear_grads, set_grad
-from ..strides import is_dense
+from ..tensors import is_dense
 
 
 class Bucket:

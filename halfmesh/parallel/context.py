@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
-from ..strides import is_dense
+from ..tensors import is_dense
 from .calls import Calls
 from .objects import broadcast_object, gather_objects, join_rows
 from .trained import refuse_unlike

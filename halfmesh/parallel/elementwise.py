@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import nn, optim
 
 from .. import torch_private
 from ..errors import InputError
-from ..own_steps import is_of_class
 
 _STEPS = 3
 _SIDES = (4, 256)  # of the matrices; some optimizers look at rows and columns of large ones only
@@ -37,7 +37,7 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
     another step on the parts than on the whole. Matrices are stepped whole and in parts, and compared.
     """
     name = type(optimizer).__name__
-    if not is_of_class(optimizer):
+    if inspect.unwrap(optimizer.step) is not inspect.unwrap(type(optimizer).step):
         return (
             f"optimizer: the step of this {name} was exchanged for one of yours, and whether that can step divided "
             "parameters cannot be tried out on a matrix; make it the step of a class derived from "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import torch_private
 from ..errors import InputError
-from ..tree import map_tensors
+from ..tensors import tensors_of
 from .digests import add_tensor
 from .objects import gather_objects
 
@@ -61,9 +61,7 @@ class SameCalls:
         if self._alone or training in self._outputs_seen:
             return
         self._outputs_seen.add(training)
-        found: list[torch.Tensor] = []
-        map_tensors(lambda tensor: found.append(tensor) or tensor, output)  # type: ignore[func-returns-value]
-        mine = [(tuple(tensor.shape), _norm(tensor)) for tensor in found]
+        mine = [(tuple(tensor.shape), _norm(tensor)) for tensor in tensors_of(output)]
         everyone = self._everyone(mine)
         if any(not _alike(mine, theirs) for theirs in everyone):
             raise InputError(
@@ -86,12 +84,8 @@ def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
 
 def _digest(tree: Any) -> str:
     digest = hashlib.sha256()
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
+    for tensor in tensors_of(tree):
         add_tensor(digest, tensor)
-        return tensor
-
-    map_tensors(take, tree)
     return digest.hexdigest()
 
 

@@ -25,6 +25,7 @@ class DividedLayer(nn.Module):
         in_region: whether a layer around this one gathers and sums for it, along the sequence (sequence parallelism).
     """
 
+    is_divided_by_engine = True
     axis: TensorAxis
     in_region: bool
 

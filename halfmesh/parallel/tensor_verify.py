@@ -17,7 +17,7 @@ from torch import nn
 from .. import torch_private
 from ..errors import InputError, bullet_list, shorten
 from ..log import get_logger
-from ..tree import map_tensors
+from ..tensors import map_tensors
 from .block_trial import TOLERANCE, compare, without_activations
 from .meta_copy import meta_copy
 from .mixing import describe

@@ -18,7 +18,7 @@ from ..compat import get_layout
 from ..errors import InputError
 from ..global_batch import accumulate
 from ..parallel.buckets import give_grad
-from ..tree import map_tensors
+from ..tensors import map_tensors, tensors_of
 from . import subject
 from .tracker import OTHER, Tracker, Traffic
 
@@ -218,9 +218,7 @@ def _here(param: nn.Parameter) -> torch.Tensor:
 
 def _stand_in(output: Any) -> torch.Tensor:
     """The model's own loss where it returns one, else the sum of its first output: what follows it has its size."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda t: found.append(t) or t, output)  # type: ignore[func-returns-value]
-    floats = [tensor for tensor in found if tensor.is_floating_point() and tensor.requires_grad]
+    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not floats:
         raise InputError("--model: the model returned no tensor with a graph, so there is no loss to go backward from")
     return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
@@ -239,9 +237,7 @@ def _refuse_rows(rows: int, config: Config) -> None:
 
 
 def _bytes(tree: Any) -> int:
-    found: list[torch.Tensor] = []
-    map_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
-    return sum(t.numel() * t.element_size() for t in found)
+    return sum(t.numel() * t.element_size() for t in tensors_of(tree))
 
 
 @contextmanager

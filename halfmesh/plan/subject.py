@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import torch_private
 from ..errors import InputError, did_you_mean
-from ..tree import map_tensors
+from ..tensors import map_tensors, tensors_of
 
 _FORM = "write --batch 8,2048:int64 (rows of one data rank first, then the dtype; float32 if left out)"
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -45,10 +45,8 @@ class Subject:
 
     @property
     def rows(self) -> int:
-        """Of the batch: those of its first tensor."""
-        found: list[int] = []
-        map_tensors(lambda t: found.extend(t.shape[:1]) or t, self.inputs)  # type: ignore[func-returns-value]
-        return found[0] if found else 0
+        """Of the batch: the size of the first dim of its first tensor that has one."""
+        return next((tensor.shape[0] for tensor in tensors_of(self.inputs) if tensor.dim()), 0)
 
     def with_rows(self, rows: int) -> Subject:
         """The same with a batch of so many rows."""

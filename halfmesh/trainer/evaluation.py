@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..engine.handles import Handle
 from ..engine.samplers import ShardedSampler, StridedBatches
 from ..errors import InputError
-from ..tree import map_tensors
+from ..tensors import map_tensors, tensors_of
 from .hook import Hook, Record, add_measured
 from .loaders import shard_dataloader
 from .outcome import TARGETS, Outcome, checked
@@ -157,8 +157,7 @@ def _deals_batches(loader: Any) -> bool:
 
 
 def _rows(output: Any) -> list[Any]:
-    sizes: list[int] = []
-    map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0) or tensor, output)  # type: ignore[func-returns-value]
+    sizes = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(output)]
     if not sizes or min(sizes) != max(sizes) or not sizes[0]:
         raise InputError(
             f"predict joins outputs along the first dim, which has to be the batch's, but their sizes are {sizes}; "
@@ -170,13 +169,8 @@ def _rows(output: Any) -> list[Any]:
 def _joined(pieces: Sequence[Any]) -> Any:
     if not pieces:
         raise InputError("predict was given no sample; give it a DataLoader that is not empty")
-    columns: list[list[torch.Tensor]] = []
-    for piece in pieces:
-        found: list[torch.Tensor] = []
-        map_tensors(lambda tensor, found=found: found.append(tensor) or tensor, piece)  # type: ignore[misc]
-        columns.append(found)
     try:
-        joined = iter([torch.cat(parts) for parts in zip(*columns, strict=True)])
+        joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"predict joins outputs along the first dim, which these do not allow: {error}; let the model return "

@@ -11,7 +11,7 @@ import torch
 from ..engine.engine import Engine
 from ..engine.handles import Handle
 from ..errors import InputError
-from ..tree import map_tensors
+from ..tensors import tensors_of
 
 TARGETS = ("labels", "label", "targets", "target")
 """Keys of a batch that is a dict under which the criterion's target is looked for (Hugging Face's is the first)."""
@@ -85,9 +85,7 @@ def count_rows(batch: Any) -> int:
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
         return first.shape[0] if first.dim() else 1
-    found: list[int] = []
-    map_tensors(lambda tensor: found.append(tensor.shape[0] if tensor.dim() else 1) or tensor, batch)  # type: ignore[func-returns-value]
-    return found[0] if found else 1
+    return next((tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
 
 
 def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:

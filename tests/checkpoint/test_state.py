@@ -105,7 +105,9 @@ def test_a_closed_engine_and_a_second_one_over_the_same_objects():
     optimizer = adamw(model.parameters())
     for _ in range(2):
         engine = halfmesh.initialize(model, optimizer, nn.functional.cross_entropy, make_loader(), FP16_NAIVE)
-        with pytest.raises(InputError, match="optimizer: it belongs to another engine; close that one first"):
+        with pytest.raises(
+            InputError, match="optimizer: it belongs to another engine or to convert_to_amp; close that first"
+        ):
             halfmesh.initialize(model, optimizer, config=FP16_NAIVE)
         train(engine)
         weights = full_weights(engine)

@@ -119,7 +119,6 @@ MISTAKES = [
     # types
     ({"gradient_accumulation": "2"}, "gradient_accumulation: '2' is not an integer >= 1; write 2 without quotes"),
     ({"gradient_accumulation": True}, "gradient_accumulation: True is not an integer >= 1 (bool)"),
-    ({"gradient_accumulation": 2**63}, "gradient_accumulation: 9.22e+18 is too large: integers have 64 bits"),
     ({"parallel": {"tensor": 0}}, "parallel.tensor: 0 is not an integer >= 1"),
     ({"parallel": 2}, "parallel: 2 is not a dict; write for example dict(tensor=2, pipeline=1, data='replicate')"),
     ({"parallel": "fsdp"}, "parallel: 'fsdp' is not a dict; write dict(data='fsdp')"),
@@ -248,14 +247,12 @@ def test_containers_are_handed_in_and_out_as_copies():
     assert config.LAYERS["lock"] is layers["lock"], "what cannot be copied is handed on"
 
 
-def test_nothing_can_be_set_or_deleted():
+def test_nothing_can_be_set():
     config = load_config(EVERYTHING)
     with pytest.raises(AttributeError, match=r"configs are immutable; config.replace\(key=value\) gives a changed"):
         config.anything = 3
     with pytest.raises(AttributeError, match=r"configs are immutable"):
         config.fp16.options.loss_scale = 3.0
-    with pytest.raises(AttributeError, match=r"configs are immutable"):
-        del config.NUM_EPOCHS
     with pytest.raises(TypeError, match="configs are immutable"):
         config.parallel.tensor.plan.update(a="b")
     assert config == load_config(EVERYTHING)

@@ -13,6 +13,7 @@ from halfmesh.engine.dataloader import EngineDataLoader
 from halfmesh.engine.loader_watch import LoaderWatch
 from halfmesh.errors import InputError
 from halfmesh.parallel.context import ParallelContext
+from halfmesh.tensors import tensors_of
 from tests.support.models import MLP, make_engine, make_loader, sgd
 
 Pair = namedtuple("Pair", ["image", "label"])
@@ -36,8 +37,7 @@ def dataloader(loader, accumulation=1):
 def test_batches_of_any_structure_are_moved(item):
     context = ParallelContext(1, 1, torch.device("meta"))
     batch = next(iter(EngineDataLoader(DataLoader([item] * 4, 2), context, seed=0)))
-    tensors = []
-    halfmesh.tree.map_tensors(lambda t: tensors.append(t) or t, batch)
+    tensors = tensors_of(batch)
     assert tensors
     assert all(t.is_meta for t in tensors)
     assert type(batch) is (Pair if isinstance(item, Pair) else dict if isinstance(item, dict) else list)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from halfmesh.tensors import tensors_of
 from tests.support.models import CLASSES, FEATURES, difference, make_data, said, sgd
-from tests.support.pipeline_parts import Deep, make, pipe, step, tensors_of, whole
+from tests.support.pipeline_parts import Deep, make, pipe, step, whole
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

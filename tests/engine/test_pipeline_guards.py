@@ -190,7 +190,7 @@ MESSAGES = {
     "hook": "the model itself: hooks were registered on it",
     **{name: message for name, (_, message) in MODELS.items()},
     "different": "the 2 ranks of a pipeline were given different inputs",
-    "given again": "model: this rank holds stages of it for another engine; close that one first",
+    "given again": "model: this rank holds a part of it for another engine",
     "pickled": "a model that is cut into stages cannot be pickled; save engine.state_dict()",
     "no criterion": "no criterion was given to initialize",
 }

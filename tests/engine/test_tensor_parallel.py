@@ -290,7 +290,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 def test_what_would_be_silently_wrong_is_refused():
     words = {
         "optimizer": "Lamb steps a parameter as a whole",
-        "second engine": "up, down, head are divided over the tensor group of another engine",
+        "second engine": "model: this rank holds a part of it for another engine",
         "whole state": "has 'exp_avg' of shape (16, 8) for a parameter of which this rank holds (8, 8)",
         "undeclared": "the gradients of each.weight, each.bias differ",
         "divided output": "the model's output differs between the ranks of a tensor group",

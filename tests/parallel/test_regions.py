@@ -8,7 +8,7 @@ import torch
 
 from halfmesh.parallel.regions import whole
 from halfmesh.parallel.split import Split
-from halfmesh.strides import in_memory_order
+from halfmesh.tensors import in_memory_order
 
 
 def count(shape, order=None):

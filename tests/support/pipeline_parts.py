@@ -12,7 +12,7 @@ from torch import nn
 import halfmesh
 from halfmesh import Call, Piece
 from halfmesh.parallel.pipeline.partition import find_pieces, resolve
-from halfmesh.tree import map_tensors
+from halfmesh.tensors import tensors_of
 
 from .models import CLASSES, FEATURES, make_engine
 
@@ -100,13 +100,6 @@ def _tensors_by_name(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _is_used(name: str, pieces: Sequence[Piece]) -> bool:
     return any(name == use or name.startswith(f"{use}.") for piece in pieces for use in piece.uses)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree, in order."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda t: found.append(t) or t, tree)  # type: ignore[func-returns-value]
-    return found
 
 
 # -- an engine under a pipeline --------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...errors import shorten
-from ...parallel.pipeline.boundary import tensors_of
 from ...parallel.pipeline.microbatches import parameter_names
+from ...tensors import tensors_of
 from .faults import Fault, FaultFinder, first_of_all
 from .last_batch import LastBatch
 from .parts import Parts

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ... import torch_private
-from ...parallel.pipeline.boundary import tensors_of
-from ...tree import map_tensors
+from ...tensors import map_tensors, tensors_of
 from ..handles import Handle, replace
 
 CHANGED = "the loop made another loss of the criterion's, of which the gradients were looked at by themselves"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ... import torch_private
-from ...parallel.pipeline.boundary import tensors_of
 from ...parallel.pipeline.stage import StageModule
+from ...tensors import tensors_of
 
 CRITERION = "the criterion"
 

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Function
 
 from ...errors import InputError
-from ...tree import map_tensors
+from ...tensors import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,6 @@ class Crossing:
         """The tree with these tensors."""
         following: Iterator[torch.Tensor] = iter(tensors)
         return map_tensors(lambda _: next(following), self.tree)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree, in order."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
-    return found
 
 
 def widen(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from ... import torch_private
 from ...errors import InputError, shorten
-from ...exchange import give_memory
+from ...tensors import replace_data
 from ..context import ParallelContext
 from .partition import Partition, all_entries, first_names
 
@@ -29,8 +29,8 @@ class StageCut:
         first_names: for each name of a tensor of the whole model the first one that it has there.
     """
 
-    is_stage_cut = True
-    """Tells `initialize` that a model is cut already."""
+    is_divided_by_engine = True
+    """Tells `initialize` that a model has such a hook already."""
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
@@ -108,7 +108,7 @@ class StageCut:
         modules = dict(self._model.named_modules(remove_duplicate=False))
         for (path, name), tensor in self._foreign.items():
             setattr(modules[path], name, None)
-            give_memory(tensor, torch.empty(0, dtype=tensor.dtype))
+            replace_data(tensor, torch.empty(0, dtype=tensor.dtype))
             tensor.grad = None
         foreign = {id(tensor) for tensor in self._foreign.values()}
         for group in self._optimizer.param_groups:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from ...errors import InputError
-from ...tree import map_tensors
-from .boundary import tensors_of
+from ...tensors import map_tensors, tensors_of
 from .pieces import Call
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import fx, nn
 
 from ... import torch_private
-from ...tree import map_tensors
-from .boundary import tensors_of
+from ...tensors import map_tensors, tensors_of
 
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")
 _ATTRIBUTES = ("shape", "ndim")

@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import torch_private
 from ...errors import InputError, shorten
-from ...tree import map_tensors
+from ...tensors import map_tensors
 from ..meta_copy import meta_copy
 from .boundary import Crossing, widen
 from .partition import Partition

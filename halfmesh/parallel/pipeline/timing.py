@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tree import map_tensors
-from .boundary import tensors_of
+from ...tensors import map_tensors, tensors_of
 from .pieces import Call, Piece
 from .stage import Scope
 

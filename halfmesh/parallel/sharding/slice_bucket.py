@@ -10,7 +10,7 @@ from torch import nn
 
 from ... import torch_private
 from ...shard import ParamShard, set_grad
-from ...strides import in_memory_order
+from ...tensors import in_memory_order
 from ..buckets import Bucket, give_grad
 from .withheld import SCATTERED, WithheldGradient
 

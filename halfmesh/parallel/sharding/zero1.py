@@ -18,7 +18,7 @@ from torch import nn, optim
 from ... import torch_private
 from ...errors import InputError, shorten
 from ...shard import ParamShard
-from ...strides import is_dense
+from ...tensors import is_dense
 from ..elementwise import refuse_other_state
 from ..objects import gather_objects
 from ..reducer import ReduceOptions
@@ -117,7 +117,7 @@ class Slices:
                         "data='zero1' each rank holds masters and optimizer state in the order it had; do that before "
                         "initialize"
                     )
-                part.follow()
+                part.rebind_view()
         self._places = places
 
     def begin(self) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import halfmesh
-from tests.support.pipeline_parts import pipe, step, tensors_of, whole
+from halfmesh.tensors import tensors_of
+from tests.support.pipeline_parts import pipe, step, whole
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

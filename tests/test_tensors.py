@@ -1,4 +1,4 @@
-"""Nested structures keep their types."""
+"""Nested structures keep their types, dense memory is told by strides, a tensor gets other memory and stays itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import torch
+from torch import nn
 
-from halfmesh.tree import map_tensors
+from halfmesh.tensors import in_memory_order, is_dense, map_tensors, replace_data, tensors_of
 
 Pair = namedtuple("Pair", "a b")
 
@@ -65,3 +66,33 @@ def test_containers_keep_their_type():
 def test_what_does_not_change_is_returned_itself():
     tree = {"a": [torch.ones(1)], "b": Record(torch.ones(1))}
     assert map_tensors(lambda t: t, tree) is tree
+
+
+def test_tensors_in_order():
+    a, b, c = torch.tensor(1), torch.tensor(2), torch.tensor(3)
+    assert tensors_of({"x": [a, "no", Pair(b, 4)], "y": Record(c)}) == [a, b, c]
+
+
+def test_dense_memory_and_its_order():
+    x = torch.arange(24.0).view(1, 2, 3, 4)
+    for dense in (x, x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2), x[:, :1], x[0, 0, 0, :0]):
+        assert is_dense(dense)
+        assert in_memory_order(dense).data_ptr() == dense.data_ptr()
+    for sparse in (x[..., ::2], x[..., :2], x.expand(2, 2, 3, 4)):
+        assert not is_dense(sparse)
+        assert torch.equal(in_memory_order(sparse), sparse.reshape(-1))
+    last = x.to(memory_format=torch.channels_last)
+    assert torch.equal(in_memory_order(last), last.permute(0, 2, 3, 1).reshape(-1))
+
+
+def test_data_to_and_from_the_meta_device():
+    param, buffer = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad=False), torch.empty(2, device="meta")
+    param.tag = "mine"
+    holder = nn.Linear(3, 2)
+    holder.weight = param
+    replace_data(param, torch.ones(2, 3))
+    assert (holder.weight is param, param.sum().item(), param.tag, param.requires_grad) == (True, 6, "mine", False)
+    replace_data(param, torch.empty(1, 3, device="meta"))
+    assert (param.is_meta, param.shape, param.tag) == (True, (1, 3), "mine")
+    replace_data(buffer, torch.ones(2))
+    assert (type(param), type(buffer), buffer.tolist()) == (nn.Parameter, torch.Tensor, [1, 1])
