@@ -46,7 +46,8 @@ class LossScales:
         if not self.scalers:
             return None if divisor == 1 else torch.full_like(loss, 1 / divisor)
         scaler = self.scalers[0 if self.multi is None else loss_id]
-        return (scaler.scale / divisor).to(loss).expand_as(loss)  # a copy: the scale moves in place
+        seed = (scaler.scale / divisor).to(loss)  # a copy: the scale moves in place
+        return seed if loss.ndim == 0 else seed.expand_as(loss)
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""
@@ -88,21 +89,19 @@ class LossScales:
 
 
 class ScaleLog:
-    """Logs each change of the loss scales; on a GPU one update late, so that nothing waits for it."""
+    """Logs each change of the loss scales; on a GPU some updates late, when it is known on the host."""
 
     def __init__(self, engine: str | None) -> None:
         self._prefix = "" if engine is None else f"{engine}: "
-        self._last: HostCopy | None = None  # the scales before and after the last update
+        self._pending: list[HostCopy] = []  # the scales before and after an update
 
     def record(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
         """The scales (0-dim) around an update. (Nothing is said of the replays of a CUDA graph.)"""
         if is_captured(after[0].device):
             return
-        last, self._last = self._last, HostCopy([*before, *(scale.clone() for scale in after)])
-        if not after[0].is_cuda:
-            last, self._last = self._last, None
-        if last is not None:
-            self._tell(last.read())
+        self._pending.append(HostCopy([*before, *(scale.clone() for scale in after)]))
+        while self._pending and self._pending[0].arrived:
+            self._tell(self._pending.pop(0).read())
 
     def _tell(self, scales: list[float]) -> None:
         half = len(scales) // 2

@@ -67,7 +67,8 @@ class MasterWeights:
             masters = masters_for(self.optimizer, half, self.masters, self.originals.take)
             repoint(self.optimizer, masters)
             self.add(masters)
-        self._held = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._held = [list(group["params"]) for group in self.optimizer.param_groups]  # alive, so that ids stay theirs
+        self._ids = [list(map(id, params)) for params in self._held]
         held = {id(param) for params in self._held for param in params}
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
@@ -82,9 +83,7 @@ class MasterWeights:
 
     def groups_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last `sync`."""
-        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != [
-            list(map(id, params)) for params in self._held
-        ]
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._ids
 
     def target(self, shard: ParamShard) -> nn.Parameter:
         """What the optimizer holds for `shard`, one of those trained."""

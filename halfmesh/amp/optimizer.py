@@ -154,7 +154,7 @@ class MixedPrecisionOptimizer:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
         stats = self._measure(self.gradients())
         self._clip_once = (float(max_norm), stats)
-        total = self._grad_divisor(divisor)
+        _, total = self._grad_divisor(divisor)
         return stats.norm if total is None else stats.norm / total
 
     @torch.no_grad()
@@ -189,13 +189,13 @@ class MixedPrecisionOptimizer:
             self.skip_counter.record(stats, grads, self.skips_nonfinite, stops, scalers)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
-        total = self._grad_divisor(divisor)
+        scale, total = self._grad_divisor(divisor)
         result = StepResult(
             self.optimizer,
             skipped=self.found_inf,
             norm=stats.norm if stats is not None and wants_norm else None,
             divisor=total,
-            scale=scalers[0].scale.double() if scalers else None,  # a copy: it moves in place
+            scale=scale,
             num_zeros=None if stats is None else stats.num_zeros,
         )
         if stats is not None and max_norm > 0:
@@ -212,16 +212,20 @@ class MixedPrecisionOptimizer:
         by_loss = None if self.loss_scales.multi is None else self.loss_scales.multi.flags()
         return grad_stats(grads, self._ranks, self.device, self.options.norm_type, self.recipe.count_zeros, by_loss)
 
-    def _grad_divisor(self, divisor: float | torch.Tensor) -> torch.Tensor | None:
-        """Loss scale x `divisor` (0-dim float64, a copy: the scale moves in place); None for 1."""
-        scale = self.loss_scales.scale
-        scale = None if scale is None else scale.double()
+    def _grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss scale (of loss 0), and what the gradients are to be divided by: the scale that they carry x
+        `divisor`. 0-dim float64, None for 1."""
+        scalers = self.loss_scales.scalers
+        scale = scalers[0].scale.double() if scalers else None  # a copy: it moves in place
+        carried = None if self.loss_scales.multi is not None else scale
         if isinstance(divisor, torch.Tensor):
             divisor = divisor.to(self.device, torch.float64)
-            return divisor if scale is None else scale * divisor
+            return scale, divisor if carried is None else carried * divisor
         if divisor == 1:
-            return scale
-        return torch.full((), divisor, dtype=torch.float64, device=self.device) if scale is None else scale * divisor
+            return scale, carried
+        if carried is None:
+            return scale, torch.full((), divisor, dtype=torch.float64, device=self.device)
+        return scale, carried * divisor
 
     def _apply(self, grads: Grads, divisor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `divisor` (0-dim fp32) and step, unless `found_inf` is 1. Empties `grads`, to free them."""
@@ -248,8 +252,8 @@ class MixedPrecisionOptimizer:
     def _buckets(self, grads: Grads) -> list[list[ParamShard]]:
         """What is stepped at a time: not all where gradients are copied to fp32, so that few copies exist at a time, or
         where new weights go to other ranks, which overlaps the rest of the update."""
-        copies = any(grad.dtype != self.master_weights.target(shard).dtype for shard, grad in grads.items())
-        if not (copies or self.publisher is not None) or not self.stepper.can_step_in_buckets or not grads:
+        pays = bool(self.master_weights.masters) or self.publisher is not None
+        if not grads or not pays or not self.stepper.can_step_in_buckets:
             return [list(grads)]  # an optimizer's hooks run without gradients, too
         limit = bucket_bytes(self.device, sum(grad.numel() for grad in grads.values()))
         return by_bytes(grads, limit, lambda shard: shard.param.numel())

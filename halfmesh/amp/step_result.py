@@ -90,6 +90,11 @@ class HostCopy:
             self._ready.record(torch.cuda.current_stream(values[0].device))
             self._values = list(copied.unbind())
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `read` would not wait. (Ranks may differ in this: nothing that they share may depend on it.)"""
+        return self._ready is None or self._ready.query()
+
     def read(self) -> list[float]:
         """The values; waits for them."""
         if self._ready is not None:
