@@ -86,7 +86,7 @@ class GradientWatch:
                 continue
             (dropped if new is None else changed).append(shard.name)
             if shard.source is not None:
-                shard.follow_grad()
+                shard.rebind_grad()
         if dropped and divisor is None:
             self._tell(_DROPPED, shorten(dropped))
         is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)

@@ -117,7 +117,7 @@ class Slices:
                         "data='zero1' each rank holds masters and optimizer state in the order it had; do that before "
                         "initialize"
                     )
-                part.follow()
+                part.rebind_view()
         self._places = places
 
     def begin(self) -> None:
