@@ -1,4 +1,4 @@
-"""The exceptions of halfmesh and the words they share.
+"""The exceptions of halfmesh, and helpers to write their messages.
 
 Every message gives the value that was given, the reason, what is allowed, and what to change.
 """
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from .engine.health.diagnosis import Diagnosis
 
 EXIT_PREEMPTED = 75
-"""The status of a process that was told to end, and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
+"""Exit status of a process that was told to end and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 MOST_LINES = 100
-"""Mistakes that a message lists: nobody reads more."""
+"""The most mistakes that one message lists."""
 
 NO_BATCH = (
     "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
     "drop_last=False"
 )
-"""Of a loader that is empty when it is passed, or in an epoch."""
+"""Said of a loader that is empty when it is passed, or in an epoch."""
 
 
 class HalfmeshError(Exception):
     """Base class of every error that halfmesh raises on purpose: `except HalfmeshError` catches all of them.
 
-    (`Preempted` is none: it ends the process, as `SystemExit` does.)
+    (Not `Preempted`, which is a `SystemExit`.)
     """
 
 
@@ -40,7 +40,7 @@ class ConfigError(HalfmeshError, ValueError):
     What to do: change the config as each line says. `halfmesh check config.py --world-size N` tries it without running.
 
     Attributes:
-        problems: one line per mistake, all of them at once; the message has the first 100.
+        problems: one line per mistake; the message has the first 100.
         source: the config's name.
     """
 
@@ -53,7 +53,7 @@ class ConfigError(HalfmeshError, ValueError):
 
 
 class IncompatibleConfigError(ConfigError):
-    """Each key is valid by itself, but the combination (or the device, or the model given) is not.
+    """Each key is valid by itself, but not in this combination, or not with this device or model.
 
     What to do: each line names what to use instead. Raised before anything is changed, on every rank.
     """
@@ -62,49 +62,48 @@ class IncompatibleConfigError(ConfigError):
 class InputError(HalfmeshError, ValueError):
     """The model, optimizer, criterion, dataloader or a call on the engine does not fit.
 
-    What to do: change the argument or the call in the program; the message says how. What `initialize` refuses is left
-    untouched.
+    What to do: change the argument or the call as the message says. `initialize` leaves what it refuses untouched.
     """
 
 
 class RegistryError(HalfmeshError, LookupError):
-    """A name is not registered, or is registered twice, or what it stands for cannot be imported.
+    """A name is not registered, or is registered already, or what it stands for cannot be imported.
 
-    What to do: take a registered name (the message has the nearest), or install the package that has it.
+    What to do: use a registered name (the message has the nearest), or install the package that has it.
     """
 
 
 class LaunchError(HalfmeshError, RuntimeError):
     """The environment does not describe a process group, or the group cannot be made.
 
-    What to do: start the program with the launcher that the message names, or put its numbers right.
+    What to do: start the program with the launcher that the message names, or correct the variables that it names.
     """
 
 
 class CheckpointError(HalfmeshError, RuntimeError):
-    """A checkpoint could not be written, or what is there cannot be read. Raised on all ranks alike.
+    """A checkpoint could not be written or read. Raised on all ranks.
 
-    What to do: make room or give another folder (saving); take an older checkpoint (loading). What was saved before is
-    as it was.
+    What to do: make room or give another folder (saving); take an older checkpoint (loading). Earlier checkpoints are
+    unchanged.
     """
 
 
 class NonFiniteError(HalfmeshError, RuntimeError):
-    """Training met inf or nan and was told (`on_nonfinite="raise"`), or has to (`max_consecutive_skips`), stop.
+    """Training met inf or nan, and `on_nonfinite="raise"` or `max_consecutive_skips` says to stop.
 
-    What to do: look at `diagnosis`, which names the layer and what to change.
+    What to do: read `diagnosis`, which names the layer and what to change.
 
     Attributes:
-        diagnosis: where inf or nan came first, if an engine raised it.
+        diagnosis: where inf or nan appeared first, if an engine raised it.
     """
 
     diagnosis: Diagnosis | None = None
 
 
 class SyncError(HalfmeshError, RuntimeError):
-    """The ranks do not have in common what they should (`debug="sync"`); raised on all that compared it.
+    """The ranks differ in something that should be equal (`debug="sync"`). Raised on all ranks that compared it.
 
-    What to do: look for what only some ranks do between the last two steps; the message names what differs first.
+    What to do: find what only some ranks do between the last two steps; the message names what differs first.
     """
 
 
@@ -112,7 +111,7 @@ class Preempted(SystemExit):
     """The run was told to end, by a signal or `engine.preempt()`, and has saved. Raised on all ranks after the same
     step.
 
-    It ends the process with status `EXIT_PREEMPTED`, like `sys.exit(75)`; `finally` blocks run.
+    Ends the process with status `EXIT_PREEMPTED`, like `sys.exit(75)`; `finally` blocks run.
 
     Attributes:
         folder: the checkpoint.
@@ -142,7 +141,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 class _Short(reprlib.Repr):
-    """A bounded repr, also of what is nested, long, or contains itself."""
+    """A bounded repr of nested, long or recursive values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = 300
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write very long ones.
+        # Python refuses to convert very long integers to text.
         return super().repr_int(x, level) if x.bit_length() < 10_000 else f"<an integer of {x.bit_length()} bits>"
 
 
@@ -168,12 +167,12 @@ def show(value: object, most: int = 400) -> str:
 
 
 def show_name(name: str, most: int = 120) -> str:
-    """A name that a user has given: as it is where it can be printed in a line, else as `show` has it."""
+    """A name from the user: as it is if it can be printed on one line, else as `show` writes it."""
     return name if name.isprintable() and len(name) <= most else show(name, most)
 
 
 def cut(text: str, most: int = 400) -> str:
-    """What somebody else's error says, of at most `most` characters, all of which can be printed."""
+    """The text of another library's error: at most `most` characters, the unprintable ones escaped."""
     short = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in short)
 
@@ -185,7 +184,7 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
 
 
 def refuse_below(least: int, **arguments: object) -> None:
-    """Raise InputError for an argument that is no whole number of `least` or more; None is let through."""
+    """Raise InputError for an argument that is not an integer of `least` or more; None is allowed."""
     for name, value in arguments.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise InputError(f"{name}={show(value)}: expected a whole number, {least} or more")

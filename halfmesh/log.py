@@ -1,10 +1,10 @@
-"""Messages that know their rank: rank 0 speaks, the others only when asked to.
+"""Loggers that know their rank: by default only rank 0 logs.
 
-A library does not configure logging, yet the plan of a run has to be seen by somebody who never heard of `logging`. So:
-- halfmesh's loggers have level INFO unless the user gave them one, and propagate as usual;
-- where the user (or pytest, absl, ...) has installed a handler, on the root or on "halfmesh", the records go there and
-  nowhere else; a `logging.NullHandler` on "halfmesh" with `propagate = False` silences them;
-- where there is no handler at all, the text goes to stderr. No handler is ever installed, so none is there twice.
+A library must not configure logging, yet users who never set it up have to see the plan of their run. So:
+- the logger "halfmesh" has level INFO unless the user gave it one, and propagates as usual;
+- if the user (or pytest, absl, ...) has installed a handler, on the root or on "halfmesh", the records go only there; a
+  `logging.NullHandler` on "halfmesh" with `propagate = False` silences them;
+- if there is no handler at all, the text goes to stderr. halfmesh installs no handler, so nothing is printed twice.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 
 class Listener(logging.Handler):
-    """Keeps what it hears, and shows nothing: where there is no other handler, the text still goes to stderr."""
+    """Base of handlers that only collect records: if there is no other handler, the text still goes to stderr."""
 
 
 @dataclass(frozen=True)
 class RankLogger:
-    """The methods of `logging.Logger`, with `ranks`: which ranks speak (rank 0), or None for all of them."""
+    """The methods of `logging.Logger`, with `ranks`: the ranks that log (default: rank 0), or None for all."""
 
     logger: logging.Logger
 
@@ -51,7 +51,7 @@ class RankLogger:
 
 
 def get_logger(name: str = "halfmesh") -> RankLogger:
-    """The logger `name`. Its first part ("halfmesh") gets level INFO if it has no level yet."""
+    """The logger `name`. The top one ("halfmesh") gets level INFO if it has no level yet."""
     top = logging.getLogger(name.partition(".")[0])
     if top.level == logging.NOTSET:
         top.setLevel(logging.INFO)
@@ -59,8 +59,8 @@ def get_logger(name: str = "halfmesh") -> RankLogger:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """From the process group, else from torchrun's RANK and WORLD_SIZE, else (0, 1)."""
-    distributed = sys.modules.get("torch.distributed")  # if nobody has imported it there is no group
+    """(rank, world size) from the process group, else from torchrun's RANK and WORLD_SIZE, else (0, 1)."""
+    distributed = sys.modules.get("torch.distributed")  # if it is not imported, there is no group
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     try:
@@ -70,7 +70,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _is_shown(logger: logging.Logger) -> bool:
-    """Whether somebody has said where records go."""
+    """Whether the user has installed a handler that shows records."""
     at: logging.Logger | None = logger
     while at is not None:
         if any(not isinstance(handler, Listener) for handler in at.handlers):

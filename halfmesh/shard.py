@@ -1,4 +1,4 @@
-"""What the rooms `amp` and `parallel` share: the parameters that a rank holds, and one way to reach the other ranks."""
+"""What the rooms `amp` and `parallel` share: the parameters that a rank holds, their gradients, and the other ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .tensors import in_memory_order
 class ParamShard:
     """What one rank holds of one parameter.
 
-    `parallel` makes these and keeps `weight` true, `amp` turns their gradients into new weights. Neither needs to
-    know how the other works.
+    `parallel` makes them, `amp` turns their gradients into new weights. Neither needs to know how the other works.
     """
 
     name: str
@@ -27,12 +26,13 @@ class ParamShard:
     weight: float = 1.0
     """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
     source: ParamShard | None = field(default=None, repr=False)
-    """The parameter that the model uses, where `param` is only the part of it that this rank steps. Backward leaves the
-    gradient there."""
+    """The parameter that the model uses, if `param` is only the part of it that this rank steps (zero1, fsdp). Backward
+    leaves the gradient there."""
     start: int = 0
-    """Where in the memory of `source` the part begins, in elements."""
+    """Where the part begins in the memory of `source`, in elements."""
     original: nn.Parameter | None = field(default=None, repr=False)
-    """The parameter that the model came with, where it uses another one meanwhile, whose memory `param` shares."""
+    """The parameter that the model came with, if it uses another one meanwhile (fsdp: a DTensor, whose local memory
+    `param` shares)."""
 
     @property
     def model_param(self) -> nn.Parameter:
@@ -42,50 +42,48 @@ class ParamShard:
         return self.param if self.source is None else self.source.param
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What of `tensor`, which lies in memory as the model's parameter does, belongs to `param`: a view."""
+        """The elements of `tensor` that belong to `param`, as a view; `tensor` has the model parameter's strides."""
         if self.source is None or self.original is not None:
             return tensor
         return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
 
     def rebind_view(self) -> None:
-        """The model's parameter has other memory now; a part of it is a view of that."""
+        """Make `param` a view of the model's parameter again, after that got other memory."""
         if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 
     def rebind_grad(self) -> None:
-        """Others gave `source` another gradient, or took it away: `param` gets its part of that."""
+        """Take this part of the gradient of `source` again, after the user changed it or set it to None."""
         assert self.source is not None
         grad: Any = self.source.param.grad
         if grad is None:
             self.param.grad = None
-        elif self.original is not None:  # a DTensor, whose local part shares its memory
+        elif self.original is not None:
             self.param.grad = grad.to_local()
         else:
             set_grad(self.param, self.part_of(torch.empty_like(self.source.param, dtype=grad.dtype).copy_(grad)))
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make `grad` the gradient of `param`, in whatever dtype it is: fp32 sums of a half-precision parameter, too.
+    """Make `grad` the gradient of `param`, in its own dtype: fp32 sums of a half-precision parameter, too.
 
-    What later backwards add is added in that dtype, until `clear_grads`.
+    Later backwards add to it in that dtype, until `clear_grads`.
     """
     if param.grad_dtype != grad.dtype:
-        param.grad = None  # torch changes no dtype under a gradient
+        param.grad = None  # torch does not change grad_dtype while there is a gradient
         param.grad_dtype = grad.dtype
     param.grad = grad
 
 
 def clear_grads(params: Iterable[torch.Tensor]) -> None:
-    """Forget the gradients of `params`; the next ones come in the parameters' dtypes."""
+    """Set the gradients of `params` to None; the next ones come in the parameters' dtypes."""
     for param in params:
         if param.grad is not None:
-            param.grad = None
-            if param.grad_dtype is not param.dtype:
-                param.grad_dtype = param.dtype
+            reset_grad(param)
 
 
-def follow_dtype(param: torch.Tensor) -> None:
-    """`param` has another dtype now, and no gradient: a `grad_dtype` that was ever set does not follow by itself."""
+def reset_grad(param: torch.Tensor) -> None:
+    """As `clear_grads`, also after a cast of `param` without a gradient: a `grad_dtype` that was set once stays."""
     param.grad = None
     if param.grad_dtype is not param.dtype:
         param.grad_dtype = param.dtype
@@ -103,30 +101,27 @@ def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) ->
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype in which the model computes with `param`: under fsdp and NAIVE it is not the one that is kept."""
+    """The dtype in which the model computes with `param`: not its own where fsdp casts it while it is gathered."""
     dtype: torch.dtype = getattr(param, "_halfmesh_computes_in", param.dtype)
     return dtype
 
 
-def tell_compute_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """What `compute_dtype` says of `param` from now on."""
+def set_compute_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `compute_dtype` return `dtype` for `param`."""
     param._halfmesh_computes_in = dtype  # type: ignore[attr-defined]
 
 
 class Publisher(Protocol):
-    """Takes what a rank has stepped to the ranks that use it."""
+    """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 
     def begin(self) -> None:
-        """An update is about to write weights."""
-        ...
+        """Called before an update writes weights."""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """The weights of `shards` are new. Need not wait until the others have them."""
-        ...
+        """Start to send the new weights of `shards`; need not wait for it."""
 
     def finish(self) -> None:
-        """All of the update was told. Afterwards every rank has all new weights."""
-        ...
+        """Called after all shards were given to `stepped`; returns when this rank has all new weights."""
 
 
 class Ranks(Protocol):
@@ -134,22 +129,19 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's place among them, 0 to size - 1."""
-        ...
+        """This process's number among them, 0 to size - 1."""
 
     @property
     def size(self) -> int:
         """How many there are."""
-        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> object:
         """Sum `tensor` in place over all of them."""
-        ...
 
 
 @dataclass(frozen=True)
 class OneRank:
-    """`Ranks` of a single process: nothing to talk to."""
+    """`Ranks` of a single process."""
 
     rank: int = 0
     size: int = 1

@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from ..shard import ParamShard, Ranks, follow_dtype
+from ..shard import ParamShard, Ranks, reset_grad
 from .master_weights import cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .originals import current_value
@@ -43,7 +43,7 @@ def convert(
     cast_model(model, recipe, apart)
     for shard in shards:
         shard.rebind_view()
-        follow_dtype(shard.param)
+        reset_grad(shard.param)
     changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
@@ -71,16 +71,16 @@ def take_back(
         if shard.source is not None and shard.param in masters:  # whoever has all parts brings them together
             value = current_value(shard.param, masters[shard.param])
             shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
-            follow_dtype(shard.param)
+            reset_grad(shard.param)
     for name, tensor in named_tensors(model):
         dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
         if full is not None:
             tensor.data = full.to(dtype)
-            follow_dtype(tensor)
+            reset_grad(tensor)
         elif tensor.dtype != dtype:
             changed[tensor] = tensor.dtype
             tensor.data = tensor.data.to(dtype)
-            follow_dtype(tensor)
+            reset_grad(tensor)
     cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 

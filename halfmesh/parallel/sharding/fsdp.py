@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import torch_private
 from ...errors import InputError, shorten
-from ...shard import ParamShard, tell_compute_dtype
+from ...shard import ParamShard, set_compute_dtype
 from ..elementwise import refuse_other_state
 from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
@@ -162,7 +162,7 @@ class FullyShard:
         """Let `halfmesh.shard.compute_dtype` know. After the model was moved: that exchanges what a DTensor is."""
         for part in self.parts:
             if self._param_dtype is not None and part.source is not None:
-                tell_compute_dtype(part.source.param, self._param_dtype)
+                set_compute_dtype(part.source.param, self._param_dtype)
         self._memory = [torch_private.Memory(part.source.param) for part in self.parts if part.source is not None]
 
     # -- while training ----------------------------------------------------------------------------------------
