@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from .amp.cast import Precision
-from .amp.cast_lists import CastTable
+from .amp.o1 import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import FP32
 from .amp.result import StepResult

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from ..amp.cast import Precision
-from ..amp.cast_lists import CastTable
+from ..amp.o1 import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.result import StepResult
 from ..errors import InputError

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from halfmesh.amp.cast_lists import Cast, CastTable, float_function, half_function, o1_lists, promote_function
-from halfmesh.amp.o1_casts import o1_scope
+from halfmesh.amp.o1 import Cast, CastTable, float_function, half_function, o1_lists, o1_scope, promote_function
 from halfmesh.errors import InputError
 
 HALF, FULL, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
@@ -337,7 +336,7 @@ def test_what_cannot_be_registered_is_refused():
         CastTable().register_half_function(module, "attend")
     with pytest.raises(InputError, match=r"torch has no function 'einsumm'; did you mean 'einsum'\?"):
         CastTable().register_half_function(torch, "einsumm")
-    for place, name in [(torch.Tensor, "sigmoid_"), (torch.Tensor, "__iadd__")]:
+    for place, name in [(torch.Tensor, "sigmoid_"), (torch.Tensor, "__iadd__"), (torch.Tensor, "__add__")]:
         with pytest.raises(InputError, match="in place"):
             CastTable().register_float_function(place, name)
 
