@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn, optim
 
 from . import compat, inputs
+from .amp.convert import convert
 from .amp.plugin import AMP_PLUGINS, AMP_TYPE
 from .amp.rules import UpdateRules
 from .converted import AMPCriterion, AMPModel, AMPOptimizer
@@ -76,7 +77,7 @@ def convert_to_amp(
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = backend.convert(model, optimizer, shards, recipe, OneRank(), UpdateRules())
-    precision = backend.precision(update.recipe, device)
+    update = convert(model, optimizer, shards, recipe, OneRank(), UpdateRules(), cast=backend.cast_model)
+    precision = backend.precision(recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped

@@ -206,7 +206,7 @@ def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     config = engine.config
     fused = "fused" if update.holdings.folds else "not fused"
     fused += " by fused='auto'" if update.holdings.was_switched else ""
-    fused += ", no host read" if update.stepper.folds and not update.waits else ""
+    fused += ", no host read" if update.stepper.folds else ""
     left = sum(p.requires_grad for p in engine.model.parameters()) - sum(
         shard.param.requires_grad for shard in update.holdings.trained
     )

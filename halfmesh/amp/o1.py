@@ -9,7 +9,7 @@ bound `h` to a new fp32 tensor, which views of the old one did not see.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from operator import attrgetter
@@ -89,11 +89,13 @@ def _listed() -> Iterator[tuple[Cast, Any, Iterable[str]]]:
     yield Cast.NOT_HALF, torch.Tensor, ("__ipow__",)
 
 
-@functools.cache
-def o1_lists() -> Mapping[Callable[..., Any], Cast]:
-    """The cast of each listed function, by the function object that torch passes to a TorchFunctionMode."""
-    found = {getattr(place, name): cast for cast, place, names in _listed() for name in names if hasattr(place, name)}
-    return MappingProxyType(found)
+O1_LISTS = MappingProxyType(
+    {getattr(place, name): cast for cast, place, names in _listed() for name in names if hasattr(place, name)}
+)
+"""The cast of each listed function, by the function object that torch passes to a TorchFunctionMode.
+
+Made on import: backend="apex" replaces these functions later.
+"""
 
 
 # -- additions to the lists ------------------------------------------------------------------------------------
@@ -107,7 +109,7 @@ class CastTable:
     """O1's lists, with a model's additions. These hold for one engine, from the next call on."""
 
     def __init__(self) -> None:
-        self._casts = dict(o1_lists())
+        self._casts = dict(O1_LISTS)
         self.generation = 0
         """Of the cast weights: those of an earlier one are not used again."""
 
@@ -154,7 +156,7 @@ def _find_function(module: Any, name: str, decorator: str) -> Any:
             f"{where}.{name} is an operator or works in place; name the function that returns the result, for example "
             "'add' for 'add_' or '__add__'"
         )
-    reported = isinstance(function, _TORCH_OPS) or hasattr(function, _MARK) or function in o1_lists()
+    reported = isinstance(function, _TORCH_OPS) or hasattr(function, _MARK) or function in O1_LISTS
     if not reported and not any(function in group for group in overrides.get_overridable_functions().values()):
         raise InputError(
             f"torch does not report calls of {where}.{name}, so it cannot be cast from outside; decorate it where it "

@@ -50,11 +50,6 @@ class MixedPrecisionOptimizer:
         InputError: the optimizer holds parameters that are not in `shards`.
     """
 
-    waits = False
-    """Whether every step waits for the device, whatever the optimizer."""
-    replays = True
-    """Whether a backward without an update leaves nothing behind once its gradients are cleared."""
-
     def __init__(
         self,
         optimizer: optim.Optimizer,
@@ -68,7 +63,7 @@ class MixedPrecisionOptimizer:
         self.optimizer = optimizer
         self.recipe = recipe
         self.rules = rules or UpdateRules()
-        self.holdings = self._hold(shards, masters)
+        self.holdings = Holdings(optimizer, shards, recipe, self.rules, masters)
         self.stepper = Stepper(self.holdings)
         self.device = shards[0].param.device if device is None else device
         self.losses = LossScales(recipe, self.device, self.rules.wide_gradients, self.rules.name)
@@ -272,9 +267,6 @@ class MixedPrecisionOptimizer:
             self.on_close()
         self.stepper.close()
         self.holdings.close()
-
-    def _hold(self, shards: Sequence[ParamShard], masters: Mapping[nn.Parameter, nn.Parameter] | None) -> Holdings:
-        return Holdings(self.optimizer, shards, self.recipe, self.rules, masters)
 
     # -- parts of a step ---------------------------------------------------------------------------------------
 

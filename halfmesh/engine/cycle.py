@@ -83,11 +83,8 @@ class GradientCycle:
             self.reducer.open(sends and self._passes.is_single)
         self._complete = False
         try:
-            if self._precision.casts is None:
+            with self._precision.backward():
                 self._passes.backward(loss, loss_id, retain_graph, self.reducer, sends)
-            else:
-                with self._precision.backward():
-                    self._passes.backward(loss, loss_id, retain_graph, self.reducer, sends)
             self._precision.forget_casts()
             self.fresh = True
             if sends:

@@ -72,8 +72,6 @@ class Health(Saving):
         self._refuse_if_closed()
         refuse_inside(self._cycle, "engine.count_flops()")
         self.context.agree_on_call("engine.count_flops")
-        if not self._update.replays:
-            raise InputError("engine.count_flops(): mode='apex' with backend='apex' keeps state that this would change")
         from ..flops import count_flops
 
         automatic, seen = self._automatic, self._seen
