@@ -39,7 +39,7 @@ SUBJECTS = {
 
 OTHERS = "Others"
 
-IN_CONFIGS = ("config/", "options.py", "amp/apex_options.py", "amp/naive_amp.py")
+IN_CONFIGS = ("config/", "options.py", "amp/apex_amp.py", "amp/naive_amp.py")
 """Where a ValueError becomes a line of a ConfigError."""
 
 PUBLIC = {"HandleError": "InputError", "UnknownModelError": "InputError", "BadParameter": "exit status 2:"}

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds the same names
-    from .amp.cast_lists import float_function, half_function, promote_function
+    from .amp.o1 import float_function, half_function, promote_function
     from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
     from .amp.recipe import LossScale, Recipe
     from .amp.step_result import StepResult
@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
 __version__ = "0.1.0"
 
 _NAMES = {
-    "amp.cast_lists": ("float_function", "half_function", "promote_function"),
+    "amp.o1": ("float_function", "half_function", "promote_function"),
     "amp.plugin": ("AMP_PLUGINS", "AMP_TYPE", "AMPPlugin", "Composes"),
     "amp.recipe": ("LossScale", "Recipe"),
     "amp.step_result": ("StepResult",),

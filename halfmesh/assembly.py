@@ -12,9 +12,9 @@ import torch
 from torch import nn, optim
 
 from . import compat, compilation, inputs, launching, torch_private
-from .amp.backend import Backend
+from .amp.convert import convert
 from .amp.gradient_watch import IN_PARTS, UNDIVIDED
-from .amp.plugin import AMP_PLUGINS
+from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
@@ -174,8 +174,10 @@ def _convert(
     shards = division.make_shards(given.model, given.optimizer, recipe)
     _move_state(given.optimizer)
     backend, options = _backend(config), _update_options(config)
-    update = backend.convert(given.model, given.optimizer, shards, recipe, context, options, division.update_device)
-    precision = backend.precision(update.recipe, context.device)
+    update = convert(
+        given.model, given.optimizer, shards, recipe, context, options, division.update_device, backend.cast_model
+    )
+    precision = backend.precision(recipe, context.device)
     if division.divides and torch_private.has_step_hooks(given.optimizer, update.stepper.guard):
         _log.warning(
             "the optimizer has hooks around its step; they will see this rank's parts of the model, and norms of "

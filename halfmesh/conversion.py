@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from . import compat, inputs
-from .amp.cast_lists import CastTable
+from .amp.convert import convert
+from .amp.o1 import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, AMP_TYPE
 from .amp.precision import Precision
@@ -95,8 +96,8 @@ def convert_to_amp(
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = backend.convert(model, optimizer, shards, recipe, OneRank(), UpdateOptions())
-    precision = backend.precision(update.recipe, device)
+    update = convert(model, optimizer, shards, recipe, OneRank(), UpdateOptions(), cast=backend.cast_model)
+    precision = backend.precision(recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped
 

@@ -1,18 +1,150 @@
-"""APEX: the opt levels O0 to O3 of NVIDIA's apex.amp, with its keys, defaults and meaning."""
+"""Mode APEX: the opt levels O0 to O3 of NVIDIA's apex.amp, with its keys, defaults and meaning, on torch alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..options import Options
-from .apex_options import INITIAL_SCALE, ApexOptions
-from .plugin import AMPPlugin, Composes
+from ..errors import did_you_mean
+from ..options import Options, PositiveFloat, PositiveInt, Scale
+from .plugin import AMPPlugin, Backend, Composes
 from .recipe import LossScale, Recipe
 
-if TYPE_CHECKING:
-    from .backend import Backend
+INITIAL_SCALE = 2.0**16
+"""Where a dynamic scale starts (apex.amp.scaler)."""
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What an opt level stands for."""
+
+    cast_model_type: Literal["float32", "float16"] | None
+    """The dtype of parameters, buffers and inputs; None leaves them as they are."""
+    patch_torch_functions: bool
+    """Cast for each function, by O1's lists."""
+    keep_batchnorm_fp32: bool
+    master_weights: bool
+    loss_scale: float | Literal["dynamic"]
+
+
+# apex.amp.frontend: the classes O0 to O3. (Its None, for "does not apply", is False here.)
+OPT_LEVELS = MappingProxyType(
+    {
+        "O0": Properties("float32", False, False, False, 1.0),
+        "O1": Properties(None, True, False, False, "dynamic"),
+        "O2": Properties("float16", False, True, True, "dynamic"),
+        "O3": Properties("float16", False, False, False, 1.0),
+    }
+)
+
+
+def _to_opt_level(value: Any) -> Any:
+    if type(value) in (str, int) and value not in OPT_LEVELS:
+        near = f"O{str(value)[-1:]}"
+        slip = near in OPT_LEVELS and str(value)[:-1] in ("", "0", "o")
+        hint = f"; did you mean {near!r}, with the letter O?" if slip else did_you_mean(str(value), OPT_LEVELS)
+        raise ValueError(f"{value!r} is not an opt level; allowed: 'O0', 'O1', 'O2', 'O3'{hint}")
+    return value
+
+
+def _to_dtype_name(value: Any) -> Any:
+    """torch.float16, as apex has it, or its name."""
+    name = str(value).removeprefix("torch.") if isinstance(value, (torch.dtype, str)) else value
+    if name == "bfloat16":
+        raise ValueError("apex has no bf16; use bf16 = dict(mode='naive') or dict(mode='torch')")
+    return {"half": "float16", "float": "float32"}.get(name, name) if isinstance(name, str) else value
+
+
+def _to_bool(value: Any) -> Any:
+    """apex also takes the strings "True" and "False", from command lines."""
+    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _to_scale(value: Any) -> Any:
+    """apex also takes a number as a string, from command lines."""
+    if not isinstance(value, str) or value == "dynamic":
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is neither a number nor 'dynamic'{did_you_mean(value, ['dynamic'])}") from None
+
+
+_DtypeName = Annotated[Literal["float32", "float16"], BeforeValidator(_to_dtype_name)]
+
+
+class ApexOptions(Options):
+    """The arguments of `apex.amp.initialize`, with its names and defaults. None: as the opt level has it."""
+
+    enabled: bool = True
+    """False does nothing at all: fp32, without loss scaling, as in apex."""
+    opt_level: Annotated[Literal["O0", "O1", "O2", "O3"], BeforeValidator(_to_opt_level)] = "O1"
+    cast_model_type: _DtypeName | Literal[False] | None = None
+    """dtype of parameters, buffers and inputs: torch.float16, torch.float32 or their names; False leaves all alone."""
+    patch_torch_functions: bool | None = None
+    """False switches O1's casts off."""
+    keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_to_bool)] = None
+    master_weights: bool | None = None
+    loss_scale: Annotated[Literal["dynamic"] | Scale | None, BeforeValidator(_to_scale)] = None
+    """A number is a static scale: it never moves, and no step is skipped."""
+    cast_model_outputs: _DtypeName | None = None
+    num_losses: PositiveInt = 1
+    """Each loss has a loss scale of its own: `engine.backward(loss, loss_id)`."""
+    verbosity: int = Field(1, ge=0)
+    """1 logs changes of a dynamic loss scale, 0 does not."""
+    min_loss_scale: PositiveFloat | None = None
+    """Lower bound of a dynamic scale; None has none."""
+    max_loss_scale: Scale = 2.0**24
+    """Upper bound of a dynamic scale."""
+    backend: Literal["native", "apex"] = "native"
+    """What casts: halfmesh, or an installed apex.amp (CUDA only)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ApexOptions:
+        problems = list(_find_problems(self))
+        if problems:
+            raise ValueError("; and ".join(problems))
+        return self
+
+    @property
+    def variant(self) -> str:
+        """O2, for example."""
+        return self.opt_level + (" by NVIDIA's apex" if self.backend == "apex" else "") if self.enabled else "disabled"
+
+    @property
+    def properties(self) -> Properties:
+        """The opt level's properties with the overrides."""
+        given = {name: getattr(self, name) for name in Properties.__dataclass_fields__}
+        overrides = {name: value for name, value in given.items() if value is not None}
+        if self.cast_model_type is False:
+            overrides["cast_model_type"] = None
+        return replace(OPT_LEVELS[self.opt_level], **overrides)
+
+
+def _find_problems(options: ApexOptions) -> Iterator[str]:
+    if options.opt_level != "O1" and options.patch_torch_functions:
+        yield (
+            f"patch_torch_functions=True with opt_level={options.opt_level!r}: only opt_level='O1' casts for each "
+            "function; remove it, or use opt_level='O1'"
+        )
+    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights") if options.opt_level == "O1" else ():
+        value = getattr(options, name)
+        if value is not None and (name != "cast_model_type" or value == "float16"):
+            yield (
+                f"{name}={value!r} with opt_level='O1', which keeps weights in float32 and casts for each function; "
+                "remove it, or use opt_level='O2'"
+            )
+    low, high = options.min_loss_scale or 0.0, options.max_loss_scale
+    if low > high:
+        yield f"min_loss_scale={low:g} is above max_loss_scale={high:g}; lower it"
+    elif options.properties.loss_scale == "dynamic" and low > INITIAL_SCALE:
+        yield f"min_loss_scale={low:g} is above the first loss scale, which is {INITIAL_SCALE:g}; lower it"
+
 
 _NO_SHARED_VERDICT = (
     "apex's contract has no verdict shared by all ranks, so shards would skip different steps and drift apart; "
@@ -21,7 +153,7 @@ _NO_SHARED_VERDICT = (
 
 
 class ApexAMP(AMPPlugin):
-    """apex.amp's O0 to O3, on torch alone."""
+    """apex.amp's O0 to O3."""
 
     options = ApexOptions
     composes = Composes(
@@ -34,7 +166,7 @@ class ApexAMP(AMPPlugin):
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         assert isinstance(options, ApexOptions)
         if not options.enabled:
-            return Recipe(num_losses=options.num_losses)  # a script that names its losses goes on
+            return Recipe(num_losses=options.num_losses)  # a script that passes loss_id goes on
         properties = options.properties
         param_dtype = _dtype(properties.cast_model_type)
         casts_model = param_dtype == torch.float16

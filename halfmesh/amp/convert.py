@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn, optim
@@ -25,12 +25,16 @@ def convert(
     ranks: Ranks | None = None,
     options: UpdateOptions | None = None,
     device: torch.device | None = None,
+    cast: Callable[[nn.Module, Recipe, Collection[int]], None] = cast_model,
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
 
     Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
-    `close` of what is returned undoes the conversion. `device` is where updates are decided, see
-    `MixedPrecisionOptimizer`.
+    `close` of what is returned undoes the conversion.
+
+    Args:
+        device: where updates are decided, see `MixedPrecisionOptimizer`.
+        cast: casts the model.
     """
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
     # What is sharded is cast where it is gathered: the parts are the masters.
@@ -40,7 +44,7 @@ def convert(
         to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
     came = dict(_not_trained(model, optimizer, shards, recipe, apart))
-    cast_model(model, recipe, apart)
+    cast(model, recipe, apart)
     for shard in shards:
         shard.rebind_view()
         reset_grad(shard.param)

@@ -52,8 +52,6 @@ class MixedPrecisionOptimizer:
         InputError: the optimizer holds parameters that are not in `shards`.
     """
 
-    replays = True
-
     def __init__(
         self,
         optimizer: optim.Optimizer,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import nn
 
 from ..registry import Registry
 from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..options import Options
-    from .backend import Backend
+    from .precision import Precision
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
@@ -46,6 +47,26 @@ class Composes:
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
     why_not: Mapping[str, str] = field(default_factory=dict)
     """For a refused axis ("tensor", "pipeline"), data strategy, device or dtype: the reason and what to use instead."""
+
+
+class Backend:
+    """Casts the model and its calls, as a recipe says: halfmesh itself, unless a mode names another library."""
+
+    def find_problem(self, device: torch.device) -> str | None:
+        """Why it cannot work on `device` in this process, asked before anything is changed; None if it can."""
+        return None
+
+    def cast_model(self, model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
+        """Cast parameters and floating-point buffers in place, except those whose ids are in `apart`."""
+        from .precision import cast_model  # here: a config needs none of it
+
+        cast_model(model, recipe, apart)
+
+    def precision(self, recipe: Recipe, device: torch.device) -> Precision:
+        """What runs model and criterion, after `cast_model`."""
+        from .precision import Precision
+
+        return Precision(recipe, device)
 
 
 class AMPPlugin(ABC):
@@ -82,9 +103,7 @@ class AMPPlugin(ABC):
 
     @classmethod
     def backend(cls, options: Options) -> Backend:
-        """What does the mode's work; only a mode that another library implements overrides it."""
-        from .backend import Backend  # here, because it needs most of the engine, and a config needs none of it
-
+        """What casts; only a mode whose casts another library does overrides it."""
         return Backend()
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from .. import torch_private
 from ..errors import InputError
 from ..tensors import map_tensors
-from .cast_lists import CastTable
-from .o1_casts import O1Casts, o1_scope
+from .o1 import CastTable, O1Casts, o1_scope
 from .recipe import Recipe
 
 FP16_MAX_SCALE = 2.0**15

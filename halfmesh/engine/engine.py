@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn, optim
 
-from ..amp.cast_lists import CastTable
+from ..amp.o1 import CastTable
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.statistics import StatisticsCheck

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfmesh.amp.cast_lists import CastTable, half_function
-from halfmesh.amp.o1_casts import O1Casts, o1_scope
+from halfmesh.amp.o1 import CastTable, O1Casts, half_function, o1_scope
 
 HALF, FULL, BF16 = torch.float16, torch.float32, torch.bfloat16
 OFF = functools.partial(torch.autocast, "cpu", enabled=False)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfmesh.amp.cast_lists import CastTable
-from halfmesh.amp.o1_casts import o1_scope
+from halfmesh.amp.o1 import CastTable, o1_scope
 
 HALF, FULL = torch.float16, torch.float32
 OFF = functools.partial(torch.autocast, "cpu", enabled=False)

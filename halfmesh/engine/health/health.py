@@ -93,8 +93,6 @@ class Health(Saving):
         self._refuse_if_closed()
         self._accumulation.refuse_unfinished("engine.count_flops()")
         self.context.agree_on_call("engine.count_flops")
-        if not self._update.replays:
-            raise InputError("engine.count_flops(): mode='apex' with backend='apex' keeps state that this would change")
         from ..flops import count_flops
 
         automatic, last_batch = self._automatic, self._last_batch

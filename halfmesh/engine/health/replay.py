@@ -25,13 +25,11 @@ _Result = TypeVar("_Result")
 
 def find_problem(parts: Parts, batch: LastBatch) -> str | None:
     """Why the batch cannot be computed once more, on this rank or another; the same on all. All ranks together."""
-    mine = batch.kind, parts.model.training, parts.update.replays
+    mine = batch.kind, parts.model.training
     everyone = parts.context.everyone(mine)
-    if not all(replays for _, _, replays in everyone):
-        return "mode='apex' with backend='apex' keeps state of its own, which a second backward would change"
-    if any(kind.startswith("False") for kind, _, _ in everyone):
+    if any(kind.startswith("False") for kind, _ in everyone):
         return "no batch went forward in training mode yet"
-    if not all(training for _, training, _ in everyone):
+    if not all(training for _, training in everyone):
         return "the model is in evaluation mode; call engine.train() first"
     if any(theirs != mine for theirs in everyone):
         return "the ranks did not call the engine alike for their last batches"

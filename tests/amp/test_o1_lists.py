@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from halfmesh.amp.cast_lists import Cast, CastTable, float_function, half_function, o1_lists, promote_function
-from halfmesh.amp.o1_casts import o1_scope
+from halfmesh.amp.o1 import O1_LISTS, Cast, CastTable, float_function, half_function, o1_scope, promote_function
 from halfmesh.errors import InputError
 
 HALF, FULL, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
@@ -115,7 +114,7 @@ OPERATORS = [getattr(operator, name) for name in words("add sub mul truediv eq n
 def listed(cast):
     """(place, name) of every listed function with `cast` that has a call above."""
     places = [(place, name) for name in CALLS[cast] for place in PLACES]
-    return [(place, name) for place, name in places if o1_lists().get(getattr(place, name, None)) is cast]
+    return [(place, name) for place, name in places if O1_LISTS.get(getattr(place, name, None)) is cast]
 
 
 class Maker:
@@ -183,7 +182,7 @@ def test_every_listed_function_is_covered_here_and_reported_by_torch_as_itself()
             with Reports() as reports:
                 function(*args)
             assert reports.functions[0] is function, (place, name)
-    assert covered == set(o1_lists())
+    assert covered == set(O1_LISTS)
     names = {name for calls in (PRODUCTS, FLOATS, PROMOTED, BANNED) for name in calls}
     assert [name for name in names if not any(hasattr(place, name) for place in PLACES)] == []
 
@@ -327,7 +326,7 @@ def test_registered_functions():
     assert dtype_of(table, F.scaled_dot_product_attention, h[None], f[None], f[None]) == FULL
     assert dtype_of(table, torch.ops.aten.mm.default, f, f) == HALF
     assert dtype_of(CastTable(), torch.sigmoid, h) == HALF, "in one table only"
-    assert torch.sigmoid not in o1_lists()
+    assert torch.sigmoid not in O1_LISTS
 
 
 def test_what_cannot_be_registered_is_refused():
@@ -337,7 +336,7 @@ def test_what_cannot_be_registered_is_refused():
         CastTable().register_half_function(module, "attend")
     with pytest.raises(InputError, match=r"torch has no function 'einsumm'; did you mean 'einsum'\?"):
         CastTable().register_half_function(torch, "einsumm")
-    for place, name in [(torch.Tensor, "sigmoid_"), (torch.Tensor, "__iadd__")]:
+    for place, name in [(torch.Tensor, "sigmoid_"), (torch.Tensor, "__iadd__"), (torch.Tensor, "__add__")]:
         with pytest.raises(InputError, match="in place"):
             CastTable().register_float_function(place, name)
 

@@ -1,0 +1,354 @@
+"""apex's O1 without apex: casts around torch's functions, by apex's lists, in a scope. Nothing in torch is replaced.
+
+The names in the lists are those of apex.amp (lists/functional_overrides, torch_overrides and tensor_overrides). Added:
+`scaled_dot_product_attention`, which is newer than apex, runs in fp16 as under `torch.autocast`; `vdot`, `einsum` and
+`tensordot` take the widest dtype where apex failed on mixed ones. Different: `h += f` keeps the dtype of `h`; apex
+bound `h` to a new fp32 tensor, which views of the old one did not see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from operator import attrgetter
+from types import FunctionType, MappingProxyType, MethodWrapperType
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn, overrides
+from torch.overrides import TorchFunctionMode
+
+from .. import torch_private
+from ..errors import InputError, did_you_mean
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+# -- the lists -------------------------------------------------------------------------------------------------
+
+
+class Cast(Enum):
+    """What happens to the floating-point arguments of a function."""
+
+    HALF = "all to fp16; a parameter once per scope"
+    FLOAT = "all to fp32"
+    WIDEST = "all to fp32 if their dtypes differ"
+    SELF = "all to the dtype of the first, which the function writes in place"
+    NOT_HALF = "as SELF; refused if the first is fp16"
+    BANNED = "refused if one is fp16"
+
+
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc")
+_PRODUCTS = ("prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", "baddbmm", "bmm")
+_RNNS = ("rnn_relu", "rnn_tanh", "gru", "lstm", "rnn_relu_cell", "rnn_tanh_cell", "gru_cell", "lstm_cell")
+_HALF = (*_CONVOLUTIONS, *_PRODUCTS)
+_HALF_FUNCTIONAL = (*_CONVOLUTIONS, "linear", "scaled_dot_product_attention")
+
+_POINTWISE = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan"),
+    "pow",
+)
+_REDUCTIONS = ("cumprod", "cumsum", "dist", "norm", "prod", "std", "sum", "var")
+_FLOAT = (*_POINTWISE, *_REDUCTIONS, "renorm")
+_FLOAT_FUNCTIONAL = (
+    *("interpolate", "grid_sample", "softplus", "softmin", "log_softmax", "softmax", "gelu"),
+    *("layer_norm", "group_norm", "local_response_norm", "normalize", "cosine_similarity"),
+    *("poisson_nll_loss", "cosine_embedding_loss", "cross_entropy", "hinge_embedding_loss", "kl_div", "l1_loss"),
+    *("mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "multi_margin_loss"),
+    *("nll_loss", "binary_cross_entropy_with_logits", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss"),
+    "ctc_loss",
+)
+_FLOAT_METHODS = ("__pow__", "__rpow__", "cpu")
+
+_WIDEST = (
+    *("addcdiv", "addcmul", "atan2", "cross", "bilinear", "dot", "add", "div", "mul"),
+    *("eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack", "vdot", "einsum", "tensordot"),
+)
+# Not among them: `2 / x`, which torch computes as `x.reciprocal() * 2`; the reciprocal makes it fp32, as in apex.
+_WIDEST_METHODS = ("sub", "__rsub__", "__eq__")
+_BANNED_FUNCTIONAL = ("binary_cross_entropy",)
+
+
+def _listed() -> Iterator[tuple[Cast, Any, Iterable[str]]]:
+    """(cast, module or class, names). Names that torch or Tensor does not have are skipped: not all exist on both."""
+    for place in (torch, torch.Tensor):
+        yield Cast.HALF, place, _HALF
+        yield Cast.FLOAT, place, _FLOAT
+        yield Cast.WIDEST, place, _WIDEST
+        yield Cast.NOT_HALF, place, [name + "_" for name in _FLOAT]
+        yield Cast.SELF, place, [name + "_" for name in (*_HALF, *_WIDEST)]
+    yield Cast.HALF, torch, _RNNS
+    yield Cast.HALF, F, _HALF_FUNCTIONAL
+    yield Cast.FLOAT, F, _FLOAT_FUNCTIONAL
+    yield Cast.BANNED, F, _BANNED_FUNCTIONAL
+    yield Cast.FLOAT, torch.Tensor, _FLOAT_METHODS
+    yield Cast.WIDEST, torch.Tensor, _WIDEST_METHODS
+    yield Cast.NOT_HALF, torch.Tensor, ("__ipow__",)
+
+
+O1_LISTS = MappingProxyType(
+    {getattr(place, name): cast for cast, place, names in _listed() for name in names if hasattr(place, name)}
+)
+"""The cast of each listed function, by the function object that torch passes to a TorchFunctionMode.
+
+Made on import: backend="apex" replaces these functions later.
+"""
+
+
+# -- additions to the lists ------------------------------------------------------------------------------------
+
+_MARK = "halfmesh_cast"
+_TORCH_OPS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+"""An operator of torch.ops with all its overloads, and one overload."""
+
+
+class CastTable:
+    """O1's lists, with a model's additions. These hold for one engine, from the next call on."""
+
+    def __init__(self) -> None:
+        self._casts = dict(O1_LISTS)
+        self.generation = 0
+        """Of the cast weights: those of an earlier one are not used again."""
+
+    def get(self, function: Callable[..., Any]) -> Cast | None:
+        """The cast of `function`; None if its arguments stay as they are."""
+        cast = self._casts.get(function)
+        return getattr(function, _MARK, None) if cast is None and type(function) is FunctionType else cast
+
+    def forget_weights(self) -> None:
+        """Cast weights anew from here on, in all scopes: they have changed, or a backward has freed their graph."""
+        self.generation += 1
+
+    def register_half_function(self, module: Any, name: str) -> None:
+        """Run `module.name` in fp16; e.g. `register_half_function(torch, "einsum")`.
+
+        Raises:
+            InputError: there is no such function, it works in place, or torch does not report calls of it.
+        """
+        self._register(module, name, Cast.HALF, "half_function")
+
+    def register_float_function(self, module: Any, name: str) -> None:
+        """Run `module.name` in fp32; raises InputError as `register_half_function` does."""
+        self._register(module, name, Cast.FLOAT, "float_function")
+
+    def register_promote_function(self, module: Any, name: str) -> None:
+        """Run `module.name` in fp32 if dtypes differ; raises InputError as `register_half_function` does."""
+        self._register(module, name, Cast.WIDEST, "promote_function")
+
+    def _register(self, module: Any, name: str, cast: Cast, decorator: str) -> None:
+        function = _find_function(module, name, decorator)
+        self._casts[function] = cast
+        if isinstance(function, _TORCH_OPS[0]):  # torch reports a call of it or of its overload
+            self._casts.update((getattr(function, overload), cast) for overload in function.overloads())
+
+
+def _find_function(module: Any, name: str, decorator: str) -> Any:
+    """The function `module.name`, if torch reports calls of it to a TorchFunctionMode."""
+    where, function = getattr(module, "__name__", repr(module)), getattr(module, name, None)
+    if not callable(function):
+        near = did_you_mean(name, [other for other in dir(module) if not other.startswith("_")])
+        raise InputError(f"{where} has no function {name!r}{near}")
+    if name.endswith("_"):
+        raise InputError(
+            f"{where}.{name} is an operator or works in place; name the function that returns the result, for example "
+            "'add' for 'add_' or '__add__'"
+        )
+    reported = isinstance(function, _TORCH_OPS) or hasattr(function, _MARK) or function in O1_LISTS
+    if not reported and not any(function in group for group in overrides.get_overridable_functions().values()):
+        raise InputError(
+            f"torch does not report calls of {where}.{name}, so it cannot be cast from outside; decorate it where it "
+            f"is defined with @halfmesh.{decorator}, or wrap it: {where}.{name} = halfmesh.{decorator}({where}.{name})"
+        )
+    return function
+
+
+def half_function(function: _Function) -> _Function:
+    """Decorator: under O1, call `function` with its floating-point tensors in fp16. Elsewhere it changes nothing."""
+    return _marked(function, Cast.HALF)
+
+
+def float_function(function: _Function) -> _Function:
+    """Decorator: under O1, call `function` with its floating-point tensors in fp32. Elsewhere it changes nothing."""
+    return _marked(function, Cast.FLOAT)
+
+
+def promote_function(function: _Function) -> _Function:
+    """Decorator: under O1, call `function` with mixed floating-point tensors in fp32. Elsewhere it changes nothing."""
+    return _marked(function, Cast.WIDEST)
+
+
+def _marked(function: _Function, cast: Cast) -> _Function:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flat = (*args, *kwargs.values())
+        if overrides.has_torch_function(flat):  # a mode is active: it casts, and calls `function`
+            return overrides.handle_torch_function(call, flat, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    setattr(call, _MARK, cast)
+    return call  # type: ignore[return-value]
+
+
+# -- the scope -------------------------------------------------------------------------------------------------
+
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_DATA: Any = torch.Tensor.data
+_FUSED_STEPS = frozenset(getattr(torch, n) for n in dir(torch) if n.startswith("_fused_") and n.endswith("_"))
+"""What fused optimizers step with. Neither these nor writes through `param.data` count as changes of a tensor."""
+
+
+@contextmanager
+def o1_scope(table: CastTable, device_type: str) -> Iterator[None]:
+    """Cast by `table` inside. `torch.autocast(enabled=False)` within turns the casts off.
+
+    Inside, `torch.is_autocast_enabled(device_type)` is true: models, `custom_fwd` and activation checkpointing ask it,
+    and through it `autocast(enabled=False)` in a model reaches the casts. torch's own lists do not act, because
+    autocast is off around each function that runs. They do act under an inner autocast with another dtype, and inside
+    TorchScript and operators of `torch.ops`, which no TorchFunctionMode sees.
+    `torch.compile` cannot follow the casts; compiled models are refused under O1.
+    """
+    with torch.autocast(device_type, torch.float16, cache_enabled=False), O1Casts(table, device_type):
+        yield
+
+
+class O1Casts(TorchFunctionMode):
+    """Applies the casts of `table` to tensors on `device_type` while torch's autocast is enabled there for fp16.
+
+    An instance belongs to one scope in one thread. Entered alone, without autocast, it casts nothing: backward runs in
+    it, so that activation checkpointing, which enables autocast as the forward had it, computes the same again.
+    """
+
+    def __init__(self, table: CastTable, device_type: str) -> None:
+        super().__init__()
+        self._table = table
+        self._device_type = device_type
+        self._is_on_device = attrgetter(f"is_{device_type}")
+        self._weights: dict[torch.Tensor, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._inlined: set[Callable[..., Any]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if type(func) is MethodWrapperType:  # an attribute, such as x.shape
+            if func.__self__ is _DATA:
+                self._weights.pop(args[0], None)
+            return func(*args, **kwargs)
+        if func in _FUSED_STEPS:
+            self._table.forget_weights()
+        cast, active, in_python = self._table.get(func), self._is_active(), type(func) is FunctionType
+        if in_python and hasattr(func, _MARK):
+            if active:
+                args, kwargs = self._apply(cast, func, args, kwargs)
+            with self:
+                return func.__wrapped__(*args, **kwargs)
+        if in_python and func in _BACKWARD:
+            with torch.autocast(self._device_type, enabled=False):
+                return self._run_inlined(func, args, kwargs)
+        if not active or (cast is None and isinstance(func, _TORCH_OPS)):
+            return func(*args, **kwargs)
+        if in_python and cast is None and func not in self._inlined:
+            return self._run_inlined(func, args, kwargs)
+        torch.set_autocast_enabled(self._device_type, False)
+        try:
+            if cast is not None:
+                args, kwargs = self._apply(cast, func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(self._device_type, True)
+
+    def _is_active(self) -> bool:
+        device = self._device_type
+        return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+
+    def _run_inlined(self, func: FunctionType, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a Python function of torch so that this mode sees each function that it calls.
+
+        It runs as a copy that does not ask for overrides of itself, which would bring it back here.
+        """
+        asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+        names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+        copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        copy.__kwdefaults__ = func.__kwdefaults__
+        self._inlined.add(func)  # some call themselves in another way
+        try:
+            with self:
+                return copy(*args, **kwargs)
+        finally:
+            self._inlined.discard(func)
+
+    def _apply(self, cast: Cast | None, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments in the dtypes that `cast` asks for, or in that of `out`, which is written in place."""
+        out = kwargs.get("out")
+        if isinstance(out, torch.Tensor) and self._is_eligible(out) and not hasattr(func, _MARK):
+            return self._to(out.dtype, args, kwargs)
+        if cast is Cast.HALF:
+            return _map_arguments(self._to_half, args, kwargs)
+        if cast is Cast.FLOAT:
+            return self._to(torch.float32, args, kwargs)
+        if cast is Cast.SELF or cast is Cast.NOT_HALF:
+            first = args[0] if args else kwargs.get("input")
+            if not isinstance(first, torch.Tensor) or not self._is_eligible(first):
+                return args, kwargs
+            if cast is Cast.NOT_HALF and first.dtype == torch.float16:
+                name = func.__name__
+                raise NotImplementedError(
+                    f"{name} changes an fp16 tensor in place, but O1 computes {name.strip('_')} in fp32; write it out "
+                    "of place (y = x.exp() for x.exp_()), or call it on x.float()"
+                )
+            return self._to(first.dtype, args, kwargs)
+        dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if self._is_eligible(tensor)}
+        if cast is Cast.BANNED and torch.float16 in dtypes:
+            raise NotImplementedError(
+                f"{func.__name__} with fp16 arguments is not safe under O1: near 0 and 1 their logarithms overflow; "
+                "combine sigmoid and loss (binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss), or cast the "
+                "arguments to fp32 with .float()"
+            )
+        mixed = len(dtypes) > 1 and torch.float64 not in dtypes  # doubles are left to torch's type promotion
+        return self._to(torch.float32, args, kwargs) if mixed and cast is Cast.WIDEST else (args, kwargs)
+
+    def _to(self, dtype: torch.dtype, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return _map_arguments(lambda t: t.to(dtype) if self._is_eligible(t) else t, args, kwargs)
+
+    def _to_half(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.float16 or not self._is_eligible(tensor):
+            return tensor
+        if not isinstance(tensor, nn.Parameter) or tensor.is_inference():
+            return tensor.to(torch.float16)
+        with_grad = tensor.requires_grad and torch.is_grad_enabled()
+        stamp = self._table.generation, with_grad, *torch_private.edit_stamp(tensor)
+        known = self._weights.get(tensor)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        half = tensor.to(torch.float16)
+        # Not kept: what inference mode or a torch.func transform has made, which is of no use outside.
+        transformed = torch._C._functorch.is_functorch_wrapped_tensor(half)
+        if type(half) is torch.Tensor and not half.is_inference() and not transformed:
+            self._weights[tensor] = stamp, half
+        return half
+
+    def _is_eligible(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() and self._is_on_device(tensor)
+
+
+def _map_arguments(
+    cast: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    return [_map(cast, value) for value in args], {name: _map(cast, value) for name, value in kwargs.items()}
+
+
+def _map(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `cast` to a tensor, or to those in a list or tuple."""
+    if isinstance(value, torch.Tensor):
+        return cast(value)
+    return type(value)([_map(cast, item) for item in value]) if type(value) in (list, tuple) else value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among `values`, and those in lists and tuples."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
