@@ -79,7 +79,9 @@ def clear_grads(params: Iterable[torch.Tensor]) -> None:
     """Set the gradients of `params` to None; the next ones come in the parameters' dtypes."""
     for param in params:
         if param.grad is not None:
-            reset_grad(param)
+            param.grad = None
+            if param.grad_dtype is not param.dtype:
+                param.grad_dtype = param.dtype
 
 
 def reset_grad(param: torch.Tensor) -> None:
