@@ -9,10 +9,11 @@ import torch
 
 from ..errors import InputError
 from ..log import get_logger
+from ..shard import ParamShard
 from .grad_norm import GradStats
 from .loss_scaler import LossScaler
-from .multi_loss import MultiLoss
-from .recipe import Recipe
+from .multi_loss import MultiLoss, widen_grads
+from .recipe import Recipe, UpdateOptions
 from .step_result import HostCopy, is_captured
 
 _log = get_logger(__name__)
@@ -26,15 +27,15 @@ class LossScales:
         multi: joins the gradients of several losses that have a scale each; None: all gradients have the same scale.
     """
 
-    def __init__(self, recipe: Recipe, device: torch.device, engine: str | None = None) -> None:
-        """`engine`: its name for messages, if it has one."""
+    def __init__(self, recipe: Recipe, device: torch.device, update: UpdateOptions) -> None:
+        self._sums_in_fp32 = recipe.wide_gradients or update.wide_gradients
         options = recipe.loss_scale
         count = 0 if options is None else 1 if recipe.keeps_scale else recipe.num_losses
         self.scalers = [LossScaler(options, device) for _ in range(count) if options is not None]
         self.multi = MultiLoss(self.scalers, device) if count > 1 else None
         self._num_losses = recipe.num_losses
         verbose = options is not None and options.dynamic and options.verbose
-        self._log = ScaleLog(engine) if verbose else None
+        self._log = ScaleLog(update.name) if verbose else None
 
     @property
     def scale(self) -> torch.Tensor | None:
@@ -48,6 +49,27 @@ class LossScales:
         scaler = self.scalers[0 if self.multi is None else loss_id]
         seed = (scaler.scale / divisor).to(loss)  # a copy: the scale moves in place
         return seed if loss.ndim == 0 else seed.expand_as(loss)
+
+    def before_backward(self, receivers: Sequence[ParamShard]) -> None:
+        """Prepare the gradients that are there already, of `receivers`, for more."""
+        if self.multi is not None:
+            self.multi.stash_grads(receivers)
+        elif self._sums_in_fp32:
+            widen_grads([shard.param for shard in receivers])
+
+    def after_backward(self, loss_id: int, receivers: Sequence[ParamShard]) -> None:
+        """The gradients of loss `loss_id` are there."""
+        if self.multi is not None:
+            self.multi.merge_grads(loss_id, receivers)
+
+    def forget_grads(self) -> None:
+        """The gradients are used or cleared."""
+        if self.multi is not None:
+            self.multi.forget()
+
+    def flags_by_loss(self) -> torch.Tensor | None:
+        """As `MultiLoss.flags`; None where all gradients have the same scale."""
+        return None if self.multi is None else self.multi.flags()
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""

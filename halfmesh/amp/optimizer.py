@@ -15,7 +15,6 @@ from .grad_norm import GradStats, clip_divisor, grad_stats
 from .gradient_watch import GradientWatch
 from .loss_scales import LossScales
 from .master_weights import MasterWeights, bucket_bytes, by_bytes
-from .multi_loss import widen_grads
 from .recipe import HALF, Recipe, UpdateOptions
 from .step_result import SkipCounter, StepResult
 from .stepper import Stepper, fit_grads
@@ -30,8 +29,8 @@ class MixedPrecisionOptimizer:
     skip, publish the masters to the model, move the loss scale. With a fused SGD, Adam, AdamW or Adagrad nothing in it
     is read on the host; another optimizer under a loss scale reads one number.
 
-    The user's optimizer stays the one that steps, and refuses to step elsewhere. Its groups are re-pointed in place to
-    fp32 masters where the recipe keeps them, so schedulers built on it keep working.
+    The user's optimizer stays the one that steps, and refuses to step elsewhere. Its groups hold fp32 masters where
+    the recipe keeps them, so schedulers built on it keep working.
 
     Args:
         optimizer: over parameters of `shards` only.
@@ -40,8 +39,7 @@ class MixedPrecisionOptimizer:
         ranks: the ranks that take this update together.
         options: clipping, and what to do about inf and nan.
         masters: fp32 masters made before the cast; others are made from the parameters as they are.
-        device: where updates are decided: by default that of the parameters, of which there may be none, or some
-            elsewhere.
+        device: where updates are decided; by default where the parameters are.
 
     Attributes:
         found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, unread by the host); None: it could not be.
@@ -68,14 +66,10 @@ class MixedPrecisionOptimizer:
         self.device = shards[0].param.device if device is None else device
         self.master_weights = MasterWeights(optimizer, shards, recipe.master_weights, masters)
         self.stepper = Stepper(optimizer, allow_fused=self.options.fused == "auto")
-        self.loss_scales = LossScales(recipe, self.device, self.options.name)
+        self.loss_scales = LossScales(recipe, self.device, self.options)
         self.skip_counter = SkipCounter(self.options.max_consecutive_skips, self.device)
-        on_nonfinite = self.options.on_nonfinite
-        self.skips_nonfinite = recipe.skips if on_nonfinite == "auto" else on_nonfinite == "skip"
-        self.needs_grad_norm = (
-            recipe.skips or recipe.count_zeros or on_nonfinite != "auto" or self.options.track_grad_norm
-        )
-        self.sums_in_fp32 = self.options.wide_gradients or recipe.wide_gradients
+        self.skips_nonfinite = self.options.skips_nonfinite(recipe)
+        self.needs_grad_norm = self.options.needs_grad_norm(recipe)
         self.found_inf: torch.Tensor | None = None
         self.publisher: Publisher | None = None
         self.on_close: Callable[[], None] | None = None
@@ -104,17 +98,12 @@ class MixedPrecisionOptimizer:
     @contextmanager
     def collecting(self, loss_id: int = 0) -> Iterator[None]:
         """A scope in which backward runs; what it leaves in the parameters are gradients of `loss_id`."""
-        receivers = self.master_weights.receivers
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # the gradients measured are no longer all
         self._has_backward = True
-        if self.loss_scales.multi is not None:
-            self.loss_scales.multi.stash_grads(receivers)
-        elif self.sums_in_fp32:
-            widen_grads([shard.param for shard in receivers])
+        self.loss_scales.before_backward(self.master_weights.receivers)
         yield
-        if self.loss_scales.multi is not None:
-            self.loss_scales.multi.merge_grads(loss_id, receivers)
+        self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
 
     def begin_backward(self) -> None:
         """Before all that a backward does: follow the optimizer's groups, and look for gradients that others made.
@@ -137,8 +126,7 @@ class MixedPrecisionOptimizer:
         """Forget the gradients of all parameters that the optimizer holds, or has held."""
         self._clip_once = None
         self._has_backward = False
-        if self.loss_scales.multi is not None:
-            self.loss_scales.multi.forget()
+        self.loss_scales.forget_grads()
         self.gradient_watch.forget()
         held = {*self.master_weights.trained, *self.master_weights.receivers}
         clear_grads([shard.param for shard in held])
@@ -207,8 +195,8 @@ class MixedPrecisionOptimizer:
         return result
 
     def _measure(self, grads: Grads) -> GradStats:
-        by_loss = None if self.loss_scales.multi is None else self.loss_scales.multi.flags()
-        return grad_stats(grads, self._ranks, self.device, self.options.norm_type, self.recipe.count_zeros, by_loss)
+        by_loss, count_zeros = self.loss_scales.flags_by_loss(), self.recipe.count_zeros
+        return grad_stats(grads, self._ranks, self.device, self.options.norm_type, count_zeros, by_loss)
 
     def _grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The loss scale (of loss 0), and what the gradients are to be divided by: the scale that they carry x

@@ -125,3 +125,11 @@ class UpdateOptions:
     """Add up the gradients of half-precision parameters in fp32."""
     name: str | None = None
     """Of the engine, for messages."""
+
+    def skips_nonfinite(self, recipe: Recipe) -> bool:
+        """Whether an update with inf or nan is skipped."""
+        return recipe.skips if self.on_nonfinite == "auto" else self.on_nonfinite == "skip"
+
+    def needs_grad_norm(self, recipe: Recipe) -> bool:
+        """Whether every update has to be measured, also one that is not clipped."""
+        return recipe.skips or recipe.count_zeros or self.on_nonfinite != "auto" or self.track_grad_norm
