@@ -59,8 +59,9 @@ class ApexBackend(Backend):
             keys[name] = getattr(torch, keys[name]) if keys[name] else keys[name]
         rnn_functions = vars(nn.modules.rnn)["_VF"]
         hooks = {module: set(module._state_dict_hooks) for module in model.modules()}
+        verbosity = self._options.verbosity if self._options.verbosity > 1 else 0  # halfmesh logs the scale itself
         # In a list, whose forward apex replaces: inputs and outputs are cast by Precision, which a deepcopy survives.
-        amp.initialize(nn.ModuleList([model]), verbosity=max(self._options.verbosity - 1, 0), **keys)
+        amp.initialize(nn.ModuleList([model]), verbosity=verbosity, **keys)
         for module, known in hooks.items():  # apex's give rounded weights; halfmesh's will give the masters
             for key in set(module._state_dict_hooks) - known:
                 del module._state_dict_hooks[key]
@@ -88,6 +89,9 @@ class ApexPrecision(Precision):
         super().__init__(recipe, device)
         self.casts = None  # apex has lists of its own
         self._functions = functions
+
+    def __deepcopy__(self, memo: Any) -> ApexPrecision:
+        return self  # a copy of a converted model; modules, which are among the keys, cannot be copied
 
     @contextmanager
     def autocast(self, enabled: bool = True) -> Iterator[None]:

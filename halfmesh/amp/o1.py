@@ -323,8 +323,7 @@ class O1Casts(TorchFunctionMode):
             return known[1]
         half = tensor.to(torch.float16)
         # Not kept: what inference mode or a torch.func transform has made, which is of no use outside.
-        transformed = torch._C._functorch.is_functorch_wrapped_tensor(half)
-        if type(half) is torch.Tensor and not half.is_inference() and not transformed:
+        if type(half) is torch.Tensor and not half.is_inference() and not torch_private.is_functorch_tensor(half):
             self._weights[tensor] = stamp, half
         return half
 

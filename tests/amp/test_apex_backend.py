@@ -22,6 +22,7 @@ from tests.support.apex_stand_in import install
 
 CUDA = torch.device("cuda")
 BATCHES = make_batches(SHAPES["mlp"], 14)
+FUNCTIONS = F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]
 OVERFLOWS = {2: 1e9, 5: math.inf, 6: math.nan}
 
 
@@ -94,7 +95,7 @@ def test_what_apex_is_asked_for(amp):
         ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "cast_model_outputs"), None
     )
     assert amp.calls == [
-        ("O2", 1, nothing | {"keep_batchnorm_fp32": False, "cast_model_outputs": torch.float16}),
+        ("O2", 2, nothing | {"keep_batchnorm_fp32": False, "cast_model_outputs": torch.float16}),
         ("O3", 0, nothing),
     ]
 
@@ -142,7 +143,6 @@ def test_two_losses(amp):
 
 
 def test_o1_casts_in_its_scopes_only(amp):
-    functions = F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]
     cross_entropy = F.cross_entropy
     engine = make_engine("O1")
     x, y = BATCHES[0]
@@ -159,7 +159,7 @@ def test_o1_casts_in_its_scopes_only(amp):
             engine(x[:, :-1])
         assert F.linear(weight, weight).dtype == torch.float16
     assert F.linear(weight, weight).dtype == torch.float32
-    assert (F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]) == functions
+    assert (F.cross_entropy, F.linear, vars(nn.modules.rnn)["_VF"]) == FUNCTIONS
 
 
 def test_checkpointed_layers_cast_again_in_backward(amp):
@@ -185,6 +185,7 @@ def test_convert_to_amp(amp):
     keys = {"opt_level": "O1", "backend": "apex"}
     converted, optimizer, _ = halfmesh.convert_to_amp(model, optim.SGD(model.parameters(), 0.1), None, "apex", keys)
     assert converted(BATCHES[0][0]).dtype == torch.float16
+    assert copy.deepcopy(converted)(BATCHES[0][0]).dtype == torch.float16
     optimizer.close()
     assert converted(BATCHES[0][0]).dtype == torch.float32
 

@@ -205,12 +205,12 @@ def test_backward_hooks_and_gradient_penalties_in_the_scope():
     linear.register_forward_hook(lambda module, args, output: seen.append((output @ output.mT).dtype))
     with scope():
         y = linear(x)
-        y.register_hook(lambda grad: seen.append(grad.dtype))
+        y.register_hook(lambda grad: seen.extend([grad.dtype, (grad.float() @ grad.float().mT).dtype]))
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         penalty = (grad.norm() - 1) ** 2
         (penalty + y.float().sum()).backward()
         assert rules() == "o1"
-    assert seen == [HALF, HALF, HALF]
+    assert seen == [HALF, HALF, FULL, HALF, FULL]  # backward itself is not cast
     assert [penalty.dtype, linear.weight.grad.dtype] == [FULL, FULL]
 
 

@@ -312,19 +312,21 @@ def test_registered_functions():
         assert torch.sigmoid(h).dtype == HALF
         table.register_float_function(torch, "sigmoid")
         assert torch.sigmoid(h).dtype == FULL, "from the next call on"
+        assert torch.ops.aten.sigmoid(h).dtype == HALF, "another function"
     table.register_float_function(torch.Tensor, "softmax")
     table.register_half_function(torch, "einsum")
     table.register_half_function(torch.linalg, "matmul")
     table.register_promote_function(torch, "lerp")
     table.register_float_function(F, "scaled_dot_product_attention")
-    table.register_half_function(torch.ops.aten, "mm")
+    table.register_float_function(torch.ops.aten, "sigmoid")
     assert dtype_of(table, torch.Tensor.sigmoid, h) == HALF  # another function
     assert dtype_of(table, lambda x: x.softmax(0), h) == FULL
     assert dtype_of(table, torch.einsum, "ij,jk", f, f) == HALF
     assert dtype_of(table, torch.linalg.matmul, h, f) == HALF
     assert dtype_of(table, torch.lerp, h, f, 0.5) == FULL
     assert dtype_of(table, F.scaled_dot_product_attention, h[None], f[None], f[None]) == FULL
-    assert dtype_of(table, torch.ops.aten.mm.default, f, f) == HALF
+    assert dtype_of(table, torch.ops.aten.sigmoid, h) == FULL
+    assert dtype_of(table, torch.ops.aten.sigmoid.default, h) == FULL
     assert dtype_of(CastTable(), torch.sigmoid, h) == HALF, "in one table only"
     assert torch.sigmoid not in O1_LISTS
 
