@@ -6,10 +6,10 @@
 #   make test-all   the slow ones, too: what CI runs
 #   make test-composition   all cells of the composition table's product: 40 minutes or so
 #   make test-kills   training is killed 50 times, and resumes: benchmarks/results/kills.md, in 5 minutes or so
-#   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 20 minutes or so
+#   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 15 minutes or so
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
-#   make bench-overlap    what is sent while ranks compute, and what of the wait that hides
+#   make bench-overlap    how many bytes are sent while ranks compute
 #   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
 #   make docs     the documentation, into site/       make pages   write the generated pages in docs/ again
 #   make lint     ruff and mypy        make format   put the code into shape
@@ -46,11 +46,11 @@ test-composition: $(INSTALLED)
 test-kills: $(INSTALLED)
 	KILLS=50 $(BIN)/python -m pytest tests/faults/test_kills.py
 
-# DeepSpeed by itself: it builds a part at installation, which fails on some machines; its rows say so then.
+# DeepSpeed by itself: it builds a part at installation, which fails on some machines; the page says so then.
 bench: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check deepspeed
-	$(BIN)/python -m benchmarks --out benchmarks/results
+	$(BIN)/python -m benchmarks --out benchmarks/RESULTS.md
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu.md
@@ -59,7 +59,7 @@ bench-pipeline: $(INSTALLED)
 	$(BIN)/python benchmarks/pipeline_schedules.py --out benchmarks/results/pipeline_schedules.md
 
 bench-overlap: $(INSTALLED)
-	$(BIN)/python -m benchmarks.overlap --out benchmarks/results/overlap.md
+	$(BIN)/python -m benchmarks.overlap
 
 soak: $(INSTALLED)
 	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.md

@@ -31,6 +31,8 @@ from .machine import describe
 CLIP = 1.0
 TOLERANCE = 0.02
 """Of the first loss, relative: NAIVE rounds more than autocast does, but does not compute another model."""
+STEPS = 4
+"""Of each contender in a round."""
 COPIED = 1 << 30
 
 
@@ -137,7 +139,7 @@ def _peak_alone(row: GpuRow, make: Callable[[], Contender], device: torch.device
         contender.run(1)
         torch.cuda.synchronize()
         row.bytes_per_parameter = (torch.cuda.max_memory_allocated() - base) / row.parameters
-    _close(contender)
+    contender.close()
 
 
 def _side_by_side(rows: dict[str, GpuRow], each: Makers, work: GpuWork, setup: Setup, rounds: int) -> None:
@@ -154,9 +156,9 @@ def _side_by_side(rows: dict[str, GpuRow], each: Makers, work: GpuWork, setup: S
             contenders.append(contender)
         else:
             rows[name].missing = f"a loss of {value:.4g} in the first step, and {first:.4g} by the first row"
-            _close(contender)
+            contender.close()
     whole, tails = _timers(setup.device)
-    timed = {row.name: row.wall for row in take_turns(contenders, rounds, work.work.steps[setup.precision], whole)}
+    timed = {row.name: row.wall for row in take_turns(contenders, rounds, STEPS, whole)}
     updates = {row.name: row.wall for row in take_turns(contenders, rounds, 1, tails)}
     for contender in contenders:
         row, seconds = rows[contender.name], timed[contender.name]
@@ -166,35 +168,35 @@ def _side_by_side(rows: dict[str, GpuRow], each: Makers, work: GpuWork, setup: S
             row.over_fused = f"{_ratios(seconds, timed[FUSED]).median:.3f}"
         row.seconds, row.tail = statistics.median(seconds), statistics.median(updates[contender.name])
         row.syncs = count_syncs(contender, setup.device)
-        _close(contender)
+        contender.close()
 
 
 def _ratios(seconds: Sequence[float], base: Sequence[float]) -> Quartiles:
     return Quartiles.of([mine / other for mine, other in zip(seconds, base, strict=True)])
 
 
-def _timers(device: torch.device) -> tuple[Callable[..., tuple[float, float]], Callable[..., tuple[float, float]]]:
+def _timers(device: torch.device) -> tuple[Callable[..., float], Callable[..., float]]:
     """Of whole steps, and of updates alone. The device has nothing to do at either end of what is timed."""
 
     def settle() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    def whole(contender: Contender, steps: int) -> tuple[float, float]:
+    def whole(contender: Contender, steps: int) -> float:
         settle()
-        wall, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
         contender.run(steps)
         settle()
-        return (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
+        return (time.perf_counter() - begin) / steps
 
-    def update(contender: Contender, _: int) -> tuple[float, float]:
+    def update(contender: Contender, _: int) -> float:
         assert contender.before is not None
         contender.before()
         settle()
-        wall, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
         contender.step()
         settle()
-        return time.perf_counter() - wall, time.process_time() - cpu
+        return time.perf_counter() - begin
 
     return whole, update
 
@@ -223,11 +225,6 @@ def measure_bandwidth(device: str, size: int = COPIED) -> float:
             torch.cuda.synchronize()
         best = max(best, 2 * size / (time.perf_counter() - begin))
     return best
-
-
-def _close(contender: Contender) -> None:
-    if contender.close is not None:
-        contender.close()
 
 
 def _free() -> None:

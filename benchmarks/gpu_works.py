@@ -41,8 +41,7 @@ def gpt(
 
     numbers = depth * 12 * width * width + width * vocabulary
     shape = Shape(((numbers, batch * length),), depth, width, length, batch)
-    steps = dict.fromkeys(("fp32", "bf16", "fp16"), 4)
-    return GpuWork(Work(title, title, build, lambda: tokens(batch, length, vocabulary), token_loss, steps, 10), shape)
+    return GpuWork(Work(title, title, build, lambda: tokens(batch, length, vocabulary), token_loss), shape)
 
 
 def vit(
@@ -60,10 +59,7 @@ def vit(
     patches = (image // patch) ** 2
     blocks, stem, head = depth * 12 * width * width, 3 * patch * patch * width, 1000 * width
     weights = ((blocks, batch * (patches + 1)), (stem, batch * patches), (head, batch))
-    steps = dict.fromkeys(("fp32", "bf16", "fp16"), 4)
-    return GpuWork(
-        Work(title, title, build, draw, class_loss, steps, 10), Shape(weights, depth, width, patches + 1, batch)
-    )
+    return GpuWork(Work(title, title, build, draw, class_loss), Shape(weights, depth, width, patches + 1, batch))
 
 
 def works() -> list[GpuWork]:

@@ -7,30 +7,40 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
+
+import halfmesh
 
 PACKAGES = ("torch", "timm", "accelerate", "lightning-fabric", "deepspeed")
 
 
-def describe(quick: bool = False) -> dict[str, str]:
-    """One line for each thing that a reader would ask for."""
+def describe() -> dict[str, str]:
+    """Processor, versions, commit and date, for the head of a report."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    lines = {
+    return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "system": platform.platform(),
         "Python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
-        "halfmesh": _commit(),
+        "halfmesh": find_commit(),
         "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '1')}, one a process",
         "date": f"{datetime.date.today()}, load average at the start {load}",
     }
-    return lines | ({"rounds": "A QUICK RUN: three short rounds each, to see that it works"} if quick else {})
 
 
-def stamp(lines: Mapping[str, str]) -> str:
-    """Of what `describe` gave: which commit was measured, and when."""
-    return ", ".join(lines[name] for name in ("halfmesh", "date") if name in lines)
+def find_commit() -> str:
+    """The last commit that changed the imported halfmesh, and whether it has changed since."""
+    package = Path(halfmesh.__file__).parent
+    try:
+        commit = _git(package, "log", "-1", "--format=%h", "--", ".")
+        return f"commit {commit}" + (", changed since" if _git(package, "status", "--short", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"version {_version('halfmesh')}"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _processor() -> str:
@@ -45,11 +55,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--tags"]
-    try:
-        return f"commit {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}"
-    except (OSError, subprocess.CalledProcessError):
-        return f"version {_version('halfmesh')}"

@@ -1,9 +1,8 @@
-"""Measures everything, one process per work, and writes the report and the plot.
+"""Steps beside hand-written loops and other engines: one row for each workload, in benchmarks/RESULTS.md.
 
-python -m benchmarks                              # all of it: 20 minutes or so on 2 cores
-python -m benchmarks --works mlp tail --quick     # a look
-python -m benchmarks --works dp --precisions fp32
-python -m benchmarks --report                     # table and plot again, from what was measured before
+python -m benchmarks                                    # everything: 15 minutes or so on 2 cores
+python -m benchmarks --only MLP ViT --out FILE          # workloads whose names contain one of these
+python -m benchmarks --only "1 rank" --seconds 15       # a quick look: prints the table
 """
 
 from __future__ import annotations
@@ -16,152 +15,228 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from .harness import ROUNDS, Result
+import torch
+
+from . import layouts
+from .contenders import Setup, make_halfmesh, make_loop
+from .counts import count_bytes, count_reads
+from .harness import (
+    AGAIN,
+    FUSED,
+    HALFMESH,
+    LOOP,
+    REQUIRED,
+    Contender,
+    make_comparable,
+    ratio,
+    rounds_within,
+    take_turns,
+    time_steps,
+)
+from .machine import describe
+from .peers import ACCELERATE, DEEPSPEED, FABRIC, make_accelerate, make_deepspeed, make_fabric
+from .works import WORKS
 
 HERE = Path(__file__).parent
-PRECISIONS = ["fp32", "bf16", "fp16"]
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+BLOCK_S = 0.1
+"""Seconds that a contender is timed for in a round, or one step."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One result. `slow` are those whose steps take so long that fewer rounds have to do."""
+    """A workload. `mode` is "" (fp32), "TORCH bf16", "TORCH fp16" or "NAIVE bf16"; `layout` is one of two ranks."""
 
     work: str
-    precision: str = "none"
+    mode: str = ""
     clip: float = 0.0
-    slow: bool = False
+    layout: str = ""
 
     @property
-    def key(self) -> str:
-        return "_".join([self.work, self.precision, *(["clip"] if self.clip else [])])
+    def name(self) -> str:
+        where = f"2 ranks, {self.layout}" if self.layout else "1 rank"
+        clipped = f", clipped at {self.clip:g}" if self.clip else ""
+        return f"{WORKS[self.work].title}; {self.mode or 'fp32'}{clipped}; {where}"
+
+    @property
+    def precision(self) -> str:
+        return self.mode.rpartition(" ")[2] or "fp32"
 
 
-def _steps(work: str) -> list[Case]:
-    return [Case(work, "fp32"), Case(work, "bf16"), Case(work, "fp16", 1.0, slow=work != "mlp")]
+CASES = [
+    *(Case(work, mode) for work in ("mlp", "transformer", "vit") for mode in ("", "TORCH bf16")),
+    *(Case(work, "NAIVE bf16", 1.0) for work in ("mlp", "transformer", "vit")),
+    Case("mlp", "", 1.0),
+    *(Case(work, "TORCH fp16", 1.0) for work in ("mlp", "transformer", "vit")),
+    *(Case("transformer", mode, layout="DDP") for mode in ("", "TORCH bf16")),
+    *(Case("transformer", layout=layout) for layout in layouts.LAYOUTS if layout != "DDP"),
+]
 
 
-# By the name that --works knows them under.
-WORKS = {
-    "mlp": [*_steps("mlp"), Case("mlp", "fp32", 1.0)],
-    "transformer": _steps("transformer"),
-    "vit": _steps("vit"),
-    "tail": [Case("naive_tail", "fp16", 1.0)],
-    "dp": [Case(f"dp2{more}", precision) for more in ("", "_accumulation4") for precision in ("fp32", "bf16")],
-    "sharded": [Case("zero1_2", "fp32"), Case("fsdp_2", "fp32")],
-    "tensor": [Case("tensor2", "fp32")],
-    "pipeline": [Case("pipeline2", "fp32")],
-    "checkpoints": [Case("checkpoints", slow=True)],
-    "startup": [Case("import", slow=True), Case("construction", slow=True)],
-}
+def makers(case: Case, setup: Setup) -> list[tuple[str, Callable[[], Contender]]]:
+    """All contenders of a case, the default loop first. No peer has masters of bf16 weights on a CPU."""
+    if case.layout:
+        return layouts.makers(case.layout, setup)
+    peers = {ACCELERATE: make_accelerate, FABRIC: make_fabric} | ({DEEPSPEED: make_deepspeed} if case.clip else {})
+    return [
+        (LOOP, lambda: make_loop(setup)),
+        (AGAIN, lambda: make_loop(setup, AGAIN)),
+        (FUSED, lambda: make_loop(setup, FUSED, fused=True)),
+        (HALFMESH, lambda: make_halfmesh(setup)),
+        *((name, partial(make, setup)) for name, make in peers.items() if not setup.masters),
+    ]
 
 
-def measure(case: Case, rounds: int, quick: bool) -> Result:
-    """In this process (and, for several ranks, in those that it starts)."""
-    # Imported here, so that the process that only starts others stays small.
-    if case.work == "import":
-        from .startup import measure_imports
-
-        return measure_imports(rounds)
-    if case.work == "construction":
-        from .startup import measure_construction
-
-        return measure_construction(min(rounds, 5), quick)
-    if case.work == "checkpoints":
-        from .checkpoint_times import measure_checkpoints
-
-        return measure_checkpoints(rounds, quick)
-    if case.work == "naive_tail":
-        from . import naive_tail
-
-        return naive_tail.measure(rounds, quick)
-    from . import distributed, single
-
-    if case.work in distributed.LAYOUTS:
-        return distributed.measure(case.work, case.precision, rounds, quick)
-    return single.measure(case.work, case.precision, case.clip, rounds, quick)
-
-
-def measure_all(
-    cases: list[Case], rounds: int, quick: bool, raw: Path, say: Callable[[str], None] = print
-) -> list[str]:
-    """Each case in a fresh process: what one engine leaves in a process would change the next measurement.
-
-    Returns:
-        The keys of those that failed. What was saved of them by an earlier run is removed.
-    """
-    failed = []
-    for case in cases:
-        begin = time.monotonic()
-        # -c and not -m: mp.spawn imports the main module again, and finds this one then.
-        code = f"from benchmarks.run import one; one({case!r}, {rounds}, {quick}, {str(raw)!r})"
-        code = code.replace("Case(", "__import__('benchmarks.run').run.Case(")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _with_root()}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        if done.returncode:
-            failed.append(case.key)
-            (raw / f"{case.key}.json").unlink(missing_ok=True)
-            say(done.stderr[-3000:])
-        say(f"{case.key}: {'FAILED' if done.returncode else 'measured'} in {time.monotonic() - begin:.0f} s")
-    return failed
+def measure(case: Case, seconds: float, clock: str) -> dict[str, str]:
+    """The cells of a case's row, by column, and notes; times for about `seconds`. Of two ranks each calls this."""
+    torch.set_num_threads(1)
+    work, several = WORKS[case.work], bool(case.layout)
+    own_batch = several and layouts.LAYOUTS[case.layout][2]
+    seed = 1 + (torch.distributed.get_rank() if own_batch else 0)
+    setup = Setup.of(work, case.precision, case.clip, seed=seed, masters="NAIVE" in case.mode)
+    making = makers(case, setup)
+    contenders, missing = make_comparable(making, case.precision, work.warm)
+    time_one = layouts.time_after_barrier if several else partial(time_steps, clock=CLOCKS[clock])
+    agree = layouts.slowest if several else list
+    if several:
+        layouts.check_same(missing)
+    [of_a_step] = agree([time_one(contenders[0], 1)])
+    steps = max(1, round(BLOCK_S / of_a_step))
+    begin = time.perf_counter()
+    take_turns(contenders, 1, steps, time_one)
+    [of_a_round] = agree([time.perf_counter() - begin])
+    rows = take_turns(contenders, rounds_within(seconds, of_a_round), steps, time_one)
+    for row in rows:
+        row.wall = agree(row.wall)
+    ours = next(contender for contender in contenders if contender.name == HALFMESH)
+    reads = count_reads(ours, 1 if several else 5)
+    for contender in contenders:
+        contender.close()
+    counted = (LOOP, HALFMESH) if own_batch or not several else ()  # else a rank has a part of the model only
+    kept = {name: count_bytes(make, [setup.x, setup.y]) for name, make in making if name in counted}
+    cells = {name: "{:.1f}, {:.1f}".format(*found) for name, found in kept.items()}
+    peers = {row.name: ratio(rows, row.name, LOOP) for row in rows if row.name not in REQUIRED}
+    best = min(peers, key=lambda name: peers[name].median, default=None)
+    return {
+        "against the default loop": str(ratio(rows, HALFMESH, LOOP)),
+        "against fused=True": str(ratio(rows, HALFMESH, FUSED)),
+        "A/A": str(ratio(rows, AGAIN, LOOP)),
+        "best peer": "-" if best is None else f"{best} {peers[best]}",
+        "host reads": f"{reads:g}",
+        "bytes a parameter": f"{cells[HALFMESH]} ({cells[LOOP]})" if cells else "-",
+        "notes": "; ".join(f"{row.name} was not measured: {row.missing}" for row in missing),
+    }
 
 
-def one(case: Case, rounds: int, quick: bool, raw: str) -> None:
+def measure_alone(case: Case, seconds: float, clock: str) -> dict[str, str]:
+    """`measure` in a fresh process: what one engine leaves in a process would change the next measurement."""
+    code = "from benchmarks.run import *; import sys, json; print(json.dumps(one(*json.loads(sys.argv[1]))))"
+    arguments = json.dumps([case.work, case.mode, case.clip, case.layout, seconds, clock])
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parent)]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code, arguments], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return {"against the default loop": "failed", "notes": f"{case.name} failed"}
+    cells: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return cells
+
+
+def one(work: str, mode: str, clip: float, layout: str, seconds: float, clock: str = "wall") -> dict[str, str]:
     """What each of those processes does."""
-    from .machine import stamp
-
-    result = measure(case, rounds, quick)
-    described = Path(raw) / "machine.txt"
-    result.measured = stamp(json.loads(described.read_text())) if described.exists() else ""
-    result.save(Path(raw))
+    given = Case(work, mode, clip, layout), seconds, clock
+    cells: dict[str, str] = layouts.on_ranks(measure, *given) if layout else measure(*given)
+    return cells
 
 
-def _with_root() -> str:
-    return os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+# -- the page ------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    "workload",
+    "against the default loop",
+    "against fused=True",
+    "A/A",
+    "best peer",
+    "host reads",
+    "bytes a parameter",
+)
+DEFINITIONS = """# Benchmarks
+
+Written by `make bench`; all rows are of one commit.
+
+- **A workload** is training steps of one fixed batch: forward, loss, backward, AdamW. *TORCH* is autocast, in fp16 with
+  a dynamic loss scale; *NAIVE* is a model in bf16 with fp32 masters. *2 ranks* are two processes on this machine, over
+  gloo.
+- **The default loop** is what one would write by hand, with torch's default flags: `torch.amp`, DistributedDataParallel
+  (with `no_sync()`), ZeroRedundancyOptimizer, `fully_shard`, `parallelize_module`, `torch.distributed.pipelining`; for
+  NAIVE a copy to masters and back for each tensor. On a CPU such an AdamW steps one tensor after the other.
+- **fused=True** is the same loop with that flag of AdamW, and for NAIVE one call that copies all tensors.
+- **Ratios** are halfmesh's time over that of the loop: below 1 halfmesh is faster. All contenders live in one process
+  and take turns; each time is divided by the loop's *in the same round*. The median of the rounds, and in brackets the
+  quartiles.
+- **A/A** is the default loop a second time, against itself: the noise. Smaller differences mean nothing.
+- **The best peer** is the fastest of accelerate, Lightning Fabric and (with clipping) DeepSpeed, against the default
+  loop. All of them compute the same loss in the same precision, or are left out. On a CPU fp16 is forced: by itself
+  accelerate changes it to fp32, and Fabric to bf16.
+- **Host reads** are values of tensors that Python gets in the median step of halfmesh; on a GPU each waits for it.
+- **Bytes a parameter** are held after a step (weights, gradients, masters, optimizer state), and at the peak within one
+  (activations, too); in brackets the default loop's. Of several ranks, on one of them."""
+LIMITS = """## What was not measured
+
+- GPUs: see [gpu.md](results/gpu.md). CPUs emulate fp16 products, which makes them slow: there the engine's part of a
+  step all but vanishes in the larger models.
+- Several machines, real networks and more than 2 ranks."""
+
+
+def render(rows: dict[str, str], machine: dict[str, str], notes: list[str]) -> str:
+    """The page. `rows` are lines of the table, by workload."""
+    heading = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    about = "\n".join(f"- {name}: {value}" for name, value in machine.items())
+    ordered = [rows[case.name] for case in CASES if case.name in rows]
+    last = "\n".join([LIMITS, *(f"- {note}" for note in sorted(set(notes)))])
+    return "\n\n".join([DEFINITIONS, "\n".join([*heading, *ordered]), about, last]) + "\n"
+
+
+def rows_of(page: str, commit: str) -> dict[str, str]:
+    """The rows of an existing page, by workload, if it is of this commit."""
+    if f"- halfmesh: {commit}\n" not in page:
+        return {}
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines[1:]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="workloads whose names contain one of these")
+    parser.add_argument("--seconds", type=float, default=25.0, help="that the contenders of a workload are timed for")
     parser.add_argument(
-        "--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="for a processor without bf16, say"
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="of one rank: processor time, where others use the machine",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=15, help=f"odd, and at least {ROUNDS} (default: 15; slow ones: 9)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="few and short rounds: to see that it works, not to report"
-    )
-    parser.add_argument("--report", action="store_true", help="measure nothing; write report and plot again")
-    parser.add_argument(
-        "--out", type=Path, help="where raw numbers and plot go, the report beside it (default: benchmarks/results)"
-    )
+    parser.add_argument("--out", type=Path, help="the page; rows that it has of the same commit stay (default: print)")
     chosen = parser.parse_args()
-    if chosen.out is None:  # a quick look does not replace a measurement
-        chosen.out = HERE.parent / "runs" / "benchmarks" / "results" if chosen.quick else HERE / "results"
-    if chosen.rounds < ROUNDS or chosen.rounds % 2 == 0:
-        parser.error(f"--rounds {chosen.rounds}: give an odd number of at least {ROUNDS}")
-    asked = (*chosen.precisions, "none")
-    cases = [case for name in chosen.works for case in WORKS[name] if case.precision in asked]
+    cases = [case for case in CASES if chosen.only is None or any(text in case.name for text in chosen.only)]
     if not cases:
-        parser.error(
-            f"{' '.join(chosen.works)} is not measured in {' '.join(chosen.precisions)}; leave --precisions out"
-        )
-    raw = chosen.out / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    if not chosen.report:
-        from .machine import describe
+        parser.error("no workload is named so; there are:\n" + "\n".join(case.name for case in CASES))
+    machine = describe() | {"clock": f"{chosen.clock} time; of 2 ranks wall time"}
+    notes: list[str] = []
+    there = chosen.out.read_text() if chosen.out is not None and chosen.out.exists() else ""
+    rows = rows_of(there, machine["halfmesh"])
+    for case in cases:
+        begin = time.monotonic()
+        cells: dict[str, Any] = measure_alone(case, chosen.seconds, chosen.clock)
+        notes += filter(None, [cells["notes"]])
+        rows[case.name] = f"| {' | '.join([case.name, *(cells.get(column, '') for column in COLUMNS[1:])])} |"
+        print(f"{rows[case.name]}  ({time.monotonic() - begin:.0f} s)", flush=True)
+        if chosen.out is not None:  # after each: what was measured is not lost
+            chosen.out.write_text(render(rows, machine, notes))
 
-        (raw / "machine.txt").write_text(json.dumps(describe(chosen.quick), indent=1) + "\n")
-        for slow in (False, True):
-            rounds = 3 if chosen.quick else ROUNDS if slow else chosen.rounds
-            failed += measure_all([case for case in cases if case.slow == slow], rounds, chosen.quick, raw)
-    from .plot import draw
-    from .report import write
 
-    draw(raw, chosen.out / "speed.png")
-    print(f"written: {write(raw, chosen.out, failed)}")
-    if failed:
-        sys.exit(f"not measured: {', '.join(failed)}")
+if __name__ == "__main__":
+    main()

@@ -106,18 +106,13 @@ def tokens(batch: int = 8, length: int = 64, vocabulary: int = VOCABULARY) -> tu
 
 @dataclass(frozen=True)
 class Work:
-    """A model, a batch and a loss.
-
-    Attributes:
-        steps: steps of a round, by precision; a tiny step needs many to be longer than what the clock costs.
-    """
+    """A model, a batch and a loss. `warm` steps are taken before anything is measured."""
 
     name: str
     title: str
     build: Callable[[], nn.Module]
     draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    steps: dict[str, int]
     warm: int = 10
 
     def model(self) -> nn.Module:
@@ -130,34 +125,24 @@ class Work:
         return self.draw()
 
 
-# fp16 products are emulated on most CPUs, at ten times the time of fp32 or more: one step a round is long enough there.
 WORKS = {
     work.name: work
     for work in [
-        Work(
-            "mlp",
-            "MLP: 4 x Linear(32, 32), batch 8",
-            make_mlp,
-            vectors,
-            class_loss,
-            dict.fromkeys(("fp32", "bf16", "fp16"), 150),
-        ),
+        Work("mlp", "MLP: 4 x Linear(32, 32), batch 8", make_mlp, vectors, class_loss),
         Work(
             "transformer",
-            "transformer: 4 blocks of width 128, sequence 64, batch 8, 0.87 M parameters",
+            "transformer: 4 blocks of width 128, 0.87 M parameters, batch 8 x 64",
             make_transformer,
             tokens,
             token_loss,
-            {"fp32": 6, "bf16": 6, "fp16": 1},
             warm=3,
         ),
         Work(
             "vit",
-            "timm's vit_tiny_patch16_224 on 64 x 64 images, batch 8, 5.5 M parameters",
+            "ViT: timm's vit_tiny_patch16_224, 5.5 M parameters, batch 8 of 64 x 64",
             make_vit,
             images,
             class_loss,
-            {"fp32": 4, "bf16": 4, "fp16": 1},
             warm=3,
         ),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import error_page, picture, public_names, speed_table
+from . import error_page, picture, public_names
 
-for module in (picture, speed_table, error_page, public_names):
+for module in (picture, error_page, public_names):
     module.main()

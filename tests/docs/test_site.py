@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import error_page, picture, public_names, speed_table
+from docs_tools import error_page, picture, public_names
 from tests.support.pages import DOCS, ROOT, find_blocks, read_page
 
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -45,7 +45,7 @@ def test_links_of_the_site():
 
     known = {"loop.md", "assets/inside.svg", "repository/CONTRIBUTING.md", "repository/benchmarks/RESULTS.md"}
     for page, given, expected in [
-        ("speed.md", "[tables](../benchmarks/RESULTS.md#goals)", "[tables](repository/benchmarks/RESULTS.md#goals)"),
+        ("speed.md", "[table](../benchmarks/RESULTS.md#x)", "[table](repository/benchmarks/RESULTS.md#x)"),
         ("repository/README.md", "[loop](docs/loop.md#x)", "[loop](../loop.md#x)"),
         ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in gpt.py"),
         ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),
@@ -142,14 +142,9 @@ def test_every_public_name_is_in_the_reference():
 # --- pages that programs write --------------------------------------------------------------------------------------
 
 
-def render_benchmarks():
-    return speed_table.update(speed_table.PAGE.read_text(), speed_table.render(speed_table.RESULTS.read_text()))
-
-
 GENERATED = {
     "docs_tools.error_page": (error_page.PAGE, error_page.render),
     "docs_tools.public_names": (public_names.FROZEN, public_names.render),
-    "docs_tools.speed_table": (speed_table.PAGE, render_benchmarks),
     "docs_tools.picture": (picture.PATH, picture.render),
 }
 

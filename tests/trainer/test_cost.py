@@ -1,4 +1,4 @@
-"""What the Trainer adds to a step of the loop, counted. Seconds: benchmarks/trainer_overhead.py."""
+"""What the Trainer adds to a step of the loop, counted."""
 
 from __future__ import annotations
 
