@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from halfmesh.amp import optimizer as amp_optimizer
 from halfmesh.amp.loss_scales import LossScales
+from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.amp.parts import Part
 from halfmesh.engine.scheduling import LRAdvance
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context import ParallelContext
@@ -45,8 +45,8 @@ from .training import Outcome, train
 
 def local_verdict(patch: pytest.MonkeyPatch) -> None:
     """Each rank judges its own gradients only."""
-    inner = amp_optimizer.measure
-    patch.setattr(amp_optimizer, "measure", lambda grads, ranks, *rest: inner(grads, OneRank(), *rest))
+    inner = amp_optimizer.grad_stats
+    patch.setattr(amp_optimizer, "grad_stats", lambda grads, ranks, *rest: inner(grads, OneRank(), *rest))
 
 
 def data_divided_twice(patch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def scale_moved_first(patch: pytest.MonkeyPatch) -> None:
 
     def measure_and_move(self: MixedPrecisionOptimizer, grads: Any) -> Any:
         verdict = measure(self, grads)
-        update(self.losses, verdict)
+        update(self.loss_scales, verdict)
         return verdict
 
     patch.setattr(MixedPrecisionOptimizer, "_measure", measure_and_move)
@@ -110,7 +110,7 @@ def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
 
 def masters_not_published(patch: pytest.MonkeyPatch) -> None:
     """The model never hears of what its masters have learned."""
-    patch.setattr(Part, "publish", lambda self: None)
+    patch.setattr(MasterWeights, "publish", lambda self, shards: None)
 
 
 def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,10 @@ def _gradients(engine: halfmesh.Engine) -> list[torch.Tensor]:
 def _state(engine: halfmesh.Engine) -> list[str]:
     """All that an update changes on this rank: the model's own weights, masters, momentum."""
     optimizer: dict[str, Any] = engine.optimizer.state_dict()["state"]
-    momentum = {str(number): state["momentum_buffer"] for number, state in optimizer.items()}
+    # Momentum of zeros, which an update that is skipped may make, is as none.
+    momentum = {
+        str(number): buffer for number, state in optimizer.items() if (buffer := state["momentum_buffer"]).any()
+    }
     held = dict(engine.model.named_parameters())
     return [digest(_local(state)) for state in (held, engine.state_dict()["model"], momentum)]
 

@@ -199,9 +199,9 @@ def refused(rank: int, world_size: int, use: Use) -> str:
     return said(train, rank, world_size, use)
 
 
-OWN = "the model's own loss (output.loss) is on the last stage of the pipeline only, one for each microbatch; give a"
+OWN = "the model's own loss (output.loss) is on the last stage only. Give a criterion to initialize"
 
 
-@pytest.mark.parametrize(("kind", "words"), [("dict", OWN), ("tuple", "Pass it to engine.criterion(output, target)")])
-def test_an_own_loss_is_refused_under_a_pipeline(kind, words):
-    assert all(words in message for message in run_ranks(refused, 2, Use(kind, "own loss", "pipeline")))
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_an_own_loss_is_refused_under_a_pipeline(kind):
+    assert all(OWN in message for message in run_ranks(refused, 2, Use(kind, "own loss", "pipeline")))

@@ -29,7 +29,7 @@ class Fault:
 
 OPTIMIZER = "amp/optimizer.py"
 EXACT, RULES, SCALER = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "update_rules", "loss_scaler"))
-MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("holdings", "fused", "verdict"))
+MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("master_weights", "fused", "grad_norm"))
 CYCLE, DATA_PARALLEL = "tests/engine/test_cycle.py", "tests/engine/test_data_parallel.py"
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
@@ -37,40 +37,44 @@ DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_savin
 UPDATE = (
     Fault(
         "scaled gradients are clipped to the norm",
-        OPTIMIZER,
-        "norm.add(total, alpha=1e-6).div_(max_norm)",
-        "norm.add(total, alpha=1e-6).div_(max_norm).mul(total)",
+        "amp/grad_norm.py",
+        "norm.add(divisor, alpha=1e-6).div_(max_norm)",
+        "norm.add(divisor, alpha=1e-6).div_(max_norm).mul(divisor)",
         (EXACT,),
     ),
     Fault(
         "an update without a loss scale is skipped",
         OPTIMIZER,
-        "if verdict is not None and self.skips else None",
-        "if verdict is not None else None",
+        "stats.found_inf if stats is not None and self.skips_nonfinite else None",
+        "stats.found_inf if stats is not None else None",
         (RULES,),
     ),
     Fault(
         "what others write into the model is lost under masters",
         OPTIMIZER,
-        "        if holdings.masters:\n            holdings.adopt_external_writes()\n",
+        "        self.master_weights.adopt_external_writes()\n",
         "",
         ("tests/checkpoint/test_state.py",),
     ),
     Fault(
         "the scale stays where a hook raises on one rank",
         OPTIMIZER,
-        "        finally:  # all ranks move the scale alike, also one on which a hook fails\n",
+        "        finally:  # a hook of the user's may raise on one rank: the scale moves on all\n",
         "        except ZeroDivisionError:\n            pass\n        else:\n",
         ("tests/parallel/sharding/test_zero1.py",),
     ),
     Fault(
-        "nan is no overflow", "amp/verdict.py", "(~(norm < math.inf)).float()", "(norm == math.inf).float()", (NORM,)
+        "nan is no overflow",
+        "amp/grad_norm.py",
+        "found_inf=(~(norm < math.inf)).float()",
+        "found_inf=(norm == math.inf).float()",
+        (NORM,),
     ),
     Fault(
         "norms of half-precision gradients are summed in half precision",
-        "amp/verdict.py",
-        "torch.float32 if common and kind.dtype is not torch.float64 else torch.float64",
-        "kind.dtype",
+        "amp/grad_norm.py",
+        "torch.float32 if common and dtype is not torch.float64 else torch.float64",
+        "dtype",
         (NORM,),
     ),
     Fault(
@@ -103,7 +107,7 @@ UPDATE = (
     ),
     Fault(
         "gradients of several losses are added at different scales",
-        "amp/loss_scales.py",
+        "amp/multi_loss.py",
         "            torch_private.foreach_mul_(wide, factor)\n",
         "",
         ("tests/amp/test_apex_losses.py",),
@@ -111,8 +115,8 @@ UPDATE = (
     Fault(
         "masters begin with rounded values",
         "amp/master_weights.py",
-        "known[param] if param in known else make_master(full(param))",
-        "make_master(full(param))",
+        "known[param] if param in known else make_master(full_value(param))",
+        "make_master(full_value(param))",
         (EXACT, MASTERS),
     ),
     Fault(
@@ -125,7 +129,7 @@ UPDATE = (
     Fault(
         "fused SGD with momentum that nobody has filled, so that it is not used",
         "amp/fused.py",
-        'if group.get("fused") and group["momentum"] != 0:',
+        'if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:',
         "if False:",
         (EXACT, FUSED),
     ),
@@ -140,8 +144,8 @@ UPDATE = (
     Fault(
         "a subclass with a step of its own is given scaled gradients",
         "amp/fused.py",
-        "return type(optimizer) in _TAKES_SCALE and is_of_torch(step_of(optimizer))",
-        "return isinstance(optimizer, _TAKES_SCALE)",
+        "return type(optimizer) in _TAKES_GRAD_SCALE and _has_own_step(optimizer)",
+        "return isinstance(optimizer, _TAKES_GRAD_SCALE)",
         (FUSED,),
     ),
     Fault(
@@ -213,7 +217,7 @@ CHECKPOINT = (
     Fault(
         "loaded masters do not reach the model",
         "engine/checkpointing/contents.py",
-        "        holdings.publish(holdings.trained)\n",
+        "        masters.publish(masters.trained)\n",
         "",
         (RESUME,),
     ),
