@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, compilation, inputs, launching, torch_private
+from . import compat, compilation, inputs, launching
+from .amp._torch import has_step_hooks
 from .amp.backend import Backend
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import Recipe
@@ -177,7 +178,7 @@ def _convert(
     backend, rules = _backend(config), _rules(config)
     update = backend.convert(given.model, given.optimizer, shards, recipe, context, rules, division.update_device)
     precision = backend.precision(update.recipe, context.device)
-    if division.divides and torch_private.has_step_hooks(given.optimizer, update.holdings.guard):
+    if division.divides and has_step_hooks(given.optimizer, update.holdings.guard):
         _log.warning(
             "the optimizer has hooks around its step; they will see this rank's parts of the model, and norms of "
             "gradients there are not the model's"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, Dataset
 
-from . import torch_private
+from ._torch import call_hooks, has_no_memory, is_compiled
 from .amp.cast import find_overflow, tensors_to_cast
 from .amp.holdings import foreign_params
 from .amp.recipe import HALF, Recipe
@@ -44,7 +44,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             "close() makes them whole), or, after an error, build the model again"
         )
         return
-    if any(getattr(owner, "is_stage_cut", False) for owner in torch_private.hook_owners(model)):
+    if any(getattr(getattr(hook, "__self__", None), "is_stage_cut", False) for hook in call_hooks(model)):
         yield (
             "model: this rank holds stages of it for another engine; close that one first (its close() makes the model "
             "whole), or, after an error, build the model again"
@@ -61,9 +61,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             f"model: {shorten(strange)} are complex, for which no precision mode is defined; keep real and imaginary "
             "part as one real parameter (torch.view_as_real)"
         )
-    split = [
-        name for name, p in params.items() if type(p.data) is not torch.Tensor and not torch_private.has_no_memory(p)
-    ]
+    split = [name for name, p in params.items() if type(p.data) is not torch.Tensor and not has_no_memory(p)]
     if split:
         yield (
             f"model: {shorten(split)} are {type(params[split[0]].data).__name__}s: the model was sharded already; "
@@ -88,7 +86,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         )
     elif len(devices) > 1:
         yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
-    if recipe.cast_lists == "apex" and any(torch_private.is_compiled(module) for module in model.modules()):
+    if recipe.cast_lists == "apex" and any(is_compiled(module) for module in model.modules()):
         yield (
             "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
             "mode='torch' or opt_level='O2'"
@@ -108,7 +106,9 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
             f"needed, but {_kind(optimizer)} was given"
         )
         return
-    if not torch_private.takes_step_hooks(optimizer):
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
         yield (
             f"optimizer: {type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ (super().__init__("
             "params, defaults)), without which its steps cannot be watched"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from torch import optim
 
-from .torch_private import SOURCES
+_SOURCES = os.path.dirname(torch.__file__) + os.sep
+"""Where torch's own code is."""
 
 
 def step_of(optimizer: optim.Optimizer) -> Any:
@@ -37,4 +40,4 @@ def _innermost(step: Any) -> Any:
 
 def _is_torchs(step: Any) -> bool:
     code = getattr(step, "__code__", None)
-    return code is not None and code.co_filename.startswith(SOURCES)
+    return code is not None and code.co_filename.startswith(_SOURCES)

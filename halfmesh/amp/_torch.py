@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch.optim import optimizer as all_optimizers
 from torch.utils.hooks import RemovableHandle
 
 
@@ -41,12 +40,11 @@ def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
-    """Whether hooks run before `optimizer.step()`, those for all optimizers included; `besides` is not counted."""
-    own = set(optimizer._optimizer_step_pre_hooks) - ({besides.id} if besides else set())
-    return bool(own or all_optimizers._global_optimizer_pre_hooks)
+    """Whether hooks of `optimizer` run before its step; `besides` is not counted. (Those that are registered for all
+    optimizers of the process are not looked at.)"""
+    return bool(set(optimizer._optimizer_step_pre_hooks) - ({besides.id} if besides else set()))
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
-    """Whether hooks run before or after `optimizer.step()`, as `has_step_pre_hooks` counts them."""
-    after = optimizer._optimizer_step_post_hooks or all_optimizers._global_optimizer_post_hooks
-    return bool(after) or has_step_pre_hooks(optimizer, besides)
+    """Whether hooks of `optimizer` run before or after its step, as `has_step_pre_hooks` counts them."""
+    return bool(optimizer._optimizer_step_post_hooks) or has_step_pre_hooks(optimizer, besides)

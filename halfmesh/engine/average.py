@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 
 import torch
 
-from .. import torch_private
+from .._torch import foreach_mul_
 from ..amp.master_weights import STREAM_BYTES, by_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
@@ -67,7 +67,7 @@ class WeightAverage:
         if self._update.found_inf is not None:
             weight = (1 - self._update.found_inf) * weight
         for averages, weights in self._parts:
-            torch_private.foreach_lerp_(averages, weights, weight)
+            _lerp_(averages, weights, weight)
 
     def _divide(self) -> None:
         """Into parts of one device and dtype, so that the memory for differences is small."""
@@ -93,3 +93,18 @@ class WeightAverage:
             self.make(shard).copy_(value)
         if self.values:
             self.begin_anew(besides=found)
+
+
+def _lerp_(targets: list[torch.Tensor], sources: list[torch.Tensor], weight: float | torch.Tensor) -> None:
+    """targets + weight x (sources - targets), in place and in the targets' dtype, which is the same for all.
+
+    Args:
+        weight: a number, or 0-dim fp32 on a device, which is not read on the host.
+    """
+    wide = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    if isinstance(weight, float):
+        torch._foreach_lerp_(targets, wide, weight)
+        return
+    differences = torch._foreach_sub(wide, targets)
+    foreach_mul_(differences, weight)
+    torch._foreach_add_(targets, differences)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfmesh.amp import _torch
 
@@ -51,8 +50,6 @@ def test_step_hooks():
     registers = {
         optimizer.register_step_pre_hook: True,
         optimizer.register_step_post_hook: False,
-        register_optimizer_step_pre_hook: True,
-        register_optimizer_step_post_hook: False,
     }
     for register, before in registers.items():
         assert not _torch.has_step_hooks(optimizer, besides=own)
