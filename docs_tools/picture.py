@@ -29,7 +29,7 @@ def render() -> str:
         _box(20, 250, 192, 70, "format", "amp/    WHICH FORMAT", "recipe, casts, masters,", "loss scale, verdict"),
         _box(228, 250, 192, 70, "rank", "parallel/    WHICH RANK", "mesh, tensor, pipeline,", "reducer, zero1, fsdp"),
         _box(20, 336, 400, 50, "shared", "shard.py", "name, local tensor, weight = 1 / ranks that hold a copy"),
-        _box(20, 402, 400, 50, "shared", "registry.py, options.py, errors.py, torch_private.py", "what all rooms use"),
+        _box(20, 402, 400, 50, "shared", "registry.py, options.py, errors.py, _torch.py", "what all rooms use"),
         _text(20, 480, "amp and parallel do not import each other: parallel makes gradients", small=True),
         _text(20, 498, "complete, amp turns them into weights, engine calls them in order.", small=True),
         _text(470, 30, "The path of a step, for every mode and layout", bold=True),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, compilation, inputs, launching, torch_private
+from . import compat, compilation, inputs, launching
+from .amp._torch import has_step_hooks
 from .amp.convert import convert
 from .amp.gradient_watch import IN_PARTS, UNDIVIDED
 from .amp.plugin import AMP_PLUGINS, Backend
@@ -178,7 +179,7 @@ def _convert(
         given.model, given.optimizer, shards, recipe, context, options, division.update_device, backend.cast_model
     )
     precision = backend.precision(recipe, context.device)
-    if division.divides and torch_private.has_step_hooks(given.optimizer, update.stepper.guard):
+    if division.divides and has_step_hooks(given.optimizer, update.stepper.guard):
         _log.warning(
             "the optimizer has hooks around its step; they will see this rank's parts of the model, and norms of "
             "gradients there are not the model's"

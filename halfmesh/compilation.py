@@ -6,15 +6,19 @@ what is sent between ranks stay outside of the compiled code (`torch.compiler.di
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from . import torch_private
+from ._torch import is_compiled
 from .parallel.pipeline.block_partition import children_of
 from .parallel.recompute import Checkpointed
 
@@ -44,7 +48,7 @@ class Compilation:
             is_here: whether it computes the module of this name.
 
         Returns:
-            The modules; `torch_private.uncompile` undoes it.
+            The modules; `uncompile` undoes it.
         """
         options = self.options
         modules = list(dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name)))
@@ -57,9 +61,9 @@ class Compilation:
         for module in modules:
             forward = vars(module).get("forward")
             if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
-                forward.compiled = torch_private.compiled(forward.own, len(modules), **arguments)
+                forward.compiled = compiled(forward.own, len(modules), **arguments)
             else:
-                torch_private.compile_in_place(module, len(modules), **arguments)
+                compile_in_place(module, len(modules), **arguments)
         return modules
 
 
@@ -76,7 +80,7 @@ def resolve(
         partition: how a pipeline cuts the model, if one does. Its stages call blocks, and not the model.
         checkpoints: whether activations are computed again, of modules that may be compiled, and may not be in one.
     """
-    if any(torch_private.is_compiled(module) for module in model.modules()):
+    if any(is_compiled(module) for module in model.modules()):
         return None, ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
     blocks = called_blocks(model, partition)
     if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
@@ -120,24 +124,57 @@ def find_device_problem(options: CompileConfig, device: torch.device) -> str | N
     if options.backend != "inductor":
         return None
     if device.type == "cuda":
-        if torch_private.has_triton():
+        if find_spec("triton") is not None:
             return None
         return (
-            f"compile: backend='inductor' needs triton for {device}, which is not installed or does not know this "
-            "GPU; install triton, use another backend ('aot_eager' generates no code), or leave compile out"
+            f"compile: backend='inductor' needs triton for {device}, which is not installed; install triton, use "
+            "another backend ('aot_eager' generates no code), or leave compile out"
         )
-    try:
-        torch_private.find_cpp_compiler()
-    except RuntimeError as error:
-        return (
-            f"compile: backend='inductor' needs a C++ compiler for the CPU ({str(error).splitlines()[0]}); install g++ "
-            "or clang, or name one in the environment variable CXX; or use another backend ('aot_eager' generates no "
-            "code), or leave compile out"
-        )
-    return None
+    compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))  # as inductor does
+    if shutil.which(compiler) is not None:
+        return None
+    return (
+        f"compile: backend='inductor' needs a C++ compiler for the CPU, and {compiler!r} was not found; install it, or "
+        "name one in the environment variable CXX; or use another backend ('aot_eager' generates no code), or leave "
+        "compile out"
+    )
 
 
 def _may_be_block(module: nn.Module, within: list[str]) -> bool:
     """Not a single layer, not a list or dict that nobody calls, and not a row of blocks."""
     is_called = type(module).forward is not nn.Module.forward
     return is_called and any(True for _ in module.children()) and not (isinstance(module, _ROWS) and within)
+
+
+# -- in place --------------------------------------------------------------------------------------------------------
+
+
+def compile_in_place(module: nn.Module, recompiles: int, **options: Any) -> None:
+    """`module.compile(**options)` with the differences of `compiled`; also where `forward` is torch's own (Sequential,
+    TransformerEncoderLayer), which torch before 2.15 silently does not compile."""
+    call: Any = module._call_impl
+    if type(module).forward.__module__.partition(".")[0] == "torch":
+        inner = module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+    module._compiled_call_impl = compiled(call, recompiles, **options)
+
+
+def compiled(call: Callable[..., Any], recompiles: int, **options: Any) -> Callable[..., Any]:
+    """`torch.compile(call, **options)` with two differences: hooks that come and go on modules within are noticed; and
+    torch's limit on variants of one piece of code (8, for all modules that share it together) is `recompiles` times as
+    high, after which calls run uncompiled."""
+    from torch._dynamo import config as dynamo_config
+
+    # torch reads these when it compiles, in one of the calls, and torch.compile has no arguments for them.
+    limit = dynamo_config.recompile_limit * recompiles
+    within = dynamo_config.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False)
+    result: Callable[..., Any] = within(torch.compile(call, **options))
+    return result
+
+
+def uncompile(module: nn.Module) -> None:
+    """Undo `compile_in_place`."""
+    module._compiled_call_impl = None

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import torch_private
 from .amp.optimizer import MixedPrecisionOptimizer
 from .division import Division, reduce_options
 from .errors import InputError
 from .parallel.context import ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
+from .parallel.objects import is_alone
 from .parallel.registries import DATA_STRATEGIES
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def make_sync(
     dataloader: EngineDataLoader | None,
 ) -> SyncCheck | None:
     """What compares the ranks after each step, with `debug="sync"` and several ranks (a dry run has one)."""
-    if config.debug != "sync" or context.size == 1 or torch_private.is_alone():
+    if config.debug != "sync" or context.size == 1 or is_alone():
         return None
     # Not in a run without it.
     from .engine.checkpointing.contents import Holding

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import torch_private
+from ._torch import move_module
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.precision import Precision, cast_model
 from .amp.recipe import Recipe
+from .compilation import uncompile
 from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
@@ -122,7 +123,7 @@ class Division:
             self.sharded.move(context.device)
             self.sharded.tell_dtypes()
         else:
-            torch_private.move_module(model, context.device)
+            move_module(model, context.device)
         if not cuts or self.sharded is not None:
             return shards
         from .parallel.sharding.zero1 import Slices
@@ -328,7 +329,7 @@ class Division:
             whole: False leaves it divided: other ranks may be gone.
         """
         for module in self.compiled:
-            torch_private.uncompile(module)
+            uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
         if self.slices is not None:

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from . import torch_private
+from ._torch import call_hooks, has_no_memory, is_compiled
 from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
@@ -30,7 +30,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
         return
-    owners = [*model.modules(), *torch_private.hook_owners(model)]
+    owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
     if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
         yield (
             "model: this rank holds a part of it for another engine (tensor=..., pipeline=...); close that one first "
@@ -47,9 +47,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             f"model: {shorten(complex_params)} are complex, for which no precision mode is defined; keep real and "
             "imaginary part as one real parameter (torch.view_as_real)"
         )
-    sharded = [
-        name for name, p in params.items() if type(p.data) is not torch.Tensor and not torch_private.has_no_memory(p)
-    ]
+    sharded = [name for name, p in params.items() if type(p.data) is not torch.Tensor and not has_no_memory(p)]
     if sharded:
         yield (
             f"model: {shorten(sharded)} are {type(params[sharded[0]].data).__name__}s: the model was sharded already; "
@@ -64,7 +62,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         )
     elif len(devices) > 1:
         yield f"model: its parameters are on several devices ({', '.join(devices)}); move it to one: model.to(device)"
-    if recipe.cast_lists == "apex" and any(torch_private.is_compiled(module) for module in model.modules()):
+    if recipe.cast_lists == "apex" and any(is_compiled(module) for module in model.modules()):
         yield (
             "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
             "mode='torch' or opt_level='O2'"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn, optim
 from torch.utils.data import IterableDataset
 
-from . import torch_private
+from ._torch import is_compiled
 from .errors import did_you_mean, shorten
 from .log import get_logger
 from .parallel.pipeline.microbatches import parameter_names
@@ -41,7 +41,7 @@ def make_partition(
 ) -> tuple[Partition | None, list[str]]:
     """The stages of `model`, and everything that is wrong."""
     problems = []
-    if any(torch_private.is_compiled(module) for module in model.modules()):
+    if any(is_compiled(module) for module in model.modules()):
         problems.append("the model is compiled, and cannot be cut any more; pass it uncompiled")
     synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synced:

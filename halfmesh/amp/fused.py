@@ -9,8 +9,8 @@ import torch
 from torch import optim
 from torch.utils.hooks import RemovableHandle
 
-from .. import torch_private
 from ..tensors import is_dense
+from ._torch import has_step_hooks
 from .recipe import HALF
 
 # When fused, these read the attributes `grad_scale` and `found_inf` of the optimizer. Every other optimizer of torch
@@ -75,7 +75,7 @@ def can_step_in_buckets(optimizer: optim.Optimizer, guard: RemovableHandle) -> b
     """Whether several calls of `step`, each with some of the gradients, do what one call does. (Hooks, `guard` not
     counted, expect one call with all of them.)"""
     known = type(optimizer) in _ELEMENTWISE and _has_own_step(optimizer)
-    return known and not torch_private.has_step_hooks(optimizer, guard)
+    return known and not has_step_hooks(optimizer, guard)
 
 
 def seed_momentum(optimizer: optim.Optimizer) -> None:

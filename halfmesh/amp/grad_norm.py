@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import torch_private
 from ..errors import InputError
 from ..shard import ParamShard, Ranks
 from ..tensors import in_memory_order
@@ -125,7 +124,7 @@ def _local_norm(grads: Grads, device: torch.device, norm_type: float) -> torch.T
         if not chunks:
             continue  # all of them are empty
         accumulate = torch.float32 if common and dtype is not torch.float64 else torch.float64
-        each = torch.stack(torch_private.foreach_norm(chunks, norm_type, accumulate))
+        each = torch.stack(torch._foreach_norm(chunks, norm_type, dtype=accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
         if weight != 1 and not math.isinf(norm_type):
             norm = norm * weight ** (1 / norm_type)

@@ -7,7 +7,7 @@ from operator import is_
 
 import torch
 
-from .. import torch_private
+from .._torch import version
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
@@ -64,7 +64,7 @@ class GradientWatch:
         """After a backward, and the reduction if it was the last: warn if these gradients are modified from now on."""
         masters = self._master_weights
         grads = [shard.param.grad for shard in masters.receivers]
-        self._noted = masters.trained, masters.receivers, grads, torch_private.versions(grads)
+        self._noted = masters.trained, masters.receivers, grads, _versions(grads)
 
     def check(self, divisor: float | torch.Tensor | None) -> None:
         """Compare the gradients with those noted, and forget these.
@@ -75,13 +75,13 @@ class GradientWatch:
         trained, receivers, before, versions = self._noted
         self._noted = _NOTHING
         now = [shard.param.grad for shard in receivers]
-        now_versions = torch_private.versions(now)
+        now_versions = _versions(now)
         if now_versions == versions and all(map(is_, now, before)):
             return
         changed: list[str] = []
         dropped: list[str] = []
-        for shard, old, new, was, version in zip(trained, before, now, versions, now_versions, strict=True):
-            if new is old and version == was:
+        for shard, old, new, was, is_now in zip(trained, before, now, versions, now_versions, strict=True):
+            if new is old and is_now == was:
                 continue
             (dropped if new is None else changed).append(shard.name)
             if shard.source is not None:
@@ -108,3 +108,7 @@ class GradientWatch:
         if text not in self._told:
             self._told.add(text)
             _log.warning(text, *details)
+
+
+def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    return [0 if grad is None else version(grad) for grad in grads]

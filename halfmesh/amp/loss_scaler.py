@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
 from .recipe import LossScale
 
 _SMALLEST = 2.0**-126
@@ -55,7 +54,10 @@ class LossScaler:
             left.sub_(found.int()).clamp_(min=0)
             lowers = found_inf * (left == 0)
             tracker.masked_fill_(found, -1)  # where nothing is lowered the rule below counts one up, to 0
-        torch_private.update_scale_(self.scale, tracker, lowers, options)
+        # GradScaler's rule as one launch: public operators take a dozen.
+        torch._amp_update_scale_(
+            self.scale, tracker, lowers, options.growth_factor, options.backoff_factor, options.growth_interval
+        )
         self.scale.clamp_(self._min_scale, self.max_scale)
         if options.hysteresis > 1:
             left.masked_fill_((tracker == 0).logical_and_(~found), options.hysteresis)  # it has grown

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn, optim
 
-from .. import torch_private
+from .._torch import edit_stamp, foreach_copy_
 from ..errors import InputError, shorten
 from ..shard import ParamShard, foreign_params
 from .originals import Originals, current_value
@@ -79,7 +79,7 @@ class MasterWeights:
         """These are the masters of parameters from now on."""
         new = [param for param in masters if param not in self.masters]
         self.masters.update(masters)
-        self._stamps += torch_private.edit_stamps([self._model_params[param] for param in new])
+        self._stamps += [edit_stamp(self._model_params[param]) for param in new]
 
     def groups_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last `sync`."""
@@ -94,7 +94,7 @@ class MasterWeights:
         held = [shard for shard in shards if shard.param in self.masters]
         if held:
             with torch.no_grad():
-                torch_private.foreach_copy_([s.param for s in held], [self.masters[s.param] for s in held])
+                foreach_copy_([s.param for s in held], [self.masters[s.param] for s in held])
 
     def mark_published(self) -> None:
         """The model's weights are the rounded masters."""
@@ -133,7 +133,7 @@ class MasterWeights:
         self.mark_published()
 
     def _current_stamps(self) -> list[tuple[int, int]]:
-        return torch_private.edit_stamps([self._model_params[param] for param in self.masters])
+        return [edit_stamp(self._model_params[param]) for param in self.masters]
 
     def _refuse_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
+from .._torch import foreach_copy_, foreach_mul_
 from ..shard import ParamShard, clear_grads, set_grad
 from .grad_norm import GradStats, count_nonfinite
 from .loss_scaler import LossScaler
@@ -44,11 +44,11 @@ class MultiLoss:
         limit = bucket_bytes(self._device, sum(grad.numel() for grad in grads.values()))
         for bucket in by_bytes(list(grads), limit, lambda shard: shard.param.numel()):
             wide = widened([grads.pop(shard) for shard in bucket])
-            torch_private.foreach_mul_(wide, factor)
+            foreach_mul_(wide, factor)
             earlier = {shard: self._stash.pop(shard) for shard in bucket if shard in self._stash}
-            torch_private.foreach_add_(
-                [grad for shard, grad in zip(bucket, wide, strict=True) if shard in earlier], list(earlier.values())
-            )
+            if earlier:
+                added = [grad for shard, grad in zip(bucket, wide, strict=True) if shard in earlier]
+                torch._foreach_add_(added, list(earlier.values()))
             for shard, grad in zip(bucket, wide, strict=True):
                 set_grad(shard.param, grad)
         for shard, grad in self._stash.items():  # this loss gave them none
@@ -95,6 +95,6 @@ def widened(grads: Sequence[Any]) -> list[torch.Tensor]:
     half = [grad for grad in grads if grad.dtype in HALF]
     wide = [torch.empty_like(grad, dtype=torch.float32) for grad in half]
     if wide:
-        torch_private.foreach_copy_(wide, half)
+        foreach_copy_(wide, half)
     converted = iter(wide)
     return [next(converted) if grad.dtype in HALF else grad for grad in grads]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from .. import torch_private
+from .._torch import edit_stamp
 from ..errors import InputError, did_you_mean
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -317,13 +317,17 @@ class O1Casts(TorchFunctionMode):
         if not isinstance(tensor, nn.Parameter) or tensor.is_inference():
             return tensor.to(torch.float16)
         with_grad = tensor.requires_grad and torch.is_grad_enabled()
-        stamp = self._table.generation, with_grad, *torch_private.edit_stamp(tensor)
+        stamp = self._table.generation, with_grad, *edit_stamp(tensor)
         known = self._weights.get(tensor)
         if known is not None and known[0] == stamp:
             return known[1]
         half = tensor.to(torch.float16)
         # Not kept: what inference mode or a torch.func transform has made, which is of no use outside.
-        if type(half) is torch.Tensor and not half.is_inference() and not torch_private.is_functorch_tensor(half):
+        if (
+            type(half) is torch.Tensor
+            and not half.is_inference()
+            and not torch._C._functorch.is_functorch_wrapped_tensor(half)
+        ):
             self._weights[tensor] = stamp, half
         return half
 

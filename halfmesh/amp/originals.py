@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import torch_private
+from .._torch import has_no_memory
 
 
 class Originals:
@@ -27,7 +27,7 @@ class Originals:
     @torch.no_grad()
     def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor` gets the rounded `value`, if it is one of those here."""
-        if tensor not in self._dtypes or torch_private.has_no_memory(tensor):
+        if tensor not in self._dtypes or has_no_memory(tensor):
             return
         value = value.detach().to(self._dtypes[tensor])
         if torch.equal(value.to(tensor.dtype).to(value.dtype), value):

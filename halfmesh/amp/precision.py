@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import BATCH_NORMS
 from ..errors import InputError
 from ..tensors import map_tensors
 from .o1 import CastTable, O1Casts, o1_scope
@@ -157,5 +157,5 @@ def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype) -> str | N
 def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
     """apex's rule: BatchNorm with weights stays as it is, with its buffers; without weights it is cast."""
     for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
-        if torch_private.is_batch_norm(module) and module.affine:
+        if isinstance(module, BATCH_NORMS) and module.affine:
             yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import torch_private
+from .._torch import assigns
 from ..errors import InputError
 from .master_weights import MasterWeights
 
@@ -88,7 +88,7 @@ class LoadHook:
         for name, param in _own_tensors(module):
             value, shard = state.get(prefix + name), held.get(id(param))
             master = None if shard is None else self._master_weights.masters.get(shard.param)
-            if value is not None and shard is not None and torch_private.assigns(metadata):
+            if value is not None and shard is not None and assigns(metadata):
                 raise InputError(
                     "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
                     "go on stepping the old ones; load without assign, or load before initialize"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import RUNNING_STATISTICS
 from ..errors import shorten
 from ..log import get_logger
 from .recipe import Recipe
@@ -30,7 +30,7 @@ class StatisticsCheck:
         held = {
             f"{name}.{kind}".lstrip("."): statistic
             for name, module in self._model.named_modules()
-            if torch_private.keeps_statistics(module)
+            if isinstance(module, RUNNING_STATISTICS)
             for kind in ("running_mean", "running_var")
             if (statistic := getattr(module, kind)) is not None and statistic.dtype == torch.float16
         }

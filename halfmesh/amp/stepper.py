@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import optim
 
-from .. import torch_private
+from .._torch import foreach_copy_, foreach_mul_
 from ..errors import InputError
 from . import fused
+from ._torch import has_step_pre_hooks
 
 
 class Stepper:
@@ -55,7 +56,7 @@ class Stepper:
     def folds(self) -> bool:
         """Whether the optimizer's kernels take the divisor and the verdict along. (Hooks of the user's before its step
         want gradients as they are used, and none in an update that is skipped.)"""
-        return self.takes_grad_scale and not torch_private.has_step_pre_hooks(self.optimizer, self.guard)
+        return self.takes_grad_scale and not has_step_pre_hooks(self.optimizer, self.guard)
 
     @property
     def can_step_in_buckets(self) -> bool:
@@ -120,11 +121,11 @@ def fit_grads(grads: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> lis
             grads[place] = torch.empty_like(target)
             copies.append(grads[place])
     if copies:
-        torch_private.foreach_copy_(copies, sources)
+        foreach_copy_(copies, sources)
     return grads
 
 
 def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place by the 0-dim `factor`, which need not be where they are."""
     for device in {grad.device for grad in grads}:
-        torch_private.foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
+        foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from .. import torch_private
+from .._torch import FakeTensorMode, has_grad_hooks, has_no_memory, version
 from ..errors import InputError, bullet_list, shorten
 from ..tensors import map_tensors
 from .recording import Recording, recording_of
@@ -113,8 +113,17 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = nn.Parameter(value, tensor.requires_grad)
     else:
         made = value.requires_grad_(tensor.requires_grad)
-    vars(made).update(torch_private.own_attributes(tensor))
+    vars(made).update(_own_attributes(tensor))
     return made
+
+
+def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What somebody has set on `tensor`; one without memory has attributes of torch's, too."""
+    if not has_no_memory(tensor):
+        return dict(vars(tensor))
+    with FakeTensorMode():
+        of_torch = vars(nn.Parameter(torch.empty(0))).keys()
+    return {name: value for name, value in vars(tensor).items() if name not in of_torch}
 
 
 def _where(tensor: torch.Tensor) -> Recorded:
@@ -148,7 +157,7 @@ def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
     on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if on_meta:
         yield f"{shorten(on_meta)} were made on the meta device, where they got no values; build without it"
-    hooked = [name for name, tensor in tensors.items() if torch_private.has_grad_hooks(tensor)]
+    hooked = [name for name, tensor in tensors.items() if has_grad_hooks(tensor)]
     if hooked:
         yield f"{shorten(hooked)} have hooks on the gradient, which would be lost; register them after initialize"
     by_memory: dict[Any, list[str]] = {}
@@ -164,7 +173,7 @@ def refuse_late_use(optimizer: Any, model: nn.Module) -> None:
     """Raise InputError if `optimizer`, just made, has used weights that have no values yet."""
     for problem in _find_state(optimizer):
         raise InputError(problem)
-    written = [name for name, p in model.named_parameters() if recorded(p) is not None and p._version > 0]
+    written = [name for name, p in model.named_parameters() if recorded(p) is not None and version(p) > 0]
     if written:
         raise InputError(
             f"optimizer: the callable has written into {shorten(written)}, which have no values yet; do that where the "

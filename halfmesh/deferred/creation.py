@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import outside_of_dry_run
 from ..errors import InputError, did_you_mean
 from ..launchers import torchrun_place
 from .recording import Recording
@@ -34,7 +34,7 @@ def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
             model = LlamaForCausalLM(config)
         engine = halfmesh.initialize(model, lambda params: AdamW(params, lr=1e-4), config="config.py")
     """
-    with torch_private.outside_of_dry_run():
+    with outside_of_dry_run():
         if from_rank0 and torchrun_place().rank == 0:
             yield
             return

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import has_grad_hooks
 from ..errors import InputError, shorten
 from ..memory import readable
 from ..parallel.context import ParallelContext
@@ -169,7 +169,7 @@ def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext
         raise InputError(
             f"rank 0 built a model without {shorten(missing)}, which the other ranks have; build the same on all ranks"
         )
-    hooked = context.from_first([name for name in names if torch_private.has_grad_hooks(tensors[name])])
+    hooked = context.from_first([name for name in names if has_grad_hooks(tensors[name])])
     if hooked:
         raise InputError(
             f"{shorten(hooked)} have hooks on the gradient on rank 0, which would be lost; register them after "

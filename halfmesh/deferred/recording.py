@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
+from .._torch import DATA_NEEDED, FakeTensorMode
 from ..errors import InputError
 from ..tensors import map_tensors, tensors_of
 from .tape import Constant, Made, Op, Tape, View, find, map_leaves
 
 
-class Recording(torch_private.FakeMode):
+class Recording(FakeTensorMode):
     """A mode in which tensors have no memory. What is done to them is written down, also after the mode was left.
 
     Args:
@@ -45,7 +45,8 @@ class Recording(torch_private.FakeMode):
             return self._take(func, types, args, dict(kwargs or {}))
         finally:
             self._is_inside = False
-            torch_private.forget_fakes(self)
+            # It has weak references to tensors, with which `torch.utils.swap_tensors` refuses them.
+            self.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
     def __deepcopy__(self, memo: Any) -> Recording:
         return self  # copies of a tensor are of the same recording
@@ -92,7 +93,7 @@ class Recording(torch_private.FakeMode):
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
-        key, shape = torch_private.storage_id(tensor), tuple(tensor.shape)
+        key, shape = id(tensor.untyped_storage()), tuple(tensor.shape)
         if key not in self._numbers:
             raise _unknown(shape)
         if tensor.is_conj() or tensor.is_neg():
@@ -106,7 +107,7 @@ class Recording(torch_private.FakeMode):
 
     def _take(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = tensors_of((args, kwargs))
-        ours = [t for t in found if torch_private.fake_mode_of(t) is self]
+        ours = [t for t in found if _mode_of(t) is self]
         if found and not ours:
             return func(*args, **kwargs)
         if ours and self._is_over:
@@ -120,12 +121,12 @@ class Recording(torch_private.FakeMode):
             raise _unknown(tuple(found[0].shape))
         if len({recording_of(t) for t in found} - {None}) > 1:
             args, kwargs = map_tensors(self._take_over, (args, kwargs))
-        written = tensors_of(torch_private.written_arguments(func, args, kwargs))
-        if any(torch_private.fake_mode_of(t) is not self for t in written):
+        written = tensors_of(_written(func, args, kwargs))
+        if any(_mode_of(t) is not self for t in written):
             return func(*self._with_values(args), **self._with_values(kwargs))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        except torch_private.DATA_NEEDED:
+        except DATA_NEEDED:
             return self._answer(func, args, kwargs)
         self._refuse_odd(tensors_of(result))
         self._note(func, args, kwargs, written, result)
@@ -156,7 +157,7 @@ class Recording(torch_private.FakeMode):
 
     def _with_values(self, tree: Any) -> Any:
         def value(tensor: torch.Tensor) -> torch.Tensor:
-            if torch_private.fake_mode_of(tensor) is not self:
+            if _mode_of(tensor) is not self:
                 return tensor
             view = self.view(tensor)
             self._latest = self._tape.go_on(view.memory, self._latest)
@@ -168,7 +169,7 @@ class Recording(torch_private.FakeMode):
         made: list[tuple[int, torch.Tensor]] = []
         known = set(self._numbers)
         for place, tensor in enumerate(tensors_of(result)):
-            if torch_private.storage_id(tensor) not in known:
+            if id(tensor.untyped_storage()) not in known:
                 known.add(self._number(tensor))
                 made.append((place, tensor))
         if not made and not written:
@@ -177,20 +178,20 @@ class Recording(torch_private.FakeMode):
         op.makes = [(place, self.view(tensor)) for place, tensor in made]
         op.writes = {view.memory for _, view in op.makes} | {self.view(tensor).memory for tensor in written}
         op.reads = {view.memory for view in find((op.args, op.kwargs), View)}
-        if torch_private.draws(func):
+        if torch.Tag.nondeterministic_seeded in func.tags:
             generators = find((args, kwargs), torch.Generator)
             op.seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
         self._tape.add(op)
 
     def _number(self, tensor: torch.Tensor) -> int:
-        key = torch_private.storage_id(tensor)
+        key = id(tensor.untyped_storage())
         self._numbers[key] = len(self._alive)
         self._alive.append(tensor.untyped_storage())
         return key
 
     def _described(self, tree: Any) -> Any:
         def describe(tensor: torch.Tensor) -> Any:
-            if torch_private.fake_mode_of(tensor) is self:
+            if _mode_of(tensor) is self:
                 return self.view(tensor)
             return Constant.of(tensor)
 
@@ -207,5 +208,17 @@ def _unknown(shape: tuple[int, ...]) -> InputError:
 
 def recording_of(tensor: object) -> Recording | None:
     """The recording in which `tensor` was made, which has no memory; None of any other."""
-    mode = torch_private.fake_mode_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    mode = _mode_of(tensor)
     return mode if isinstance(mode, Recording) else None
+
+
+def _mode_of(tensor: object) -> Any:
+    """The mode in which `tensor` was made, if it has no memory."""
+    return getattr(tensor, "fake_mode", None) if isinstance(tensor, torch.Tensor) else None
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Those arguments of an operator that it writes to."""
+    declared = function._schema.arguments
+    given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]
+    return [value for arg, value in given if arg.alias_info is not None and arg.alias_info.is_write]

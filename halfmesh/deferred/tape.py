@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
 from ..errors import InputError
 from ..tensors import tensors_of
 
@@ -186,9 +185,13 @@ class Tape:
                     f"{op.function} made {tuple(result.shape)} of {result.dtype} otherwise than was foreseen while the "
                     "deferred model was built; build it as usual, and pass the model itself"
                 )
-            if torch_private.leaves_unset(op.function):
+            if op.function.name().startswith(_UNSET):
                 result.zero_()  # or ranks would start from different leftovers
             storages[view.memory] = result.untyped_storage()
+
+
+_UNSET = ("aten::empty", "aten::new_empty")
+"""Operators that make memory without writing to it."""
 
 
 def _seed(seed: int, cuda: Sequence[torch.device]) -> None:

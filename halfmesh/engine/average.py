@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
-from .. import torch_private
+from .._torch import foreach_mul_
 from ..amp.master_weights import bucket_bytes, by_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
@@ -72,7 +72,7 @@ class WeightAverage:
             limit = bucket_bytes(device, sum(map(_numel, shards)))
             for part in by_bytes(shards, limit, _numel):  # so that the memory for differences is small
                 averages, weights = [self.values[s] for s in part], [masters.target(s) for s in part]
-                torch_private.foreach_lerp_(averages, weights, weight)
+                _lerp_(averages, weights, weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The average by the parameter's name; not copied."""
@@ -90,3 +90,18 @@ class WeightAverage:
 
 def _numel(shard: ParamShard) -> int:
     return shard.param.numel()
+
+
+def _lerp_(targets: list[torch.Tensor], sources: Sequence[torch.Tensor], weight: float | torch.Tensor) -> None:
+    """targets + weight x (sources - targets), in place and in the targets' dtype, which is the same for all.
+
+    Args:
+        weight: a number, or 0-dim fp32 on a device, which is not read on the host.
+    """
+    wide = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    if isinstance(weight, float):
+        torch._foreach_lerp_(targets, wide, weight)
+        return
+    differences = torch._foreach_sub(wide, targets)
+    foreach_mul_(differences, weight)
+    torch._foreach_add_(targets, differences)

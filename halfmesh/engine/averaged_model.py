@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .. import torch_private
+from .._torch import foreach_copy_
 from ..errors import InputError, show
 from .average import WeightAverage
 
@@ -79,7 +79,7 @@ class AveragedModel:
         finally:
             engine._accumulation.averaged = False
             with torch.no_grad():
-                torch_private.foreach_copy_(written, kept)
+                foreach_copy_(written, kept)
             holding.tell(others=False)  # they do the same; after an error here they may be elsewhere
 
     def save_weights(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .. import torch_private
 from ..parallel.context import ParallelContext
 from ..parallel.random import CPU, OwnRandomness, SharedRandomness, derived_seed, random_state
+from ._torch import without_workers
 from .samplers import draw_seed, find_sharded, generators, is_random, is_stream, seed_workers, set_epoch, set_generators
 from .transfer import workers
 
@@ -125,7 +125,7 @@ def _rest(loader: Any, count: int) -> Iterator[Any]:
         for _ in range(count):
             next(batches, None)
         return batches
-    rest = torch_private.without_workers(loader)
+    rest = without_workers(loader)
     rest.generator = torch.Generator().manual_seed(draw_seed(loader.generator))
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     items = iter(getattr(loader, name))

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import torch_private
+from .._torch import has_no_memory
 from ..errors import InputError
+from ._torch import is_in_backward
 from .health.parts import Parts
 from .health.replay import FailedTogether, compute_together, eager
 from .health.undisturbed import undisturbed
@@ -32,6 +34,16 @@ _NO_PRODUCTS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_funct
 """Namespaces of operators that are known: those of them that have no formula multiply no matrices."""
 
 
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """By packet of operators (`torch.ops.aten.mm`): called with the operator's arguments and `out_val`. Among them what
+    was registered with `torch.utils.flop_counter.register_flop_formula`."""
+    # Attention on the CPU has none before torch 2.13.
+    known, name = dict(flop_counter.flop_registry), "_scaled_dot_product_flash_attention"
+    for kind in ("", "_backward"):
+        known.setdefault(getattr(_aten, f"{name}_for_cpu{kind}"), known[getattr(_aten, name + kind)])
+    return known
+
+
 class FlopCount(TorchDispatchMode):
     """Counts products of matrices, convolutions and attention, by the dtype of what is multiplied.
 
@@ -49,7 +61,7 @@ class FlopCount(TorchDispatchMode):
         self.flops = dict.fromkeys(_BINS, 0)
         self.alike = dict.fromkeys(_BINS, 0)
         self.unknown: set[str] = set()
-        self._formulas = torch_private.flop_formulas()
+        self._formulas = _formulas()
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,11 +73,11 @@ class FlopCount(TorchDispatchMode):
             if func.namespace not in _NO_PRODUCTS or packet.__name__ in _UNCOUNTED:
                 self.unknown.add(f"{func.namespace}::{packet.__name__}")
             return result
-        in_backward = torch_private.is_in_backward()
+        in_backward = is_in_backward()
         if in_backward and torch.is_grad_enabled():
             return result
         factors = [value for value in args if isinstance(value, torch.Tensor)]
-        if torch_private.is_fake(factors[0]):  # stages of a pipeline look for the shapes of what they send
+        if has_no_memory(factors[0]):  # stages of a pipeline look for the shapes of what they send
             return result
         flops = int(formula(*args, **kwargs, out_val=result))
         if packet in _ATTENTION_BACKWARD:

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import torch_private
+from .._torch import BATCH_NORMS, edit_stamp
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.gradients import Reduction
+from ..parallel.objects import is_alone
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
@@ -91,7 +92,7 @@ class PipelineExecutor:
         self._batches = 0  # of several microbatches, so far
         self._sent: list[dist.Work | None] = []
         self._has_run = False
-        self._has_batch_norm = any(torch_private.is_batch_norm(module) for module in model.modules())
+        self._has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
@@ -223,7 +224,7 @@ class PipelineExecutor:
 
     def _whole(self, call: Call, count: int) -> Any:
         """What the model returns for a batch that is not split, without memory; None: its loss is not compared."""
-        if count == 1 or torch_private.is_alone(self._context.group("pp")):
+        if count == 1 or is_alone(self._context.group("pp")):
             return None
         if not is_looked_at(self._batches + 1):
             return None
@@ -295,7 +296,7 @@ class PipelineExecutor:
 
 def _stamps(calls: Sequence[Call]) -> list[tuple[int, int]]:
     tensors = (tensor for call in calls for tensor in tensors_of((call.args, dict(call.kwargs))))
-    return [torch_private.edit_stamp(tensor) for tensor in tensors]
+    return [edit_stamp(tensor) for tensor in tensors]
 
 
 def _joined_empty(meta: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:

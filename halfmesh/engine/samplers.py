@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from .. import torch_private
 from ..errors import InputError
 from ..parallel.context import ParallelContext
 from ..parallel.random import SharedRandomness
+from ._torch import without_workers
 from .transfer import copied, reuses_memory, workers
 
 Agree = Callable[[str], bool]
@@ -131,7 +131,7 @@ def shard_loader(loader: DataLoader[Any], context: ParallelContext, training: bo
         return loader
     agree = context.agree if training and not shards_itself else None
     rank, size = (0, 1) if shards_itself else (rank, size)
-    sharded = torch_private.without_workers(loader)  # a copy keeps what a subclass of DataLoader adds
+    sharded = without_workers(loader)  # a copy keeps what a subclass of DataLoader adds
     if isinstance(loader.dataset, IterableDataset):
         return StridedBatches(sharded, rank, size, training, agree)
 

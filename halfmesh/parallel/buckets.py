@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import foreach_copy_
 from ..errors import InputError
 from ..shard import ParamShard, clear_grads, set_grad
 from ..tensors import is_dense
@@ -67,7 +67,7 @@ class Bucket:
                 present.append((view, grad))
         clear_grads([shard.param for shard in self.shards])
         if present:
-            torch_private.foreach_copy_(*zip(*present, strict=True))
+            foreach_copy_(*zip(*present, strict=True))
         return absent
 
     def unpack(self) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .. import torch_private
 from ..errors import InputError
 from ..log import get_logger
+from .objects import is_alone
 
 if TYPE_CHECKING:
     from .context import ParallelContext
@@ -50,7 +50,7 @@ class Calls:
     @staticmethod
     def begin(context: ParallelContext, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> Calls | None:
         """Those of all ranks of `context`, which call this together; None where there is one rank."""
-        if context.size == 1 or torch_private.is_alone():
+        if context.size == 1 or is_alone():
             return None
         group: Any = dist.group.WORLD
         store = group.get_group_store().clone()  # a connection of its own: the other one may be waiting for something

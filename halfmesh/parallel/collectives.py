@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .. import torch_private
+from .._torch import in_shapes_only
 
 
 @torch.compiler.disable
@@ -81,10 +82,12 @@ class _CopyIn(Function):
 class _SumOut(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        if not x.is_contiguous() or torch_private.is_watched():  # selective checkpointing keeps the product itself
+        if (
+            not x.is_contiguous() or _get_current_dispatch_mode() is not None
+        ):  # selective checkpointing keeps the product itself
             return _summed(x, group)
         ctx.mark_dirty(x)
-        if not torch_private.in_fake_mode():
+        if not in_shapes_only():
             dist.all_reduce(x, group=group)
         return x
 
@@ -144,7 +147,7 @@ class _SumAndSplit(Function):
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)  # others may hold `x`, which a sum in place would change
-    if not torch_private.in_fake_mode():
+    if not in_shapes_only():
         dist.all_reduce(total, group=group)
     return total
 
@@ -157,7 +160,7 @@ def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     size = group.size()
     # The collective joins along dim 0, so the ranks' parts come one after another: [size, ...].
     parts = x.new_empty((size * x.shape[0], *x.shape[1:])) if dim == 0 else x.new_empty((size, *x.shape))
-    if not torch_private.in_fake_mode():
+    if not in_shapes_only():
         dist.all_gather_into_tensor(parts.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
     return parts if dim == 0 else parts.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -166,6 +169,6 @@ def _summed_part(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
     size = group.size()
     parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    if not torch_private.in_fake_mode():
+    if not in_shapes_only():
         dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
     return mine

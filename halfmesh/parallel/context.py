@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import torch_private
 from ..errors import InputError, did_you_mean, shorten
 from ..tensors import is_dense
 from .calls import Calls
-from .objects import broadcast_object, gather_objects, join_rows
+from .objects import broadcast_object, gather_objects, is_alone, join_rows
 from .trained import refuse_unlike
 
 if TYPE_CHECKING:
@@ -243,7 +242,7 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size == 1 or torch_private.is_alone():
+        if self.size == 1 or is_alone():
             return
         sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
         if sparse:

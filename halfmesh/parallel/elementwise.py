@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn, optim
 
-from .. import torch_private
+from .._torch import outside_of_dry_run
 from ..errors import InputError
 
 _STEPS = 3
@@ -64,7 +65,7 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
 
 
 def _differs_anywhere(optimizer: optim.Optimizer, with_state: bool) -> bool:
-    with torch_private.outside_of_dry_run(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with outside_of_dry_run(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         cells = itertools.product(optimizer.param_groups, _SIDES, (0, 1))
         return any(_differs(optimizer, group, side, dim, with_state) for group, side, dim in cells)
 
@@ -91,7 +92,8 @@ def _stepped(
         "capturable": False,  # computes the same, and refuses parameters on the CPU
     }
     known = {name: value for name, value in settings.items() if name in group}
-    trial = torch_private.bare_copy(optimizer, [{**group, **known, "params": [param]}])
+    trial = copy.copy(optimizer)
+    trial.state, trial.param_groups = defaultdict(dict), [{**group, **known, "params": [param]}]
     for name, value in vars(optimizer).items():  # settings that an optimizer keeps beside its groups
         if isinstance(value, (bool, int, float, str)):
             vars(trial).setdefault(name, value)

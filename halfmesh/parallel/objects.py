@@ -8,14 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import torch_private
 from ..errors import InputError, show
+
+
+def is_alone(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `group` (None: of all ranks) is that of a dry run, which sends to nobody."""
+    return dist.get_backend(group) == "fake"
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank of `group` (None: of all) gave as `value`."""
     size = dist.get_world_size(group)
-    if torch_private.is_alone(group):
+    if is_alone(group):
         return [value] * size
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, value, group=group)
@@ -24,7 +28,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def broadcast_object(value: Any, place: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
     """What the rank at `place` of `group` (None: of all) gave as `value`."""
-    if torch_private.is_alone(group):
+    if is_alone(group):
         return value
     objects = [value]
     dist.broadcast_object_list(objects, group_src=place, group=group, device=device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .. import torch_private
+from .._torch import edit_stamp
 
 SMALLEST = 1024
 """Tensors of fewer bytes stay: moving them takes longer than it is worth."""
@@ -41,7 +41,7 @@ class Offload:
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, own), _unpack)
 
     def _pack(self, tensor: torch.Tensor, own: frozenset[int]) -> Callable[[], torch.Tensor]:
-        if not self._moves(tensor) or _storage(tensor) in own or torch_private.is_cast_of_parameter(tensor):
+        if not self._moves(tensor) or _storage(tensor) in own or _is_cast_of_parameter(tensor):
             return _Kept(tensor)
         if self._device.type == "cuda":
             return self._to_pinned(tensor)
@@ -71,10 +71,10 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
-        self._stamp = torch_private.edit_stamp(tensor)
+        self._stamp = edit_stamp(tensor)
 
     def __call__(self) -> torch.Tensor:
-        if torch_private.edit_stamp(self._tensor) != self._stamp:  # torch does not look where there are hooks
+        if edit_stamp(self._tensor) != self._stamp:  # torch does not look where there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"a tensor of shape {tuple(self._tensor.shape)} and dtype {self._tensor.dtype}"
@@ -97,6 +97,14 @@ class _OnHost:
 
 def _unpack(packed: Callable[[], torch.Tensor]) -> torch.Tensor:
     return packed()
+
+
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a trained parameter in another dtype, as autocast makes it, or a view of that."""
+    node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 def _storage(tensor: torch.Tensor) -> int:

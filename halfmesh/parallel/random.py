@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import in_shapes_only, outside_of_dry_run
 from .context import ParallelContext
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: multiples of it are far apart
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 _REMEMBERED = 1024  # forks that a backward may still go back into, of 5 kB each on the CPU
 
 
-@torch_private.outside_of_dry_run()
+@outside_of_dry_run()
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of every random generator that training may use on this rank."""
     legacy: Any = np.random.get_state(legacy=True)
@@ -36,7 +36,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-@torch_private.outside_of_dry_run()
+@outside_of_dry_run()
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Undo the draws made since `random_state`."""
     version, internal, gauss = state["python"]
@@ -188,7 +188,7 @@ class RandomFork:
     @torch.compiler.disable
     def open(self) -> None:
         """Draw from a sequence of this rank's own. Does nothing within a fork, and where nothing is drawn."""
-        if self.is_open or torch_private.in_fake_mode():
+        if self.is_open or in_shapes_only():
             return
         generator = self._generator
         outside: Any

@@ -15,17 +15,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .. import torch_private
+from .._torch import RUNNING_STATISTICS, edit_stamp
 from ..errors import InputError
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention": 3,
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_efficient_attention": 5,
+    "_scaled_dot_product_cudnn_attention": 5,
+    "_scaled_dot_product_fused_attention_overrideable": 4,
+}
+"""Operators, and the place of `dropout_p` among their arguments."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """By these names Hugging Face's blocks are given keys and values to add to."""
 
@@ -121,7 +122,7 @@ class Checkpointed:
         watched = {place: buffer for place, buffer in self._buffers() if not self._is_statistic(place)}
         copied = watched.keys() if self._changing is None else self._changing & watched.keys()
         before = {place: watched[place].detach().clone() for place in copied}
-        return before, {place: torch_private.edit_stamp(watched[place]) for place in watched.keys() - copied}
+        return before, {place: edit_stamp(watched[place]) for place in watched.keys() - copied}
 
     def _compare(self, before: dict[Place, torch.Tensor], stamps: dict[Place, Any]) -> None:
         """After it: keep the copies of those that it has changed."""
@@ -131,7 +132,7 @@ class Checkpointed:
             for place in before.keys() - self._changing:
                 del before[place]
         for place, stamp in stamps.items():
-            if place not in after or torch_private.edit_stamp(after[place]) != stamp:
+            if place not in after or edit_stamp(after[place]) != stamp:
                 raise InputError(
                     f"activation_checkpoint: {type(self._module).__name__} changes its buffer "
                     f"{'.'.join(filter(None, place))} in some calls and not in others, and computing it again would "
@@ -148,12 +149,12 @@ class Checkpointed:
         for place, buffer in originals.items():
             path, name = place
             if place in before or self._is_statistic(place):
-                owners[path]._buffers[name] = before.get(place, buffer).detach().clone()
+                setattr(owners[path], name, before.get(place, buffer).detach().clone())
         try:
             yield
         finally:
             for (path, name), buffer in originals.items():
-                owners[path]._buffers[name] = buffer
+                setattr(owners[path], name, buffer)
             _set_training(modules, now)
 
     def _buffers(self) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -162,7 +163,7 @@ class Checkpointed:
                 yield (path, name), buffer
 
     def _is_statistic(self, place: Place) -> bool:
-        return torch_private.keeps_statistics(self._module.get_submodule(place[0]))
+        return isinstance(self._module.get_submodule(place[0]), RUNNING_STATISTICS)
 
 
 class _Again:
@@ -203,15 +204,14 @@ def _products() -> frozenset[Any]:
 
 
 @functools.cache
-def _attentions() -> frozenset[Any]:
-    found = (getattr(torch.ops.aten, name, None) for name in _ATTENTION)
-    return frozenset(op.default for op in found if op is not None)
+def _attentions() -> dict[Any, int]:
+    found = ((getattr(torch.ops.aten, name, None), place) for name, place in _ATTENTION.items())
+    return {op.default: place for op, place in found if op is not None}
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether attention draws random numbers. What is kept draws none when all else is computed again, and those after
     it would be others."""
-    names = [argument.name for argument in torch_private.arguments_of(op)]
-    index = names.index("dropout_p")
+    index = _attentions()[op]
     value = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(value)

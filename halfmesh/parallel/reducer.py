@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import torch_private
+from .._torch import edit_stamp, foreach_copy_, foreach_mul_
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
@@ -61,7 +61,7 @@ class Reducer:
         self.group = group
         self.statistics = [b for name, b in buffers.items() if _last_part(name) in STATISTICS and b.is_floating_point()]
         self._own_buffers = {
-            name: (b, torch_private.edit_stamp(b))
+            name: (b, edit_stamp(b))
             for name, b in buffers.items()
             if _last_part(name) not in (*STATISTICS, "num_batches_tracked")
         }
@@ -110,7 +110,7 @@ class Reducer:
             # What is already summed will be summed again: a mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
             if grads:
-                torch_private.foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
+                foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
         self._finished = self.stale = False
         self._collecting = True
         self._reset()
@@ -146,7 +146,7 @@ class Reducer:
             work.wait()
             sizes = [buffer.numel() for buffer in self.statistics]
             averaged = [part.view_as(b) for part, b in zip(flat.split(sizes), self.statistics, strict=True)]
-            torch_private.foreach_copy_(self.statistics, averaged)
+            foreach_copy_(self.statistics, averaged)
         self._reset()
         self._finished, self.stale = True, False
         self._warn_of_own_buffers()
@@ -157,7 +157,7 @@ class Reducer:
 
     def note_buffers(self) -> None:
         """What the buffers hold now was not put there by training."""
-        self._own_buffers = {n: (b, torch_private.edit_stamp(b)) for n, (b, _) in self._own_buffers.items()}
+        self._own_buffers = {n: (b, edit_stamp(b)) for n, (b, _) in self._own_buffers.items()}
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -178,7 +178,7 @@ class Reducer:
 
     def _warn_of_own_buffers(self) -> None:
         """Say once which buffers training has changed on each rank for itself."""
-        changed = [n for n, (b, stamp) in self._own_buffers.items() if torch_private.edit_stamp(b) != stamp]
+        changed = [n for n, (b, stamp) in self._own_buffers.items() if edit_stamp(b) != stamp]
         if changed:
             self._own_buffers = {}
             _log.warning(

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import torch_private
 from ..errors import InputError
 from ..tensors import tensors_of
 from .digests import add_tensor
-from .objects import gather_objects
+from .objects import gather_objects, is_alone
 
 
 def is_looked_at(number: int) -> bool:
@@ -35,7 +34,7 @@ class SameCalls:
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group = group
         self._what = what
-        self._alone = torch_private.is_alone(group)
+        self._alone = is_alone(group)
         self._inputs_seen: Counter[tuple[bool, str]] = Counter()
         self._outputs_seen: set[bool] = set()
 
@@ -76,7 +75,7 @@ class SameCalls:
 
 def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` gave the same tensors. False where there are none."""
-    if torch_private.is_alone(group):
+    if is_alone(group):
         return False
     everyone = gather_objects(_digest(tree), group)
     return len(set(everyone)) == 1 and everyone[0] != _digest(())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from .. import torch_private
+from .._torch import assigns
 from ..errors import InputError
 from .elementwise import refuse_other_state
 from .same_calls import SameCalls
@@ -133,7 +133,7 @@ class TakePart:
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for name, split in self._splits.items():
             value = state.get(prefix + name)
-            if value is not None and torch_private.assigns(metadata):
+            if value is not None and assigns(metadata):
                 raise InputError(
                     f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
                     "part; load without assign, or load before initialize"

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .. import torch_private
+from .._torch import edit_stamp, in_shapes_only
 from ..errors import InputError
 from . import collectives
 from .random import CommonRandom, RandomFork
@@ -37,9 +37,9 @@ class TensorAxis:
     @torch.compiler.disable
     def copy_in(self, x: torch.Tensor) -> torch.Tensor:
         """`x` for layers that each give part of its gradient. Those that share an input (q, k, v) share the sum."""
-        if not (x.requires_grad and torch.is_grad_enabled()) or torch_private.in_fake_mode():
+        if not (x.requires_grad and torch.is_grad_enabled()) or in_shapes_only():
             return x
-        stamp = torch_private.edit_stamp(x)
+        stamp = edit_stamp(x)
         if self._copied is None or self._copied[0] is not x or self._copied[1] != stamp:
             self._copied = x, stamp, collectives.copy_in(x, self.group)
         return self._copied[2]

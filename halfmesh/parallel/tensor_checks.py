@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .. import torch_private
+from .._torch import is_compiled
 from .attention import Attention
 from .sequence_styles import SequenceBegin, SequenceEnd
 from .split import Split
@@ -41,7 +41,7 @@ def resolve(
 ) -> tuple[ResolvedPlan, list[str]]:
     """How `model` is divided over `size` ranks, and every reason why it cannot be."""
     assignments, problems = assign(model, plan, sequence_parallel)
-    if any(torch_private.is_compiled(module) for module in model.modules()):
+    if any(is_compiled(module) for module in model.modules()):
         problems.append("the model is compiled, and its layers cannot be divided any more; pass it uncompiled")
     if plan == "auto":
         assignments = [*assignments, *_shared_words(model, assignments)]

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import in_shapes_only
 from ..errors import InputError, bullet_list, shorten
 from ..log import get_logger
 from ..tensors import map_tensors
 from .block_trial import TOLERANCE, compare, without_activations
 from .meta_copy import meta_copy
 from .mixing import describe
-from .objects import gather_objects
+from .objects import gather_objects, is_alone
 from .registries import BUILTIN_TENSOR_PLANS
 from .style import Style
 from .tensor_axis import TensorAxis
@@ -61,7 +61,7 @@ class _Kind:
 
         @torch.compiler.disable
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-            trains = block.training and torch.is_grad_enabled() and not torch_private.in_fake_mode()
+            trains = block.training and torch.is_grad_enabled() and not in_shapes_only()
             if trains and self.call is None and block in blocks:  # copies of the model have this hook, too
                 self.live, self.call = block, map_tensors(without_activations, (args, kwargs))
 
@@ -86,7 +86,7 @@ class PlanCheck:
 
     def __init__(self, model: nn.Module, plan: ResolvedPlan, axis: TensorAxis) -> None:
         self._axis = axis
-        self._kinds = [] if torch_private.is_alone(axis.group) else _find_kinds(model, plan.assignments)
+        self._kinds = [] if is_alone(axis.group) else _find_kinds(model, plan.assignments)
         self._hooks: list[Any] = []
 
     def watch(self, model: nn.Module) -> None:

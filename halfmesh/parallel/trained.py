@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .. import torch_private
 from ..errors import InputError
 from ..failures import is_echo
 from ..layout import Layout
-from .objects import gather_objects
+from .objects import gather_objects, is_alone
 
 if TYPE_CHECKING:
     from .context import ParallelContext
@@ -51,7 +50,7 @@ class SameTrained:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._is_alone = context.dp_size * context.tp_size == 1 or torch_private.is_alone()
+        self._is_alone = context.dp_size * context.tp_size == 1 or is_alone()
         if context.pp_size > 1 and not self._is_alone:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 

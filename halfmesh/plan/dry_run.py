@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import torch_private
 from ..compat import Layout, get_layout
 from ..division_plans import make_plans
 from ..errors import ConfigError, HalfmeshError
 from ..parallel.registries import SCHEDULES
 from . import subject
 from .rehearsal import Figures, Place, rehearse
-from .tracker import Tracker, Traffic
+from .tracker import Tracker, Traffic, dry_run_mode
 from .workers import Workers, count_cores
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _jobs(config: Config, layout: Layout) -> list[Job]:
 def find_model_problems(config: Config, world_size: int, model: str) -> list[str]:
     """Why the model cannot be divided as `config` says, which need not be right otherwise."""
     try:
-        with torch_private.dry_run_mode(), Tracker():
+        with dry_run_mode(), Tracker():
             given = subject.make(model).model
             make_plans(given, torch.optim.AdamW(given.parameters()), None, None, config, max(1, world_size))
     except ConfigError as error:

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .. import torch_private
 from ..config import Config
 from ..division_plans import make_plans
 from ..parallel.pipeline.partition import all_entries
 from . import subject
-from .tracker import Tracker
+from .tracker import Tracker, dry_run_mode
 
 
 def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -> list[list[str]]:
@@ -21,7 +20,7 @@ def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -
     Raises:
         InputError, IncompatibleConfigError: the model cannot be built, or not be cut so.
     """
-    with torch_private.dry_run_mode(), Tracker():
+    with dry_run_mode(), Tracker():
         model = subject.make(reference, batch).model
         size = config.parallel.pipeline.size
         if size == 1:

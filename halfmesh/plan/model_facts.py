@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_private
 from ..compilation import find_blocks
 from ..config.load import load_config
 from ..division_plans import Plans, make_plans
 from ..errors import ConfigError, HalfmeshError, InputError
 from . import subject
 from .candidates import CHECKPOINTS, CHUNKS, STRATEGIES
-from .tracker import Tracker
+from .tracker import Tracker, dry_run_mode
 
 _REASON = 200
 """Characters of a note: a reason may list all modules of a model."""
@@ -63,7 +62,7 @@ def find_facts(reference: str, batch: Sequence[str], tensors: Sequence[int], pip
     Raises:
         InputError: it cannot be built, or has no parameters.
     """
-    with torch_private.dry_run_mode(), Tracker():
+    with dry_run_mode(), Tracker():
         given = subject.make(reference, batch)
         model = given.model
         sizes = [param.numel() for param in model.parameters()]

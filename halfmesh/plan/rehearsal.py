@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
-from .. import torch_private
 from ..assembly import initialize
 from ..compat import get_layout
 from ..errors import InputError
@@ -20,7 +20,7 @@ from ..global_batch import accumulate
 from ..parallel.buckets import give_grad
 from ..tensors import map_tensors, tensors_of
 from . import subject
-from .tracker import OTHER, Tracker, Traffic
+from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -80,7 +80,7 @@ def rehearse(
         InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
     """
     tracker = Tracker()
-    with _quiet(place.rank > 0), _world(place), torch_private.dry_run_mode(), tracker:
+    with _quiet(place.rank > 0), _world(place), dry_run_mode(), tracker:
         given = subject.make(reference, batch)
         if given.inputs is not None:
             given = given if rows is None else given.with_rows(rows)
@@ -245,8 +245,11 @@ def _world(place: Place) -> Iterator[None]:
     if place.size == 1:
         yield
         return
-    with torch_private.fake_world(place.rank, place.size):
+    dist.init_process_group("fake", rank=place.rank, world_size=place.size)  # sends to nobody
+    try:
         yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_private
+from .._torch import has_no_memory, outside_of_dry_run
 from ..errors import InputError, did_you_mean
 from ..tensors import map_tensors, tensors_of
 
@@ -71,7 +71,7 @@ def make(reference: str, batch: Sequence[str] = ()) -> Subject:
     """
     build = _find(reference)
     try:
-        with torch_private.outside_of_dry_run(), torch.device("meta"):
+        with outside_of_dry_run(), torch.device("meta"):
             made = build()
     except Exception as error:
         raise InputError(
@@ -98,14 +98,34 @@ def make(reference: str, batch: Sequence[str] = ()) -> Subject:
         inputs = tuple(map(read_tensor, batch))
     if criterion is not None and batch:
         criterion = targets = None  # whose shapes are of other inputs
-    torch_private.without_memory(model)
+    _without_memory(model)
     if isinstance(criterion, nn.Module):
-        torch_private.without_memory(criterion)
+        _without_memory(criterion)
     return Subject(model, _faked(inputs), _faked(targets), criterion)
 
 
+def _without_memory(model: nn.Module) -> None:
+    """Give the parameters and buffers of `model`, which is on the meta device or was made in another fake mode, to the
+    CPU of the dry run, in place."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        params = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*params, *buffers, *vars(module).items()]:
+            if isinstance(tensor, torch.Tensor) and (tensor.is_meta or has_no_memory(tensor)):
+                if id(tensor) not in made:
+                    made[id(tensor)] = _on_cpu(tensor)
+                setattr(module, name, made[id(tensor)])
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like `tensor`, a parameter if it is one, on the CPU of the dry run."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
 def _faked(tree: Any) -> Any:
-    return map_tensors(lambda t: torch_private.on_cpu_without_memory(t) if t.is_meta else t, tree)
+    return map_tensors(lambda t: _on_cpu(t) if t.is_meta else t, tree)
 
 
 def read_tensor(text: str) -> torch.Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .. import torch_private
+from .._torch import FakeTensorMode, has_no_memory, in_shapes_only
 
 OTHER = "other"
 """Activations while the model computes; what an update needs for a moment while it is made."""
@@ -42,12 +45,22 @@ class Traffic:
         self.reduced += other.reduced * times
 
 
+@contextmanager
+def dry_run_mode() -> Iterator[None]:
+    """Tensors made within have no memory. What is sent between ranks goes to a process group of the backend "fake"."""
+    with warnings.catch_warnings():
+        # Whether memory is the same is asked in many places. Here all is at address 0, which is said with a warning.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+
+
 class Tracker(TorchDispatchMode):
     """Bytes of all storages that operators made and that are alive, each with a label; and messages by process group.
 
     A storage counts from the operator that returns it until nobody holds it. What a kernel allocates and frees within
     itself is not seen. It also answers what the host asks of tensors without memory. To be entered after
-    `torch_private.dry_run_mode`; works on tensors with memory, too.
+    `dry_run_mode`; works on tensors with memory, too.
 
     Attributes:
         alive: bytes by label, now.
@@ -80,7 +93,7 @@ class Tracker(TorchDispatchMode):
             if tensor is None:
                 continue
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, self._note(storage)
+            key, size = id(storage), self._note(storage)
             old = self._labels[key]
             if old != label and (only is None or old == only):
                 self._labels[key] = label
@@ -90,11 +103,11 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor has no memory itself; what it holds comes here again
-        if torch_private.in_fake_mode():
+        if in_shapes_only():
             return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default and torch_private.has_no_memory(args[0]):
-            return torch_private.value_without_memory(args[0])
-        if func in _COMPARISONS and any(map(torch_private.has_no_memory, args[:2])):
+        if func is torch.ops.aten._local_scalar_dense.default and has_no_memory(args[0]):
+            return _value(args[0])
+        if func in _COMPARISONS and any(map(has_no_memory, args[:2])):
             return True
         made = func(*args, **(kwargs or {}))
         for leaf in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
@@ -106,7 +119,7 @@ class Tracker(TorchDispatchMode):
         return made
 
     def _note(self, storage: torch.UntypedStorage) -> int:
-        key = storage._cdata
+        key = id(storage)  # it is kept as long as its memory
         known = self._known.get(key)
         size = storage.nbytes()
         if known is not None:
@@ -146,14 +159,41 @@ class Tracker(TorchDispatchMode):
             self.largest[label] = self.alive[label]
 
     def _count(self, func: Any, args: Any) -> None:
-        group = torch_private.group_of_operator(args)
+        group = _group(args)
         if group is None:
             return
         given = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
         if group in self._buffers:
             for tensors in given:
                 self.label(tensors, self._buffers[group], only=OTHER)
-        if not func._schema.name.partition("::")[2].startswith(_UNSENT):
+        name = func.name().partition("::")[2]
+        if not name.startswith(_UNSENT):
             size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
-            is_reduced = "allreduce" in func._schema.name
+            is_reduced = "allreduce" in name
             self.traffic.setdefault(group, Traffic()).add(Traffic(1, size, size if is_reduced else 0))
+
+
+def _value(tensor: torch.Tensor) -> float | int:
+    """What the host reads from `tensor` of one element in a dry run: its value where it is a constant, else a guess.
+
+    The guess is 0 (no gradient is inf or nan; nothing is wrong), but for two kinds of integers that torch's pipelines
+    read: an int32 is torch 2.13's vote on whether all stages know their shapes, which is 1; an int64 is the number of a
+    microbatch, cut out of arange(n), which is where it lies in memory.
+    """
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()
+    if tensor.dtype == torch.int32:
+        return 1
+    return int(tensor.storage_offset()) if tensor.dtype == torch.int64 else 0
+
+
+def _group(args: Sequence[Any]) -> str | None:
+    """The name of the process group among the arguments of an operator of torch.distributed; None if there is none."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return str(dist.ProcessGroup.unbox(arg).group_name)
+            except RuntimeError:  # a ReduceOp
+                continue
+    return None

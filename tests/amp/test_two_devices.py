@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh import torch_private
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.amp.recipe import FP32, LossScale, Recipe, UpdateOptions
 from halfmesh.parallel.buckets import make_buckets
+from halfmesh.plan.tracker import dry_run_mode
 from halfmesh.shard import ParamShard
 from tests.support.updates import OPTIMIZERS
 
@@ -25,7 +25,7 @@ MASTERS = Recipe(param_dtype=torch.float16, compute_dtype=torch.float16, master_
 
 @pytest.fixture
 def no_memory():
-    with torch_private.dry_run_mode():
+    with dry_run_mode():
         yield
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfmesh import torch_private
+from halfmesh.engine.checkpointing.planners import read_metadata_file
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import change_manifest, differing, make_engine, train, weights
 
@@ -102,7 +102,7 @@ def test_a_manifest_that_is_no_file_is_not_opened(saved, kind, caplog):
 @pytest.mark.parametrize("name", ["counters.step.first.weight", "optimizer.exp_avg.up.bias"])
 def test_metadata_that_lacks_a_tensor_is_refused_before_anything_is_changed(saved, name):
     place = saved[0] / "step-00000002"
-    metadata = torch_private.read_checkpoint_metadata(place / ".metadata")
+    metadata = read_metadata_file(place / ".metadata")
     tensors = len(metadata.state_dict_metadata)
     del metadata.state_dict_metadata[name]
     (place / ".metadata").write_bytes(pickle.dumps(metadata))

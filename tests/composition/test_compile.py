@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfmesh import torch_private
+from halfmesh._torch import is_compiled
 from tests.support import compiling
 from tests.support.ranks import run_ranks
 
@@ -120,16 +120,16 @@ def average(rank: int, world_size: int, cell: CompiledCell) -> bool:
     with compiling.watched():
         engine = make_engine(cell, rank)
         clone = copy.deepcopy(engine.model)
-        blocks = [torch_private.is_compiled(block) for block in engine.model.blocks]
+        blocks = [is_compiled(block) for block in engine.model.blocks]
         assert blocks == [engine.context.pp_rank == 0, engine.context.pp_rank == 1], "each rank compiles what it calls"
-        assert not any(torch_private.is_compiled(module) for module in clone.modules())
+        assert not any(is_compiled(module) for module in clone.modules())
         for x, y in engine.dataloader:
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
         pairs = zip(engine.model.parameters(), clone.parameters(), strict=True)
         assert not any(torch.equal(own, other) for own, other in pairs if own.dim() > 1)
         engine.close()
-        return not any(torch_private.is_compiled(module) for module in engine.model.modules())
+        return not any(is_compiled(module) for module in engine.model.modules())
 
 
 def test_copies_of_a_divided_model():

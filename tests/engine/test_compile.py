@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from halfmesh import torch_private
+from halfmesh._torch import is_compiled
 from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.errors import IncompatibleConfigError
@@ -83,7 +83,7 @@ def assert_same(found, expected, mode="none"):
 
 
 def compiled_names(engine):
-    return [name for name, module in engine.model.named_modules() if torch_private.is_compiled(module)]
+    return [name for name, module in engine.model.named_modules() if is_compiled(module)]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_names_and_copies(watch):
     train(engine, max_batches=2)
     assert torch.equal(average(x), before)
     assert not torch.equal(engine.model(x), before)
-    assert not any(torch_private.is_compiled(module) for module in average.modules())
+    assert not any(is_compiled(module) for module in average.modules())
 
 
 @slow

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfmesh
-from halfmesh import torch_private
+from halfmesh._torch import foreach_mul_
 from tests.support.models import (
     MLP,
     MODES,
@@ -67,7 +67,7 @@ def test_a_product_with_half_precision_rounds_once(dtype):
     for shape in ((), (5,), (3, 4)):
         tensor = torch.full(shape, 3e4, dtype=dtype, device="cuda")
         expected = (tensor.float() / 3).to(dtype)
-        torch_private.foreach_mul_([tensor], torch.tensor(1 / 3, device="cuda"))
+        foreach_mul_([tensor], torch.tensor(1 / 3, device="cuda"))
         assert torch.equal(tensor, expected)
 
 

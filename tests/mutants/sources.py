@@ -108,7 +108,7 @@ UPDATE = (
     Fault(
         "gradients of several losses are added at different scales",
         "amp/multi_loss.py",
-        "            torch_private.foreach_mul_(wide, factor)\n",
+        "            foreach_mul_(wide, factor)\n",
         "",
         ("tests/amp/test_apex_losses.py",),
     ),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
-from halfmesh.torch_private import count_call_hooks
+from halfmesh._torch import call_hooks
 from tests.support.models import MODES
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
@@ -395,7 +395,7 @@ def costs(rank: int, world_size: int) -> dict[str, Any]:
         block = getattr(model, "block", model)
         block.register_forward_hook(lambda module, *_: calls.append(module))
         engine = start(model, plan, {})
-        hooks = count_call_hooks(block)
+        hooks = len(call_hooks(block))
         for step in ("first", "second"):
             calls.clear()
             output = engine(random(4, 6, WIDTH, dtype=torch.float32))
@@ -403,7 +403,7 @@ def costs(rank: int, world_size: int) -> dict[str, Any]:
             engine.backward(scalar(output))
             found[f"{name}, {step}"] = len(calls), torch.equal(state, torch.get_rng_state())
             engine.step()
-        found[f"{name}, hooks"] = hooks - count_call_hooks(block)
+        found[f"{name}, hooks"] = hooks - len(call_hooks(block))
         engine.close()
     engine = start(row(AlwaysDrops, Hidden), PAIR, {})
     output, state = engine(random(4, 6, WIDTH, dtype=torch.float32)), torch.get_rng_state()

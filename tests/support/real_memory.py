@@ -10,14 +10,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.counts import StorageTracker
-from halfmesh import torch_private
+from halfmesh._torch import in_shapes_only
 
 
 class RealTracker(StorageTracker):
     """Without what a pipeline does in a fake mode and on the meta device, to know the shapes between its stages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch_private.in_fake_mode() or any(kind is FakeTensor for kind in types):  # so does DTensor
+        if in_shapes_only() or any(kind is FakeTensor for kind in types):  # so does DTensor
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,13 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ... import torch_private
 from ...errors import CheckpointError
 from .contents import Piece, Pieces
 from .forms import refuse_metadata
@@ -73,6 +76,39 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return _find(self.state_dict[index.fqn], index)
 
 
+_PATHS = ("Path", "PosixPath")
+_IN_METADATA = {"torch.serialization": ("_get_layout",), "pathlib": _PATHS, "pathlib._local": _PATHS}  # Python 3.13
+_OF_METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes plain data of what DCP writes into `.metadata`, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _OF_METADATA:  # dataclasses and enums of values
+            found = super().find_class(module, name)
+            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        is_plain = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        if not is_plain and name not in _IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return super().find_class(module, name)
+
+
+def read_metadata_file(path: Path) -> Metadata:
+    """The `.metadata` of a folder of DCP, which itself reads it with a plain `pickle.load`.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else.
+    """
+    with open(path, "rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
+
+
 class SafeReader(dcp.FileSystemReader):
     """Reads a folder that somebody else may have written: no code in it is run, and no file outside of it is opened.
 
@@ -95,7 +131,7 @@ class SafeReader(dcp.FileSystemReader):
         if self._metadata is not None:
             return self._metadata
         path = self._folder / ".metadata"
-        metadata = torch_private.read_checkpoint_metadata(path)
+        metadata = read_metadata_file(path)
         outside = {info.relative_path for info in metadata.storage_data.values()} - self._files.keys()
         if outside:
             raise CheckpointError(

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ... import torch_private
 from ...signals import ShelteredWorker
+from .._torch import without_workers
 from ..samplers import StridedBatches
 
 
@@ -23,6 +23,6 @@ def shelter_workers(loader: Any, signals: Collection[Signals]) -> Any:
         return strided
     if not signals or not isinstance(loader, DataLoader) or not loader.num_workers:
         return loader
-    sheltered = torch_private.without_workers(loader)
+    sheltered = without_workers(loader)
     sheltered.worker_init_fn = ShelteredWorker(signals, loader.worker_init_fn)
     return sheltered

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ... import torch_private
 from ...tensors import map_tensors, tensors_of
 from ..handles import Handle, replace
 
@@ -203,8 +202,8 @@ def _place(tensor: torch.Tensor, output: list[torch.Tensor]) -> Place | None:
     for item, before in enumerate(output):
         if tensor is before:
             return Place(item)
-        base = torch_private.viewed(before)
-        if torch_private.viewed(tensor) is base and tensor.grad_fn is not None and tensor.dtype == before.dtype:
+        shares_memory = tensor.untyped_storage() is before.untyped_storage()
+        if shares_memory and tensor.grad_fn is not None and tensor.dtype == before.dtype:
             offset = int(tensor.storage_offset() - before.storage_offset())
             return Place(item, tuple(tensor.shape), tuple(tensor.stride()), offset)
     return None

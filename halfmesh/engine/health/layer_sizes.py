@@ -33,5 +33,5 @@ def _sizes(module: nn.Module) -> dict[str, int]:
 def _shape(module: nn.Module) -> tuple[int, int] | None:
     """That of the weight, in a tensor group of its own part; None where no matrix is kept. Reading `module.weight`
     would compute a parametrized one, and spectral norm changes its buffers then."""
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else None

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import torch_private
 from ...parallel.pipeline.stage import StageModule
 from ...tensors import tensors_of
+from .._torch import is_in_backward
 
 CRITERION = "the criterion"
 
@@ -120,7 +120,7 @@ class Probes:
 
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch_private.in_backward():
+        if is_in_backward():
             return
         visit = self._visit(self._modules[module], module, [args, kwargs])
         self._open.append(visit)
@@ -131,7 +131,7 @@ class Probes:
     @torch.compiler.disable
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         outputs = tensors_of(output)
-        if torch_private.in_backward():  # with reentrant checkpointing gradients come through here only
+        if is_in_backward():  # with reentrant checkpointing gradients come through here only
             self._hook(Visit(self._modules[module], module, *self._place, self._order, None), outputs, of_input=False)
             return
         while self._open and self._open[-1].module is not module:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ... import torch_private
+from ..._torch import is_compiled
 from ...errors import InputError, shorten
 from .last_batch import CHANGED, LET_GO, NO_LOSS, UNKNOWN, LastBatch, copied, criterion_arguments, own_loss
 from .parts import Parts
@@ -125,7 +125,7 @@ def _loss(parts: Parts, batch: LastBatch, output: Any, probes: Probes) -> tuple[
 @contextmanager
 def eager(parts: Parts) -> Iterator[None]:
     """Compiled code has no place for hooks."""
-    if parts.division.compiled or any(map(torch_private.is_compiled, parts.model.modules())):
+    if parts.division.compiled or any(map(is_compiled, parts.model.modules())):
         with torch.compiler.set_stance("force_eager"):
             yield
     else:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch import version
 from ...shard import clear_grads, set_grad
 from ..rank_random import rank_random, set_rank_random
 from .contents import Undo, contents
@@ -31,7 +32,7 @@ def undisturbed(parts: Parts) -> Iterator[list[str]]:
     """
     _reshard(parts)  # what is copied is the shards: gathered weights go
     written: list[str] = []
-    trained = {name: (param, param._version) for name, param in _trained(parts)}
+    trained = {name: (param, version(param)) for name, param in _trained(parts)}
     undo = [*_gradients(parts), *_random_numbers(parts), *_plan_check(parts)]
     known: dict[int, Any] = {}
     for module in parts.modules():
@@ -41,7 +42,7 @@ def undisturbed(parts: Parts) -> Iterator[list[str]]:
     finally:
         parts.accumulation.clear()
         _reshard(parts)  # a forward without a backward leaves weights gathered
-        written += [name for name, (param, version) in trained.items() if param._version != version]
+        written += [name for name, (param, before) in trained.items() if version(param) != before]
         with torch.no_grad():
             for put_back in undo:
                 put_back()

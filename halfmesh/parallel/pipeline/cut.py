@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from ... import torch_private
+from ..._torch import assigns
 from ...errors import InputError, shorten
 from ...tensors import replace_data
 from ..context import ParallelContext
@@ -157,7 +157,7 @@ class StageCut:
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Whole state dicts can be loaded, too: each rank takes its part."""
         foreign = {prefix + ".".join(filter(None, entry)) for entry in self._foreign}
-        if torch_private.assigns(metadata) and foreign & state.keys():
+        if assigns(metadata) and foreign & state.keys():
             raise InputError(
                 "load_state_dict(..., assign=True) would put parameters into this rank's model that it does not hold "
                 f"({shorten(sorted(foreign & state.keys()))}); load without assign, or load before initialize"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import torch_private
+from ..._torch import call_hooks
 from ...errors import InputError
 from ..kinds import comes_from
 from .block_partition import BlockPartition, children_of
@@ -27,7 +27,7 @@ class SequentialPartition:
         for name in children_of(row):
             child = row.get_submodule(name)
             opens = comes_from(child, (nn.Sequential,)) and len(list(child.children())) > 0
-            if opens and not torch_private.count_call_hooks(child):  # which run when it is called as a whole
+            if opens and not call_hooks(child):  # which run when it is called as a whole
                 yield from self._rows(child, f"{prefix}{name}.")
             else:
                 yield prefix + name

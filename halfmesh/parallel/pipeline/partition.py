@@ -10,7 +10,7 @@ from math import inf
 import torch
 from torch import nn
 
-from ... import torch_private
+from ..._torch import call_hooks
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
 from .block_partition import children_of
@@ -208,11 +208,7 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
             f"{shorten(shared)}: running statistics that several stages would keep, each from its own activations; use "
             "a norm without statistics there, or cut the model so that one stage has both uses"
         )
-    hooked = [
-        name or "the model itself"
-        for name, module in partition.not_called(model)
-        if torch_private.count_call_hooks(module)
-    ]
+    hooked = [name or "the model itself" for name, module in partition.not_called(model) if call_hooks(module)]
     if hooked:
         yield (
             f"{shorten(hooked)}: hooks are registered on it, but under a pipeline it is not called as a whole; "

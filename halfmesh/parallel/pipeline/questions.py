@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ... import torch_private
+from ..._torch import shapes_only
 from ...tensors import map_tensors, tensors_of
 
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")
@@ -59,7 +59,7 @@ def answer(node: fx.Node, model: nn.Module, values: Mapping[str, Any]) -> bool:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    with torch.inference_mode(False), torch.no_grad(), torch_private.fake_mode():
+    with torch.inference_mode(False), torch.no_grad(), shapes_only():
         weights = {f"model.{name}": fake(tensor) for name, tensor in tensors.items()}
         found: bool = torch.func.functional_call(_Asked(model), weights, (node, map_tensors(fake, dict(values))))
     return found

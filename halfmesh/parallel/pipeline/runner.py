@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import torch_private
+from ..._torch import call_hooks
 from ...errors import InputError, shorten
 from ..context import ParallelContext
 from .boundary import Crossing, from_wire, leave
@@ -87,7 +87,7 @@ class Pipeline:
             for index in self._modules
         }
         self._broken = ""
-        self._not_called = [(n, m, torch_private.count_call_hooks(m)) for n, m in partition.not_called(model)]
+        self._not_called = [(n, m, len(call_hooks(m))) for n, m in partition.not_called(model)]
         self._traced = [model.get_submodule(name) for piece in partition.pieces for name in piece.looks_into]
         self._crossings: dict[str, Sequence[Crossing]] = {}  # the last used last
         self._schedules: dict[tuple[str, int], Any] = {}  # the last used last; each holds what it receives into
@@ -218,8 +218,7 @@ class Pipeline:
                 f"this pipeline was left in the middle of a batch by an error ({self._broken}), and the stages do not "
                 "agree any more about what comes next; end the run (a batch cannot be left out by catching its error)"
             )
-        count = torch_private.count_call_hooks
-        hooked = [name or "the model itself" for name, module, own in self._not_called if count(module) > own]
+        hooked = [name or "the model itself" for name, module, own in self._not_called if len(call_hooks(module)) > own]
         if hooked:
             raise InputError(
                 f"{shorten(hooked)}: hooks were registered on it, but under a pipeline it is not called as a whole; "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import torch_private
+from ..._torch import DATA_NEEDED, shapes_only
 from ...errors import InputError, shorten
 from ...tensors import map_tensors
 from ..meta_copy import meta_copy
@@ -163,9 +163,9 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _without_data() -> Iterator[None]:
     try:
-        with torch_private.fake_mode():
+        with shapes_only():
             yield
-    except torch_private.DATA_NEEDED as error:
+    except DATA_NEEDED as error:
         raise InputError(
             "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
             f"crosses between stages has to be known from shapes alone: {str(error).splitlines()[0]}"

@@ -7,19 +7,28 @@ from traceback import walk_tb
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ... import torch_private
 from ...errors import InputError
 
 
 def refuse_given_up(error: RuntimeError) -> None:
     """Raise InputError in place of an `error` of a backward that met weights which FSDP2 has given up."""
-    if torch_private.met_freed_storage(error):
+    if _met_freed_storage(error):
         raise InputError(
             "backward needs weights that FSDP2 has given up, which it gathers where it sees the gradient of a block's "
             "output. Either a module returns tensors within an object that it cannot look into: return tensors, "
             "tuples, lists or dicts (dataclasses since torch 2.13). Or gradients of gradients were asked for "
             "(torch.autograd.grad with create_graph=True), which weights in parts do not give: use data='zero1'"
         ) from error
+
+
+def _met_freed_storage(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that the memory of a tensor was given up."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if "are out of bounds for storage of size 0" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def note_unit(error: RuntimeError, model: nn.Module) -> None:

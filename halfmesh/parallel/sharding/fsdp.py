@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ... import torch_private
+from ..._torch import move_module
 from ...errors import InputError, shorten
 from ...shard import ParamShard, set_compute_dtype
 from ..elementwise import refuse_other_state
@@ -93,7 +93,6 @@ class FullyShard:
             self._give_up(module)
         prefetch(self.units[: len(units.blocks)], options.prefetch)
         self._reshards = not options.reshard_after_forward
-        self._fills = options.param_dtype is not None and hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         self.shards = self._take_parts(shards)
         # Now, while all of them are parts: a unit that has gathered its weights has other parameters.
         self._held = [set(map(id, unit.parameters())) for unit in chosen]
@@ -106,7 +105,7 @@ class FullyShard:
         """The memory of parameters that FSDP2 has cut, now: or the whole model would be held until the last unit."""
         inner = set(unit.modules())
         for (module, name), param in self._places.items():
-            if module in inner and module._parameters[name] is not param:
+            if module in inner and getattr(module, name) is not param:
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
     def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
@@ -148,7 +147,7 @@ class FullyShard:
     def move(self, device: torch.device) -> None:
         """Move the model to `device`; of one that is offloaded only what is not in parts."""
         if not self._offloads:
-            torch_private.move_module(self.model, device)
+            move_module(self.model, device)
             return
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if not isinstance(tensor, DTensor):
@@ -163,7 +162,7 @@ class FullyShard:
         for part in self.parts:
             if self._param_dtype is not None and part.source is not None:
                 set_compute_dtype(part.source.param, self._param_dtype)
-        self._memory = [torch_private.Memory(part.source.param) for part in self.parts if part.source is not None]
+        self._storages = [part.source.param.untyped_storage() for part in self.parts if part.source is not None]
 
     # -- while training ----------------------------------------------------------------------------------------
 
@@ -196,8 +195,6 @@ class FullyShard:
         for unit, held in zip(self.units, self._held, strict=True):
             if wanted is None or not held.isdisjoint(wanted):
                 unit.set_requires_gradient_sync(last)
-                if last and self._fills:
-                    torch_private.add_missing_gradients(unit)
 
     @property
     def used(self) -> list[bool]:
@@ -216,8 +213,8 @@ class FullyShard:
 
         (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
         """
-        pairs = zip(self.parts, self._memory, strict=True)
-        lost = [part.name for part, memory in pairs if part.source and not memory.is_of(part.source.param)]
+        pairs = zip(self.parts, self._storages, strict=True)
+        lost = [part.name for part, held in pairs if part.source and part.source.param.untyped_storage() is not held]
         if lost:
             raise InputError(
                 f"the memory of {shorten(lost)} was exchanged (param.data = ..., or model.to(dtype)), of which FSDP2, "
@@ -311,7 +308,7 @@ class FullyShard:
                 self._optimizer.state[param] = state
         self._origin.unwrap()
         for (module, name), param in self._places.items():
-            module._parameters[name] = param
+            setattr(module, name, param)
         for param, value in values.items():
             part = self._originals[param]
             assert part.source is not None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ... import torch_private
+from ..._torch import assigns, has_grad_hooks
 from ...errors import InputError
 from ...shard import ParamShard
 
@@ -36,7 +36,7 @@ class UsageWatch:
             for module in held.modules():
                 for name, param in module.named_parameters(recurse=False):
                     part = parts.get((module, name))
-                    if part is not None and not isinstance(param, DTensor) and not torch_private.has_grad_hooks(param):
+                    if part is not None and not isinstance(param, DTensor) and not has_grad_hooks(param):
                         self._watch(param, part)
             unit.reshard()
 
@@ -61,7 +61,7 @@ def take_part(
     reshard()
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
-        if value is not None and torch_private.assigns(metadata):
+        if value is not None and assigns(metadata):
             raise InputError(
                 f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a part; "
                 "load without assign, or load before initialize"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import torch_private
+from ..._torch import has_grad_hooks
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..reducer import ReduceOptions, Reducer
@@ -138,7 +138,7 @@ class ShardReducer(Reducer):
                 "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
                 "ranks do not agree any more; end the run"
             )
-        hooked = [p.name for p in self._sharded.parts if torch_private.has_grad_hooks(p.source.param)]  # type: ignore[union-attr]
+        hooked = [p.name for p in self._sharded.parts if has_grad_hooks(p.source.param)]  # type: ignore[union-attr]
         if hooked:
             raise InputError(
                 f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "

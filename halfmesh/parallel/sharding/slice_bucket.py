@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import torch_private
+from ..._torch import foreach_copy_
 from ...shard import ParamShard, set_grad
 from ...tensors import in_memory_order
 from ..buckets import Bucket, give_grad
@@ -90,7 +90,7 @@ class SliceBucket(Bucket):
     def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
         """Start to bring together `values`, of one dtype, one for each part. `whole` cuts what comes of it."""
         own = torch.zeros(self.chunk, dtype=values[0].dtype, device=values[0].device)
-        torch_private.foreach_copy_(self.split(own), values)
+        foreach_copy_(self.split(own), values)
         flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
         work = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
         assert work is not None

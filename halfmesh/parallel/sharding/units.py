@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ... import torch_private
+from ..._torch import has_grad_hooks, outside_of_dry_run
 from ...errors import shorten
 from ..context import ParallelContext
 
@@ -93,7 +93,7 @@ def find_problems(model: nn.Module, casts: bool) -> Iterator[str]:
     scripts = [name or "the model" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripts:
         yield f"parallel.data: {shorten(scripts)} is compiled by torch.jit, which FSDP2 cannot shard; use data='zero1'"
-    hooked = [name for name, param in model.named_parameters() if torch_private.has_grad_hooks(param)]
+    hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
     if hooked:
         yield (
             f"parallel.data: {shorten(hooked)} has hooks on its gradient, which FSDP2 never calls (it computes with "
@@ -103,7 +103,7 @@ def find_problems(model: nn.Module, casts: bool) -> Iterator[str]:
 
 def make_mesh(context: ParallelContext, hybrid: int | None) -> DeviceMesh:
     """The data ranks as FSDP2 wants them: in one dim, or with `hybrid` ranks to a copy in two. All ranks together."""
-    with torch_private.outside_of_dry_run():  # a mesh looks itself up in a table of ranks
+    with outside_of_dry_run():  # a mesh looks itself up in a table of ranks
         return _make_mesh(context, hybrid)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
-
-from ... import torch_private
 
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -49,7 +48,7 @@ class Origin:
         for module, (kind, attributes) in self._modules.items():
             if isinstance(module, FSDPModule):
                 module.__class__ = kind  # type: ignore[assignment]
-                torch_private.forget_composable_state(module)
+                _composable_state._module_state_mapping.pop(module, None)  # or a second fully_shard is refused
             tables = [table for name, table in vars(module).items() if name.endswith("_hooks")]
             for hooks in [table for table in tables if isinstance(table, dict)]:  # transformers keeps a list of its own
                 for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:

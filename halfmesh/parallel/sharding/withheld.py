@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from ... import torch_private
 from ...errors import InputError
 
 SCATTERED = "where under data='zero1' each rank has the sums of its own shard only"
@@ -28,7 +27,9 @@ class WithheldGradient(torch.Tensor):
     @staticmethod
     def of(param: torch.Tensor, name: str, why: str) -> WithheldGradient:
         """That of `param`, which has this name in the model."""
-        grad: WithheldGradient = torch_private.without_storage(WithheldGradient, param)
+        grad: WithheldGradient = torch.Tensor._make_wrapper_subclass(
+            WithheldGradient, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
         grad.param_name, grad.why = name, why
         return grad
 

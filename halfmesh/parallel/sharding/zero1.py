@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
-from ... import torch_private
+from ..._torch import foreach_copy_
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...tensors import is_dense
@@ -153,7 +153,7 @@ class Slices:
     def _land(self) -> None:
         work, bucket, flat = self._inflight.popleft()
         work.wait()
-        torch_private.foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
+        foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Slices:
         for bucket in self.buckets:
             work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
             work.wait()
-            torch_private.foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
+            foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
             self._join_state(bucket)
         parts = {part.param: shard.param for b in self.buckets for part, shard in zip(b.parts, b.shards, strict=True)}
         for group in self._optimizer.param_groups:

@@ -1,0 +1,128 @@
+"""Private names of torch that several rooms need, where there is no public form.
+
+`tests/test_torch_names.py` fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+RUNNING_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Modules with `running_mean` and `running_var`; in training their output does not depend on these buffers."""
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor in place by the 0-dim fp32 `factor`; half precision is computed in fp32 and rounds once.
+
+    One launch for all tensors of a dtype, and no host read. The tensors and `factor` are on one device. Versions of
+    the tensors (`Tensor._version`) stay as they are.
+    """
+    # torch._foreach_mul_ rounds a 0-dim CUDA factor to the tensors' dtype first: 1/3 to 0.334 in bf16, 2**-26 to 0 in
+    # fp16. GradScaler's kernel does not; it also looks for inf, and nobody reads that here.
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(same, torch.zeros_like(factor), factor)
+
+
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target and convert its dtype; one launch for each pair of dtypes."""
+    # With several dtypes in one list CUDA launches a copy per tensor; before torch 2.11 it wrote wrong values.
+    by_dtypes: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        same = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+        same[0].append(target)
+        same[1].append(source)
+    for same in by_dtypes.values():
+        torch._foreach_copy_(*same)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Counts the in-place writes to `tensor`; 0 if it was made in inference mode, where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever `tensor` is written in place or gets other memory (`tensor.data = ...`)."""
+    return version(tensor), tensor.data_ptr()
+
+
+def has_grad_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks run when `tensor` gets a gradient."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def call_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that run when `module` is called, and in its backward."""
+    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [*forward, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` comes from `torch.compile(...)`, or `module.compile()` was called."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def assigns(local_metadata: dict[str, Any]) -> bool:
+    """Whether a load hook runs in `load_state_dict(..., assign=True)`."""
+    return bool(local_metadata.get("assign_to_params_buffers", False))
+
+
+# -- tensors with a shape and no memory ------------------------------------------------------------------------------
+
+FakeTensorMode: Any = fake_tensor.FakeTensorMode
+"""Within it operators make tensors with shape, dtype and device, and without memory; autograd and autocast work."""
+
+DATA_NEEDED = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+"""Raised where an operator needs the values of such tensors."""
+
+
+class _ShapesOnly(fake_tensor.FakeTensorMode):
+    """Told apart from the mode of a dry run, which does all that a run does."""
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Find shapes: tensors made within have no memory, collectives send nothing, and no random numbers are drawn."""
+    with _ShapesOnly(allow_non_fake_inputs=True):
+        yield
+
+
+def in_shapes_only() -> bool:
+    """Whether this is within `shapes_only`."""
+    return isinstance(getattr(torch.empty(0, device="cpu"), "fake_mode", None), _ShapesOnly)
+
+
+@contextmanager
+def outside_of_dry_run() -> Iterator[None]:
+    """Tensors made within have memory, also in a dry run."""
+    with fake_tensor.unset_fake_temporarily():
+        yield
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was made in a `FakeTensorMode`."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def move_module(module: nn.Module, to: torch.device | torch.dtype) -> None:
+    """`module.to(to)`, in place also for parameters without memory, which torch would replace."""
+    if not any(map(has_no_memory, module.parameters())):
+        module.to(to)
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point() or isinstance(to, torch.device):
+            tensor.data = tensor.data.to(to)

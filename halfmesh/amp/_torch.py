@@ -1,0 +1,19 @@
+"""The hooks of an optimizer, of which torch has no public list."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import optimizer as all_optimizers
+from torch.utils.hooks import RemovableHandle
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
+    """Whether hooks run before `optimizer.step()`, those for all optimizers included; `besides` is not counted."""
+    own = set(optimizer._optimizer_step_pre_hooks) - ({besides.id} if besides else set())
+    return bool(own or all_optimizers._global_optimizer_pre_hooks)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle | None = None) -> bool:
+    """Whether hooks run before or after `optimizer.step()`, as `has_step_pre_hooks` counts them."""
+    after = optimizer._optimizer_step_post_hooks or all_optimizers._global_optimizer_post_hooks
+    return bool(after) or has_step_pre_hooks(optimizer, besides)

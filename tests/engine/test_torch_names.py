@@ -1,0 +1,37 @@
+"""The private names of torch that engine relies on do what it needs. Red: torch changed; look there first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from halfmesh.engine import _torch
+from halfmesh.engine.average import _lerp_
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_is_told_from_what_is_computed_again_in_backward(reentrant):
+    layer, seen = nn.Linear(2, 2), []
+    layer.register_forward_pre_hook(lambda *_: seen.append(_torch.is_in_backward()))
+    x = torch.ones(1, 2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True]
+    assert not _torch.is_in_backward()
+
+
+def test_copies_of_a_loader_have_workers_of_their_own():
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    other = iter(_torch.without_workers(loader))
+    assert other is not batches
+    assert iter(loader) is batches
+    assert [int(batch) for batch in other] == [1, 2]
+
+
+@pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25)])
+def test_averages_move_by_a_weight(weight):
+    targets = [torch.zeros(2), torch.ones(1)]
+    _lerp_(targets, [torch.full((2,), 4.0, dtype=torch.float16), torch.full((1,), 5.0)], weight)
+    assert [t.tolist() for t in targets] == [[1, 1], [2]]

@@ -1,0 +1,71 @@
+"""The private names of torch that parallel relies on do what it needs. Red: torch changed; look there first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from halfmesh.errors import InputError
+from halfmesh.parallel.offload import _is_cast_of_parameter
+from halfmesh.parallel.recompute import _ATTENTION
+from halfmesh.parallel.sharding.explain import _met_freed_storage
+from halfmesh.parallel.sharding.withheld import WithheldGradient
+
+
+def test_casts_of_parameters_are_known_by_how_they_came():
+    param, frozen, x = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2), False), torch.ones(2, 2)
+    for cast in (param.to(torch.bfloat16), param.to(torch.bfloat16).t(), param.half()[0]):
+        assert _is_cast_of_parameter(cast)
+    for other in (param, param.t(), frozen.half(), x.requires_grad_().half(), (param * 2).half(), param.half() * 2):
+        assert not _is_cast_of_parameter(other)
+
+
+def test_gradients_without_values():
+    param = nn.Parameter(torch.ones(2, 3).half().t())
+    made = WithheldGradient.of(param, "weight", "which is elsewhere")
+    assert (made.shape, made.stride(), made.dtype) == (param.shape, param.stride(), param.dtype)
+    param.grad = made
+    assert param.grad is made
+    with pytest.raises(InputError, match="which is elsewhere"):
+        nn.utils.clip_grad_norm_([param], 1.0)
+
+
+def test_backward_through_memory_that_was_given_up():
+    """As FSDP2 gives up gathered weights."""
+    weight = nn.Parameter(torch.ones(3, 3))
+    out = (torch.ones(1, 3, requires_grad=True) @ weight.t()).sum()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError) as caught:
+        out.backward()
+    assert _met_freed_storage(caught.value)
+    assert not _met_freed_storage(RuntimeError("something else"))
+
+
+def test_a_storage_is_one_object_as_long_as_its_memory():
+    param = nn.Parameter(torch.ones(3))
+    held = param.untyped_storage()
+    with torch.no_grad():
+        param.fill_(2.0)
+    assert param.untyped_storage() is held
+    assert param.view(3, 1).untyped_storage() is held
+    for _ in range(20):  # memory that was free would soon be used again
+        param.data = torch.zeros(3)
+        assert param.untyped_storage() is not held
+
+
+def test_where_operators_of_attention_take_dropout():
+    for name, place in _ATTENTION.items():
+        arguments = getattr(torch.ops.aten, name).default._schema.arguments
+        assert arguments[place].name == "dropout_p"
+
+
+def test_a_mode_that_sees_operators_is_known():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    assert _get_current_dispatch_mode() is None
+    with Mode() as mode:
+        assert _get_current_dispatch_mode() is mode

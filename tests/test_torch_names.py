@@ -1,0 +1,202 @@
+"""The private names of torch that several rooms rely on do what they need. Red: torch changed; look there first."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import halfmesh
+from halfmesh import _torch
+
+ROOT = Path(halfmesh.__file__).parent
+OBJECTS = (
+    torch.ones(1),
+    torch.ones(1).untyped_storage(),
+    nn.Linear(1, 1),
+    torch.optim.SGD([torch.ones(1)]),
+    DataLoader([1]),
+    torch.ops.aten.add.Tensor,
+)
+OF_OBJECTS = {name for thing in OBJECTS for name in dir(thing) if name.startswith("_") and not name.startswith("__")}
+DOCUMENTED = {"_python_dispatch", "_pytree"}  # modules, by torch's notes on extending it
+ALLOWED = {
+    "_torch.py": {
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_compiled_call_impl",
+        "_foreach_copy_",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_subclasses",
+        "_version",
+    },
+    "amp/_torch.py": {
+        "_global_optimizer_post_hooks",
+        "_global_optimizer_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+    },
+    "amp/grad_norm.py": {"_foreach_norm"},
+    "amp/loss_scaler.py": {"_amp_update_scale_"},
+    "amp/multi_loss.py": {"_foreach_add_"},
+    "amp/o1.py": {"_C", "_functorch"},
+    "compilation.py": {"_call_impl", "_compiled_call_impl", "_dynamo"},
+    "deferred/adoption.py": {"_buffers", "_parameters"},
+    "deferred/recording.py": {"_schema"},
+    "engine/_torch.py": {"_C", "_current_graph_task_id", "_iterator"},
+    "engine/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
+    "engine/health/undisturbed.py": {"_buffers", "_parameters"},
+    "parallel/collectives.py": {"_get_current_dispatch_mode"},
+    "parallel/offload.py": {"_base"},
+    "parallel/pipeline/tracing.py": {"_buffers"},
+    "parallel/sharding/unwrap.py": {"_composable_state", "_module_state_mapping"},
+    "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},
+}
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Private names of torch that a file uses: in imports, after `torch.` or `nn.`, and of torch's objects."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        words = []
+        if isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            root = base.partition(".")[0]
+            of_torch = root in ("torch", "nn", "dist", "_composable_state") and not base.startswith("torch.ops.")
+            if of_torch or (base not in ("self", "cls", "super()") and node.attr in OF_OBJECTS):
+                words = [node.attr]
+        elif isinstance(node, ast.Import):
+            words = [word for name in node.names if name.name.startswith("torch") for word in name.name.split(".")]
+        elif isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("torch"):
+            words = [*str(node.module).split("."), *(name.name for name in node.names)]
+        yield from (word for word in words if word.startswith("_") and not word.startswith("__"))
+
+
+def test_private_names_stand_where_they_are_known():
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        names = set(private_names(path)) - DOCUMENTED
+        if names and not path.name.startswith("apex"):
+            found[path.relative_to(ROOT).as_posix()] = names
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [1 / 3, 1.3 * 2.0**-26, 7.7])
+def test_a_product_rounds_once(dtype, factor):
+    factor = torch.tensor(factor)
+    tensors = [torch.full(shape, 3e4, dtype=dtype) for shape in ((), (5,), (3, 4), (0, 2))]
+    tensors.append(torch.full((4, 6), 3e4, dtype=dtype).t()[::2])
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = [(tensor.to(wide) * factor).to(dtype) for tensor in tensors]
+    _torch.foreach_mul_(tensors, factor)
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_operations_on_lists_of_several_dtypes():
+    kinds = (torch.float16, torch.float32, torch.bfloat16, torch.float16)
+    targets = [torch.zeros(2, dtype=dtype) for dtype in kinds]
+    _torch.foreach_copy_(targets, [torch.full((2,), value) for value in (1.0, 2.0, 3.0, 4.0)])
+    _torch.foreach_mul_(targets, torch.tensor(3.0))
+    assert [(t.dtype, t.tolist()) for t in targets] == [
+        (dtype, [value, value]) for dtype, value in zip(kinds, (3.0, 6.0, 9.0, 12.0), strict=True)
+    ]
+    _torch.foreach_copy_([], [])
+    _torch.foreach_mul_([], torch.tensor(3.0))
+
+
+def test_edit_stamps_see_every_kind_of_edit():
+    param = nn.Parameter(torch.ones(3))
+    stamps = [_torch.edit_stamp(param)]
+    with torch.no_grad():
+        param.fill_(2.0)
+    stamps.append(_torch.edit_stamp(param))
+    param.data = torch.zeros(3)
+    stamps.append(_torch.edit_stamp(param))
+    assert len(set(stamps)) == 3
+    param.sum().backward()
+    param.grad = None
+    assert _torch.edit_stamp(param) == stamps[-1]
+
+
+def test_versions_count_in_place_writes():
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    assert _torch.version(uncounted) == 0
+    assert _torch.edit_stamp(uncounted) == (0, uncounted.data_ptr())
+    for tensor in (torch.ones(2), torch.ones(2).to_sparse()):
+        before = _torch.version(tensor)
+        tensor.mul_(2)
+        assert _torch.version(tensor) > before
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_load_hooks_are_told_of_assign(assign):
+    seen, layer = [], nn.Linear(2, 2)
+    layer.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(_torch.assigns(metadata)))
+    layer.load_state_dict(layer.state_dict(), assign=assign)
+    assert seen == [assign]
+
+
+def test_hooks_on_gradients():
+    param = nn.Parameter(torch.ones(1))
+    for register in (param.register_hook, param.register_post_accumulate_grad_hook):
+        assert not _torch.has_grad_hooks(param)
+        handle = register(lambda _: None)
+        assert _torch.has_grad_hooks(param)
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_calls(kind):
+    def hook(*_):
+        pass
+
+    module = nn.Linear(2, 2)
+    handle = getattr(module, f"register_{kind}")(hook)
+    assert _torch.call_hooks(module) == [hook]
+    handle.remove()
+    assert _torch.call_hooks(module) == []
+
+
+def test_compiled_modules():
+    module = nn.Linear(2, 2)
+    assert not _torch.is_compiled(module)
+    assert _torch.is_compiled(torch.compile(module))
+    module.compile()
+    assert _torch.is_compiled(module)
+
+
+def test_modules_with_running_statistics():
+    for module in (nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.InstanceNorm3d(2), nn.LayerNorm(2), nn.GroupNorm(1, 2)):
+        assert isinstance(module, _torch.RUNNING_STATISTICS) == hasattr(module, "running_mean")
+    assert isinstance(nn.SyncBatchNorm(2), _torch.BATCH_NORMS)
+    assert not isinstance(nn.InstanceNorm1d(2), _torch.BATCH_NORMS)
+
+
+def test_tensors_without_memory():
+    assert not _torch.in_shapes_only()
+    with _torch.shapes_only():
+        made = torch.ones(2, 3, dtype=torch.float16) @ torch.ones(3, 4, dtype=torch.float16)
+        assert _torch.in_shapes_only()
+        with _torch.outside_of_dry_run():
+            assert not _torch.has_no_memory(torch.ones(1))
+            assert not _torch.in_shapes_only()
+        for ask in (torch.Tensor.item, torch.Tensor.nonzero):
+            with pytest.raises(_torch.DATA_NEEDED):
+                ask(made[0, 0])
+    assert (made.shape, made.dtype, made.device.type) == ((2, 4), torch.float16, "cpu")
+    assert _torch.has_no_memory(made)
+    with _torch.FakeTensorMode():
+        assert not _torch.in_shapes_only()
+        module = nn.BatchNorm1d(2)
+        before = [*module.parameters(), *module.buffers()]
+        _torch.move_module(module, torch.float16)
+    assert [id(t) for t in (*module.parameters(), *module.buffers())] == list(map(id, before))
+    assert [t.dtype for t in before] == [torch.float16] * 4 + [torch.int64]
