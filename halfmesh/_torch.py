@@ -46,14 +46,25 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         torch._foreach_copy_(*same)
 
 
+def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Of each tensor how often it was written in place; 0 where torch does not count: of None, and of those made in
+    inference mode."""
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def version(tensor: torch.Tensor) -> int:
-    """Counts the in-place writes to `tensor`; 0 if it was made in inference mode, where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    """As `versions`, of one tensor."""
+    return versions([tensor])[0]
+
+
+def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Of each tensor what changes whenever it is written in place or gets other memory (`tensor.data = ...`)."""
+    return list(zip(versions(tensors), [tensor.data_ptr() for tensor in tensors], strict=True))
 
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes whenever `tensor` is written in place or gets other memory (`tensor.data = ...`)."""
-    return version(tensor), tensor.data_ptr()
+    """As `edit_stamps`, of one tensor."""
+    return edit_stamps([tensor])[0]
 
 
 def has_grad_hooks(tensor: torch.Tensor) -> bool:

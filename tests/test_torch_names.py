@@ -37,12 +37,7 @@ ALLOWED = {
         "_subclasses",
         "_version",
     },
-    "amp/_torch.py": {
-        "_global_optimizer_post_hooks",
-        "_global_optimizer_pre_hooks",
-        "_optimizer_step_post_hooks",
-        "_optimizer_step_pre_hooks",
-    },
+    "amp/_torch.py": {"_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"},
     "amp/grad_norm.py": {"_foreach_norm"},
     "amp/loss_scaler.py": {"_amp_update_scale_"},
     "amp/multi_loss.py": {"_foreach_add_"},

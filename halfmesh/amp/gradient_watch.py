@@ -7,7 +7,7 @@ from operator import is_
 
 import torch
 
-from .._torch import version
+from .._torch import versions
 from ..errors import InputError, shorten
 from ..log import get_logger
 from ..shard import ParamShard
@@ -64,7 +64,7 @@ class GradientWatch:
         """After a backward, and the reduction if it was the last: warn if these gradients are modified from now on."""
         masters = self._master_weights
         grads = [shard.param.grad for shard in masters.receivers]
-        self._noted = masters.trained, masters.receivers, grads, _versions(grads)
+        self._noted = masters.trained, masters.receivers, grads, versions(grads)
 
     def check(self, divisor: float | torch.Tensor | None) -> None:
         """Compare the gradients with those noted, and forget these.
@@ -72,15 +72,15 @@ class GradientWatch:
         Args:
             divisor: the step that follows divides them by it, and by the loss scale; None: another backward follows.
         """
-        trained, receivers, before, versions = self._noted
+        trained, receivers, before, old_versions = self._noted
         self._noted = _NOTHING
         now = [shard.param.grad for shard in receivers]
-        now_versions = _versions(now)
-        if now_versions == versions and all(map(is_, now, before)):
+        now_versions = versions(now)
+        if now_versions == old_versions and all(map(is_, now, before)):
             return
         changed: list[str] = []
         dropped: list[str] = []
-        for shard, old, new, was, is_now in zip(trained, before, now, versions, now_versions, strict=True):
+        for shard, old, new, was, is_now in zip(trained, before, now, old_versions, now_versions, strict=True):
             if new is old and is_now == was:
                 continue
             (dropped if new is None else changed).append(shard.name)
@@ -108,7 +108,3 @@ class GradientWatch:
         if text not in self._told:
             self._told.add(text)
             _log.warning(text, *details)
-
-
-def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    return [0 if grad is None else version(grad) for grad in grads]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn, optim
 
-from .._torch import edit_stamp, foreach_copy_
+from .._torch import edit_stamps, foreach_copy_
 from ..errors import InputError, shorten
 from ..shard import ParamShard, foreign_params
 from .originals import Originals, current_value
@@ -35,7 +35,6 @@ class MasterWeights:
         stepped: of these, those that it holds.
         receivers: for each of `trained` the shard in which backward leaves the gradient.
         originals: the full precision of tensors that are cast and not trained.
-        version: counts the calls of `sync`.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -53,7 +52,6 @@ class MasterWeights:
         self.enabled = enabled
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.originals = Originals()
-        self.version = 0
         self._model_params = {shard.param: shard.model_param for shard in shards}
         self._stamps: list[tuple[int, int]] = []  # of the parameters with masters, at the last publish
         self.add(masters or {})
@@ -73,13 +71,12 @@ class MasterWeights:
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
         self.stepped = [s for s in self.trained if id(self.target(s)) in held]
-        self.version += 1
 
     def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
         new = [param for param in masters if param not in self.masters]
         self.masters.update(masters)
-        self._stamps += [edit_stamp(self._model_params[param]) for param in new]
+        self._stamps += edit_stamps([self._model_params[param] for param in new])
 
     def groups_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last `sync`."""
@@ -133,7 +130,7 @@ class MasterWeights:
         self.mark_published()
 
     def _current_stamps(self) -> list[tuple[int, int]]:
-        return [edit_stamp(self._model_params[param]) for param in self.masters]
+        return edit_stamps([self._model_params[param] for param in self.masters])
 
     def _refuse_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""

@@ -26,7 +26,6 @@ class FakeGpu(TorchDispatchMode):
     Attributes:
         capturing: whether torch says that a CUDA graph is being captured.
         found: what happened, with the place in halfmesh.
-        products: of in-place multiplications: dtype of the tensor, and dimensions of the factor.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,6 @@ class FakeGpu(TorchDispatchMode):
         self.capturing = False
         self.watching = False
         self.found: list[str] = []
-        self.products: list[tuple[torch.dtype, int]] = []
 
     @contextmanager
     def watch(self, capturing: bool) -> Iterator[None]:
@@ -64,9 +62,6 @@ class FakeGpu(TorchDispatchMode):
             self.note(f"{name} from {devices} to {asked_for}")
         elif "copy" in name and len(devices) > 1 and not (name == "aten::copy_" and tensors[1].is_cuda and args[2:]):
             self.note(f"{name} between {devices}")  # a copy to the host holds nothing up if it is non-blocking
-        if name in ("aten::_foreach_mul_", "aten::mul_", "aten::mul") and isinstance(args[1], torch.Tensor):
-            changed = args[0] if isinstance(args[0], list) else [args[0]]
-            self.products += [(tensor.dtype, args[1].dim()) for tensor in changed if tensor.dim() > 0]
         if name.startswith("aten::_fused_"):
             return None  # a kernel without an implementation for fake tensors
         return func(*args, **kwargs)
