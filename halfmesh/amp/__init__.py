@@ -1,4 +1,22 @@
-"""FORMAT: which number format each tensor has. Works alone, in one process, and knows nothing of ranks or loops."""
+"""Precision: which number format each tensor has, and how scaled gradients become new weights.
+
+Read in this order:
+    recipe          a precision mode as plain values
+    plugin          what a mode is; naive_amp, torch_amp, apex_amp: the three; apex_backend: casts of an installed apex
+    precision       runs model and criterion in a recipe's formats; o1: apex's lists for that
+    convert         applies a recipe to a model and its optimizer, and takes it back; state_hooks, originals: so that
+                    state dicts and closed models have full precision
+    optimizer       the path of an update, from a loss to new weights. Below it:
+    master_weights  what the user's optimizer holds
+    loss_scales     what backward begins with; loss_scaler: how a scale moves; multi_loss: several losses
+    grad_norm       norm and overflow, on all ranks the same
+    stepper         calls `optimizer.step()`; fused: with which implementation
+    step_result     what the host gets to know
+    gradient_watch, statistics: warnings
+
+It imports the top-level helpers only (`shard`, `tensors`, `errors`, `log`, `options`, `registry`), never `parallel` or
+`engine`: other ranks are an all-reduce that it is given.
+"""
 
 from .plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,15 +79,15 @@ def can_step_in_buckets(optimizer: optim.Optimizer, guard: RemovableHandle) -> b
     return known and not has_step_hooks(optimizer, guard)
 
 
-def seed_momentum(optimizer: optim.Optimizer) -> None:
-    """Give parameters that fused SGD steps for the first time a momentum of zeros.
+def seed_momentum(optimizer: optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Give `params` a momentum of zeros where fused SGD steps them for the first time.
 
     torch leaves it uninitialised where that step is skipped, and uses it in the next. Zeros are exact if `dampening`
     is 0.
     """
-    for group in optimizer.param_groups if type(optimizer) is optim.SGD else ():
-        for param in group["params"] if group["momentum"] != 0 else ():
-            if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+    if type(optimizer) is optim.SGD and any(group["momentum"] != 0 for group in optimizer.param_groups):
+        for param in params:
+            if optimizer.state[param].get("momentum_buffer") is None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 

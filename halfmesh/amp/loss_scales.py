@@ -28,6 +28,7 @@ class LossScales:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, update: UpdateOptions) -> None:
+        self._device = device
         self._sums_in_fp32 = recipe.wide_gradients or update.wide_gradients
         options = recipe.loss_scale
         count = 0 if options is None else 1 if recipe.keeps_scale else recipe.num_losses
@@ -70,6 +71,20 @@ class LossScales:
     def flags_by_loss(self) -> torch.Tensor | None:
         """As `MultiLoss.flags`; None where all gradients have the same scale."""
         return None if self.multi is None else self.multi.flags()
+
+    def grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss scale (of loss 0), and what the gradients are to be divided by: the scale that they carry x
+        `divisor`. 0-dim float64, None for 1."""
+        scale = self.scalers[0].scale.double() if self.scalers else None  # a copy: it moves in place
+        carried = None if self.multi is not None else scale
+        if isinstance(divisor, torch.Tensor):
+            divisor = divisor.to(self._device, torch.float64)
+            return scale, divisor if carried is None else carried * divisor
+        if divisor == 1:
+            return scale, carried
+        if carried is None:
+            return scale, torch.full((), divisor, dtype=torch.float64, device=self._device)
+        return scale, carried * divisor
 
     def update(self, stats: GradStats) -> None:
         """Move the scales, after the step: the gradients were divided by the scale that backward had."""

@@ -140,7 +140,7 @@ class MixedPrecisionOptimizer:
             raise InputError(f"max_norm must be greater than 0, but {max_norm!r} was given; omit the call to not clip")
         stats = self._measure(self.gradients())
         self._clip_once = (float(max_norm), stats)
-        _, total = self._grad_divisor(divisor)
+        _, total = self.loss_scales.grad_divisor(divisor)
         return stats.norm if total is None else stats.norm / total
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class MixedPrecisionOptimizer:
             self.skip_counter.record(stats, grads, self.skips_nonfinite, stops, scalers)
         self.found_inf = stats.found_inf if stats is not None and self.skips_nonfinite else None
 
-        scale, total = self._grad_divisor(divisor)
+        scale, total = self.loss_scales.grad_divisor(divisor)
         result = StepResult(
             self.optimizer,
             skipped=self.found_inf,
@@ -198,21 +198,6 @@ class MixedPrecisionOptimizer:
         by_loss, count_zeros = self.loss_scales.flags_by_loss(), self.recipe.count_zeros
         return grad_stats(grads, self._ranks, self.device, self.options.norm_type, count_zeros, by_loss)
 
-    def _grad_divisor(self, divisor: float | torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The loss scale (of loss 0), and what the gradients are to be divided by: the scale that they carry x
-        `divisor`. 0-dim float64, None for 1."""
-        scalers = self.loss_scales.scalers
-        scale = scalers[0].scale.double() if scalers else None  # a copy: it moves in place
-        carried = None if self.loss_scales.multi is not None else scale
-        if isinstance(divisor, torch.Tensor):
-            divisor = divisor.to(self.device, torch.float64)
-            return scale, divisor if carried is None else carried * divisor
-        if divisor == 1:
-            return scale, carried
-        if carried is None:
-            return scale, torch.full((), divisor, dtype=torch.float64, device=self.device)
-        return scale, carried * divisor
-
     def _apply(self, grads: Grads, divisor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Divide by `divisor` (0-dim fp32) and step, unless `found_inf` is 1. Empties `grads`, to free them."""
         if found_inf is not None and not self.stepper.folds:
@@ -222,11 +207,12 @@ class MixedPrecisionOptimizer:
         if self.publisher is not None:
             self.publisher.begin()
         pending = self._buckets(grads)
-        if len(pending) > 1:
+        bucketed = len(pending) > 1
+        if bucketed:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
             while pending:
-                self._step_bucket(pending[0], grads, divisor, found_inf)
+                self._step_bucket(pending[0], grads, divisor, found_inf, bucketed)
                 self._publish(pending.pop(0))
         finally:  # on an error, too, all masters go to the model, and to the other ranks, which wait for them
             for bucket in pending:
@@ -250,12 +236,13 @@ class MixedPrecisionOptimizer:
         grads: Grads,
         divisor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
+        bucketed: bool,
     ) -> None:
         """Attach the gradients of `shards` to what the optimizer holds, and let it step."""
         targets = [self.master_weights.target(shard) for shard in shards]
         fitting = fit_grads([grads.pop(shard) for shard in shards], targets)
         clear_grads([shard.param for shard in shards])  # those they were made of are free now
-        self.stepper.step(targets, fitting, divisor, found_inf)
+        self.stepper.step(targets, fitting, divisor, found_inf, bucketed)
 
     def _publish(self, shards: Sequence[ParamShard]) -> None:
         """Round the masters of `shards` into the model, and begin to send them to ranks that use them."""

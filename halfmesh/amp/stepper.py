@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Stepper:
         self.takes_grad_scale = False
         self._stepping = False
         self._settings: list[Any] = []
+        self._group_of: dict[int, int] = {}  # the place of each parameter's group
         self.guard = optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
 
     def changed(self) -> bool:
@@ -45,6 +47,8 @@ class Stepper:
         fused.place_step_counters(self.optimizer)
         self.takes_grad_scale = fused.takes_grad_scale(self.optimizer)
         self._settings = fused.group_settings(self.optimizer)
+        groups = enumerate(self.optimizer.param_groups)
+        self._group_of = {id(param): place for place, group in groups for param in group["params"]}
 
     def avoid_fused(self) -> None:
         """Leave the choice to torch from now on: gradients are sparse, which fused kernels cannot take."""
@@ -69,12 +73,15 @@ class Stepper:
         grads: Sequence[torch.Tensor],
         divisor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
+        bucketed: bool = False,
     ) -> None:
         """Step with `grads`, which are used up, as the gradients of `targets`.
 
         Args:
             divisor: the gradients are divided by it (0-dim fp32); None for 1.
             found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
+            bucketed: show the optimizer no other parameters, so that it does not look through all of them for each of
+                many buckets.
         """
         for target, grad in zip(targets, grads, strict=True):
             target.grad = grad
@@ -82,19 +89,35 @@ class Stepper:
         if self.folds:
             folded = {"grad_scale": divisor, "found_inf": found_inf}
             attributes = {name: value for name, value in folded.items() if value is not None}
-            fused.seed_momentum(self.optimizer)
+            fused.seed_momentum(self.optimizer, targets)
         elif divisor is not None:
             _multiply(grads, 1 / divisor)
         vars(self.optimizer).update(attributes)
         self._stepping = True
         try:
-            self.optimizer.step()
+            with self._showing(targets) if bucketed else nullcontext():
+                self.optimizer.step()
         finally:
             self._stepping = False
             for name in attributes:
                 delattr(self.optimizer, name)
             for target in targets:
                 target.grad = None
+
+    @contextmanager
+    def _showing(self, targets: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A scope in which the optimizer's groups hold `targets` only."""
+        groups = self.optimizer.param_groups
+        params = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for target in targets:
+            groups[self._group_of[id(target)]]["params"].append(target)
+        try:
+            yield
+        finally:
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
 
     def close(self) -> None:
         """The optimizer may step by itself again, with the implementation that it came with."""

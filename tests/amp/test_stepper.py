@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfmesh
 from halfmesh.amp import optimizer as update_path
+from halfmesh.amp.master_weights import bucket_bytes
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update, take
 
@@ -187,3 +188,29 @@ def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batche
             engine.step()
     engine.close()
     assert ("still have to be divided" in caplog.text) == warns
+
+
+def test_the_optimizer_sees_the_parameters_of_one_bucket_only(monkeypatch):
+    """In groups of its own, so that it does not look through all parameters for each bucket."""
+    monkeypatch.setattr(update_path, "bucket_bytes", lambda *_: 1)
+    seen, inner = [], optim.AdamW.step
+
+    def step(self):
+        seen.append([[tuple(param.shape) for param in group["params"]] for group in self.param_groups])
+        inner(self)
+
+    monkeypatch.setattr(optim.AdamW, "step", step)
+    params = make_params()
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.1}]
+    update = make_update(params, lambda _: optim.AdamW(groups), NAIVE)
+    held = [group["params"] for group in update.optimizer.param_groups]
+    take(update, params, 0)
+    assert seen == [[[(7, 5)], []], [[(5,)], []], [[], [(3, 2, 2)]]]
+    assert all(group["params"] is own for group, own in zip(update.optimizer.param_groups, held, strict=True))
+    assert [len(own) for own in held] == [2, 1]
+
+
+def test_buckets_grow_with_the_model_on_a_gpu():
+    mib, gpu = 2**20, torch.device("cuda")
+    assert bucket_bytes(torch.device("cpu"), 10**10) == 25 * mib
+    assert [bucket_bytes(gpu, numel * mib) for numel in (1, 200, 10**5)] == [25 * mib, 50 * mib, 512 * mib]

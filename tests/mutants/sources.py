@@ -129,7 +129,7 @@ UPDATE = (
     Fault(
         "fused SGD with momentum that nobody has filled, so that it is not used",
         "amp/fused.py",
-        'if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:',
+        'if optimizer.state[param].get("momentum_buffer") is None:',
         "if False:",
         (EXACT, FUSED),
     ),
