@@ -240,7 +240,7 @@ class AMPOptimizer(optim.Optimizer):
         try:
             return self._update.step()
         finally:
-            self._accumulation.end_update()
+            self._accumulation.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; they are always set to None."""

@@ -191,15 +191,15 @@ class Accumulation:
             self.reduce()
         return divisor
 
-    def end_update(self) -> None:
-        """The gradients are used, or of no use: begin a new cycle."""
-        self._update.zero_grad()
-        self._begin_cycle()
-
     def clear(self) -> None:
-        """Forget the gradients and begin a new cycle."""
+        """Forget the gradients, which are used or of no use, and begin a new cycle."""
         self._update.zero_grad()
-        self._begin_cycle()
+        self._precision.clear_weight_cache()  # the weights may have changed
+        if self.reducer is not None:
+            self.reducer.forget()
+        self.index = 0
+        self._weight = None
+        self.has_backward = self.is_last_microbatch = self.is_last_batch = False
 
     # -- what may not happen in a cycle ------------------------------------------------------------------------
 
@@ -222,14 +222,6 @@ class Accumulation:
             )
 
     # -- parts -------------------------------------------------------------------------------------------------
-
-    def _begin_cycle(self) -> None:
-        self._precision.clear_weight_cache()  # the weights may have changed
-        if self.reducer is not None:
-            self.reducer.forget()
-        self.index = 0
-        self._weight = None
-        self.has_backward = self.is_last_microbatch = self.is_last_batch = False
 
     def _cover_trained(self, reducer: Reduction) -> None:
         """Let `reducer` follow: parameters may have been added to the optimizer, frozen or unfrozen."""

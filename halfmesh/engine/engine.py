@@ -206,7 +206,7 @@ class Engine(Health):
                 self._lr.settle()
                 result = self._update.step(accumulation.grad_divisor())
             finally:
-                accumulation.end_update()
+                accumulation.clear()
                 if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:
