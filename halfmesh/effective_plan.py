@@ -213,7 +213,9 @@ def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     held = f", {left} trainable parameter(s) left out" if left else ""
     clip = f", clip norm {config.clip_grad_norm.max_norm:g}" if config.clip_grad_norm.max_norm else ""
     streamed = (
-        ", masters' gradients in buckets" if update.master_weights.masters and update.stepper.can_step_in_buckets else ""
+        ", masters' gradients in buckets"
+        if update.master_weights.masters and update.stepper.can_step_in_buckets
+        else ""
     )
     return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}{held}"
 

@@ -11,7 +11,7 @@ Read in this order:
     loss_scales     what backward begins with; loss_scaler: how a scale moves; multi_loss: several losses
     grad_norm       norm and overflow, on all ranks the same
     stepper         calls `optimizer.step()`; fused: with which implementation
-    step_result     what the host gets to know
+    step_result     what the host gets to know; skip_counter: when a run ends
     gradient_watch, statistics: warnings
 
 It imports the top-level helpers only (`shard`, `tensors`, `errors`, `log`, `options`, `registry`), never `parallel` or

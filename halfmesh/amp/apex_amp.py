@@ -191,7 +191,7 @@ class ApexAMP(AMPPlugin):
             return super().backend(options)
         from .apex_backend import ApexBackend
 
-        return ApexBackend(options)
+        return ApexBackend(options.model_dump())
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

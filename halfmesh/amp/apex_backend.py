@@ -6,9 +6,9 @@ All private names of apex that halfmesh uses stand here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from .plugin import Backend
 from .precision import Precision
 from .recipe import Recipe
 
-if TYPE_CHECKING:
-    from .apex_amp import ApexOptions
-
 DEVICES = frozenset({"cuda"})
 
 Functions = dict[tuple[Any, str], tuple[Any, Any]]
@@ -27,10 +24,10 @@ Functions = dict[tuple[Any, str], tuple[Any, Any]]
 
 
 class ApexBackend(Backend):
-    """apex.amp, called with the options of a config."""
+    """apex.amp, called with the keys of a config's `fp16`."""
 
-    def __init__(self, options: ApexOptions) -> None:
-        self._options = options
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        self._keys = keys
         self._functions: Functions = {}
 
     def find_problem(self, device: torch.device) -> str | None:
@@ -54,12 +51,12 @@ class ApexBackend(Backend):
         """
         amp: Any = importlib.import_module("apex.amp")
         names = ("opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "cast_model_outputs")
-        keys = {name: getattr(self._options, name) for name in names}
+        keys = {name: self._keys[name] for name in names}
         for name in ("cast_model_type", "cast_model_outputs"):
             keys[name] = getattr(torch, keys[name]) if keys[name] else keys[name]
         rnn_functions = vars(nn.modules.rnn)["_VF"]
         hooks = {module: set(module._state_dict_hooks) for module in model.modules()}
-        verbosity = self._options.verbosity if self._options.verbosity > 1 else 0  # halfmesh logs the scale itself
+        verbosity = self._keys["verbosity"] if self._keys["verbosity"] > 1 else 0  # halfmesh logs the scale itself
         # In a list, whose forward apex replaces: inputs and outputs are cast by Precision, which a deepcopy survives.
         amp.initialize(nn.ModuleList([model]), verbosity=verbosity, **keys)
         for module, known in hooks.items():  # apex's give rounded weights; halfmesh's will give the masters

@@ -16,7 +16,8 @@ from .gradient_watch import GradientWatch
 from .loss_scales import LossScales
 from .master_weights import MasterWeights, bucket_bytes, by_bytes
 from .recipe import HALF, Recipe, UpdateOptions
-from .step_result import SkipCounter, StepResult
+from .skip_counter import SkipCounter
+from .step_result import StepResult
 from .stepper import Stepper, fit_grads
 
 Grads = dict[ParamShard, torch.Tensor]

@@ -96,9 +96,8 @@ class LoadHook:
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
             self._master_weights.originals.keep(param, value)
-            if (
-                master is not None and shard is not None and value.dtype != param.dtype
-            ):  # else it is no more exact than what the parameter gets, see take_edits
+            # Of the parameter's dtype it is no more exact than what the parameter gets, which the next step takes over.
+            if master is not None and shard is not None and value.dtype != param.dtype:
                 alike = torch.empty_like(param, dtype=master.dtype).copy_(value)
                 master.copy_(shard.part_of(alike))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -18,11 +18,28 @@ from ..shard import OneRank, Ranks
 
 if TYPE_CHECKING:
     from .dataloader import EngineDataLoader
-    from .executor import Backward
 
 LossReduction = Literal["mean", "sum", "weighted"]
 
 _log = get_logger(__name__)
+
+
+class Backward(Protocol):
+    """How gradients are computed.
+
+    Attributes:
+        is_single: whether there is one backward through the graph, and not one for each microbatch.
+    """
+
+    is_single: bool
+
+    def check(self, loss: Any) -> Any:
+        """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
+        ...
+
+    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
+        """Add the gradients of `loss`. With `reduces` the open `reducer` may send what is complete."""
+        ...
 
 
 class Accumulation:

@@ -14,28 +14,10 @@ from ..amp.precision import Precision
 from ..parallel.gradients import Reduction
 from ..parallel.same_calls import SameCalls
 from ..tensors import tensors_of
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Backward
 
 if TYPE_CHECKING:
     from ..parallel.pipeline.stage import StageModule
-
-
-class Backward(Protocol):
-    """How gradients are computed.
-
-    Attributes:
-        is_single: whether there is one backward through the graph, and not one for each microbatch.
-    """
-
-    is_single: bool
-
-    def check(self, loss: Any) -> Any:
-        """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
-        ...
-
-    def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
-        """Add the gradients of `loss`. With `reduces` the open `reducer` may send what is complete."""
-        ...
 
 
 class Executor(Backward, Protocol):

@@ -53,7 +53,7 @@ def state_of(engine):
 
 
 def problem_on(device):
-    return ApexBackend(ApexOptions(backend="apex")).find_problem(device)
+    return ApexBackend(ApexOptions(backend="apex").model_dump()).find_problem(device)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
