@@ -238,9 +238,12 @@ class AMPOptimizer(optim.Optimizer):
                 "in place of loss.backward(), which does not scale the loss"
             )
         try:
-            return self._update.step()
-        finally:
+            result = self._update.step()
+        except BaseException:
             self._accumulation.clear()
+            raise
+        self._accumulation.end_update()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; they are always set to None."""

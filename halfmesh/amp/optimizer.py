@@ -78,6 +78,9 @@ class MixedPrecisionOptimizer:
         self._ranks = ranks or OneRank()
         self._clip_once: tuple[float, GradStats | None] | None = None
         self._has_backward = False  # gradients of the next update are there
+        # On a CPU gradients stay in memory until the next `zero_grad` or backward, as in a loop by hand: freed at once,
+        # malloc gives them back to the system, and takes them again page by page (a tenth of the step of a small ViT).
+        self._used: list[torch.Tensor] = []
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.sync_param_groups())
         self.sync_param_groups()
 
@@ -102,6 +105,7 @@ class MixedPrecisionOptimizer:
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # the gradients measured are no longer all
         self._has_backward = True
+        self._used = []
         self.loss_scales.before_backward(self.master_weights.receivers)
         yield
         self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
@@ -125,6 +129,10 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters that the optimizer holds, or has held."""
+        self._used = []
+        self._forget_grads()
+
+    def _forget_grads(self) -> None:
         self._clip_once = None
         self._has_backward = False
         self.loss_scales.forget_grads()
@@ -192,7 +200,7 @@ class MixedPrecisionOptimizer:
         finally:  # a hook of the user's may raise on one rank: the scale moves on all
             if stats is not None:
                 self.loss_scales.update(stats)
-            self._has_backward = False
+            self._forget_grads()
         return result
 
     def _measure(self, grads: Grads) -> GradStats:
@@ -243,6 +251,7 @@ class MixedPrecisionOptimizer:
         targets = [self.master_weights.target(shard) for shard in shards]
         fitting = fit_grads([grads.pop(shard) for shard in shards], targets)
         clear_grads([shard.param for shard in shards])  # those they were made of are free now
+        self._used = fitting if self.device.type == "cpu" else []
         self.stepper.step(targets, fitting, divisor, found_inf, bucketed)
 
     def _publish(self, shards: Sequence[ParamShard]) -> None:

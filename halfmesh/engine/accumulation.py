@@ -209,8 +209,12 @@ class Accumulation:
         return divisor
 
     def clear(self) -> None:
-        """Forget the gradients, which are used or of no use, and begin a new cycle."""
+        """Forget the gradients and begin a new cycle."""
         self._update.zero_grad()
+        self.end_update()
+
+    def end_update(self) -> None:
+        """The update has used its gradients: begin a new cycle."""
         self._precision.clear_weight_cache()  # the weights may have changed
         if self.reducer is not None:
             self.reducer.forget()

@@ -205,8 +205,11 @@ class Engine(Health):
             try:
                 self._lr.settle()
                 result = self._update.step(accumulation.grad_divisor())
-            finally:
+                accumulation.end_update()
+            except BaseException:
                 accumulation.clear()
+                raise
+            finally:
                 if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
                     self._dataloader.at_end = False
         except NonFiniteError as error:

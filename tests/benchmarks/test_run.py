@@ -33,7 +33,7 @@ def test_a_row_is_measured(several):
     assert set(run.COLUMNS[1:]) < set(cells)
     assert all(cells[column].endswith("]") for column in ("against the default loop", "against fused=True", "A/A"))
     assert cells["host reads"] == "0"
-    assert cells["bytes a parameter"].startswith("12.0, " if several else "14.0, ")
+    assert cells["bytes a parameter"].startswith("16.0, " if several else "18.0, ")
 
 
 def test_the_page_keeps_rows_of_the_same_commit_only(monkeypatch, tmp_path, capsys):

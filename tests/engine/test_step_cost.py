@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import weakref
 
 import pytest
 import torch
@@ -130,3 +131,15 @@ def test_operations_of_torch(precision, clip):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_no_reads_by_the_host(mode, precision, accumulation):
     assert count_ops(through_engine(precision, 1.0, mode, gradient_accumulation=accumulation), steps=8)[1] == 0
+
+
+def test_memory_of_gradients_is_kept_until_the_next_step():
+    """As in a loop by hand: given back between two steps, it would go to the system and come back page by page."""
+    engine = engine_of(make_model(), {})
+    engine.backward(engine.criterion(engine(X), Y))
+    grads = [weakref.ref(param.grad) for param in engine.model.parameters()]
+    engine.step()
+    assert all(param.grad is None for param in engine.model.parameters())
+    assert all(grad() is not None for grad in grads)
+    engine.zero_grad()
+    assert all(grad() is None for grad in grads)
