@@ -17,10 +17,10 @@ SUBJECTS = {
     "Config": "config/ options.py compat.py key_checks.py registry.py",
     "What initialize is given": "inputs.py assembly.py distribution.py conversion.py stage_checks.py",
     "The loop": "engine/engine.py engine/accumulation.py engine/saving.py",
-    "Data": "engine/dataloader.py engine/samplers.py engine/loader_watch.py",
+    "Data": "data/dataloader.py data/samplers.py data/loader_watch.py",
     "Schedulers": "engine/scheduling.py engine/lr_schedulers.py",
     "Precision": "amp/",
-    "Inf and nan": "engine/health/",
+    "Inf and nan": "debug/",
     "Tensor parallelism": "parallel/tensor parallel/style.py parallel/layer_plans.py parallel/attention.py "
     "parallel/gradients.py parallel/sequence parallel/same_calls.py parallel/split.py",
     "Pipeline parallelism": "parallel/pipeline/ engine/pipeline_executor.py engine/handles.py engine/last_stage.py "
@@ -29,9 +29,8 @@ SUBJECTS = {
     "parallel/elementwise.py",
     "Memory and compile": "activation.py parallel/recompute.py parallel/offload.py compilation.py memory.py",
     "Deferred models": "deferred/",
-    "Checkpoints": "engine/checkpointing/ engine/checkpoint.py",
-    "Ranks: launch, layout, failures": "launch process_group.py parallel/ failures.py causes.py end_log.py position "
-    "signals.py engine/sync_check.py engine/common_state.py",
+    "Checkpoints": "checkpoint/ engine/checkpoint.py",
+    "Ranks: launch, layout, failures": "launch/ debug/sync_check.py debug/common_state.py parallel/",
     "Trainer and hooks": "trainer/ hooks/",
     "Planning and the command line": "plan/ cli/",
 }

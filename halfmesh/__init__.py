@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .config import Config
     from .config.load import load_config
     from .conversion import convert_to_amp
+    from .data.dataloader import get_dataloader
+    from .debug.diagnosis import Diagnosis
+    from .debug.precision_report import PrecisionReport
     from .deferred.creation import deferred_init, model_creation
-    from .engine.dataloader import get_dataloader
     from .engine.engine import Engine
-    from .engine.health.diagnosis import Diagnosis
-    from .engine.health.precision_report import PrecisionReport
     from .engine.lr_schedulers import (
         CosineAnnealingWarmupLR,
         LinearWarmupLR,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .launching import (
+    from .launch.launching import (
         Launch,
         get_default_parser,
         launch,
@@ -77,10 +77,10 @@ _NAMES = {
     "config.load": ("load_config",),
     "conversion": ("convert_to_amp",),
     "deferred.creation": ("deferred_init", "model_creation"),
-    "engine.dataloader": ("get_dataloader",),
+    "data.dataloader": ("get_dataloader",),
     "engine.engine": ("Engine",),
-    "engine.health.diagnosis": ("Diagnosis",),
-    "engine.health.precision_report": ("PrecisionReport",),
+    "debug.diagnosis": ("Diagnosis",),
+    "debug.precision_report": ("PrecisionReport",),
     "engine.lr_schedulers": (
         "CosineAnnealingWarmupLR",
         "LinearWarmupLR",
@@ -101,7 +101,7 @@ _NAMES = {
         "RegistryError",
         "SyncError",
     ),
-    "launching": (
+    "launch.launching": (
         "Launch",
         "get_default_parser",
         "launch",

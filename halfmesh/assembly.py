@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, compilation, inputs, launching
+from . import compat, compilation, inputs
 from .amp._torch import has_step_hooks
 from .amp.convert import convert
 from .amp.gradient_watch import IN_PARTS, UNDIVIDED
 from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
+from .data.dataloader import EngineDataLoader
+from .data.samplers import shard_loader
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
@@ -25,15 +27,14 @@ from .division import Division
 from .division_plans import Plans, balance_by_time, make_plans
 from .effective_plan import make_plan
 from .engine.accumulation import Accumulation
-from .engine.dataloader import EngineDataLoader
 from .engine.engine import Engine
-from .engine.samplers import shard_loader
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
-from .failures import told_to_torchrun
 from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
-from .launching import Launch
+from .launch import launching
+from .launch.failures import told_to_torchrun
+from .launch.launching import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
 from .parallel.trained import SameTrained
@@ -143,7 +144,7 @@ def _prepare(
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
     if config.checkpoint is not None:
-        from .engine.checkpointing.automatic import make_folder
+        from .checkpoint.automatic import make_folder
 
         make_folder(config.checkpoint, context)
     plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
@@ -231,7 +232,7 @@ def _convert(
 def _begin(engine: Engine) -> None:
     """Saves that nobody calls, and the state to go on from."""
     if engine.config.checkpoint is not None or engine.config.resume is not None:
-        from .engine.checkpointing.automatic import begin
+        from .checkpoint.automatic import begin
 
         begin(engine)
 

@@ -17,8 +17,8 @@ from .parallel.registries import DATA_STRATEGIES
 
 if TYPE_CHECKING:
     from .config import Config
-    from .engine.dataloader import EngineDataLoader
-    from .engine.sync_check import SyncCheck
+    from .data.dataloader import EngineDataLoader
+    from .debug.sync_check import SyncCheck
 
 
 def refuse_uneven_evaluation(loader: Any, context: ParallelContext) -> None:
@@ -91,7 +91,7 @@ def make_sync(
     if config.debug != "sync" or context.size == 1 or is_alone():
         return None
     # Not in a run without it.
-    from .engine.checkpointing.contents import Holding
-    from .engine.sync_check import SyncCheck
+    from .checkpoint.contents import Holding
+    from .debug.sync_check import SyncCheck
 
     return SyncCheck(Holding(model, update, division), context, dataloader)

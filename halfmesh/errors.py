@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .engine.health.diagnosis import Diagnosis
+    from .debug.diagnosis import Diagnosis
 
 EXIT_PREEMPTED = 75
 """Exit status of a process that was told to end and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""

@@ -5,7 +5,6 @@ composition/   every cell of the composition table trains to parity with one pro
 mutants/       faults that are put into halfmesh on purpose have to turn a test red
 faults/        ranks that raise, hang, are killed, or are told to end
 models_table/  models of timm, torchvision and transformers
-data/, checkpoint/, debug/, launch/   parts of halfmesh/engine/ and the modules that start a run
 docs/, examples/, benchmarks/         pages, scripts and the harness of the benchmarks
 scripts/       training scripts that people run (nanoGPT, mnist, a word model), converted: what reasonable user code is
 gpu/           what needs a CUDA device

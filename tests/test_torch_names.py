@@ -47,7 +47,7 @@ ALLOWED = {
     "deferred/recording.py": {"_schema"},
     "engine/_torch.py": {"_C", "_current_graph_task_id", "_iterator"},
     "engine/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
-    "engine/health/undisturbed.py": {"_buffers", "_parameters"},
+    "debug/undisturbed.py": {"_buffers", "_parameters"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/offload.py": {"_base"},
     "parallel/pipeline/tracing.py": {"_buffers"},

@@ -12,7 +12,7 @@ from torch import nn
 
 from .._torch import outside_of_dry_run
 from ..errors import InputError, did_you_mean
-from ..launchers import torchrun_place
+from ..launch.launchers import torchrun_place
 from .recording import Recording
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")

@@ -15,24 +15,24 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
+from ..checkpoint.attached import Attached
+from ..checkpoint.lock import FolderLocks
+from ..data.dataloader import EngineDataLoader, warn_of_same_inputs
+from ..debug.health import KEPT, Health
+from ..debug.last_batch import LastBatch
 from ..errors import InputError, NonFiniteError
 from ..parallel.context import ParallelContext
 from .accumulation import Accumulation, StepWatch
 from .average import WeightAverage
-from .checkpointing.attached import Attached
-from .checkpointing.lock import FolderLocks
-from .dataloader import EngineDataLoader, warn_of_same_inputs
 from .executor import Executor
-from .health.health import KEPT, Health
-from .health.last_batch import LastBatch
 from .model_guard import ModelGuard
 from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..debug.sync_check import SyncCheck
     from ..division import Division
     from ..effective_plan import EffectivePlan
-    from .sync_check import SyncCheck
 
 
 class Engine(Health):

@@ -12,25 +12,26 @@ from torch import nn
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
+from ..checkpoint.attached import Attached, Stateful
+from ..checkpoint.lock import FolderLocks
+from ..data import rank_random
+from ..data.dataloader import EngineDataLoader
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
-from . import checkpoint, rank_random
+from . import checkpoint
 from .accumulation import Accumulation
 from .average import WeightAverage
 from .averaged_model import AveragedModel
-from .checkpointing.attached import Attached, Stateful
-from .checkpointing.lock import FolderLocks
-from .dataloader import EngineDataLoader
 from .model_guard import ModelGuard
 from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
+    from ..checkpoint.automatic import Automatic
+    from ..checkpoint.background import Background
+    from ..checkpoint.run import Run
     from ..config import Config
     from ..division import Division
-    from .checkpointing.automatic import Automatic
-    from .checkpointing.background import Background
-    from .checkpointing.run import Run
 
 _log = get_logger(__name__)
 
@@ -134,8 +135,8 @@ class Saving:
         self._statistics.look()
         self.context.agree_on_call("engine.save")
         # torch.distributed.checkpoint: only when there is something to save.
-        from .checkpointing.background import Background
-        from .checkpointing.run import save
+        from ..checkpoint.background import Background
+        from ..checkpoint.run import save
 
         self.wait_for_save()
         if in_background and self._background is None:
@@ -172,7 +173,7 @@ class Saving:
         self._refuse_if_closed()
         self._accumulation.refuse_averaged("engine.load()")
         self.context.agree_on_call("engine.load")
-        from .checkpointing.run import load
+        from ..checkpoint.run import load
 
         self.wait_for_save()
         with self._guard.own_call():
@@ -242,7 +243,7 @@ class Saving:
         self._refuse_if_closed()
         self._statistics.look()
         self.context.agree_on_call("engine.save_weights")
-        from .checkpointing.weights import save_weights
+        from ..checkpoint.weights import save_weights
 
         with self._guard.own_call():
             save_weights(self._run.holding, self.context, path, format, max_file_gb)
@@ -258,7 +259,7 @@ class Saving:
         self._refuse_if_closed()
         self._accumulation.refuse_unfinished("engine.load_weights()")
         self.context.agree_on_call("engine.load_weights")
-        from .checkpointing.weight_loading import load_weights
+        from ..checkpoint.weight_loading import load_weights
 
         with self._guard.own_call():
             load_weights(self._run.holding, self.context, Path(path))
@@ -301,7 +302,7 @@ class Saving:
 
     @property
     def _run(self) -> Run:
-        from .checkpointing.run import Run
+        from ..checkpoint.run import Run
 
         holding = self.model, self._update, self._division
         loop = self._accumulation, self._lr, self._dataloader

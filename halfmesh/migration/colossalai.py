@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from .. import launching
 from ..amp.plugin import AMP_TYPE
 from ..assembly import initialize as _initialize
 from ..compat import get_layout
 from ..conversion import convert_to_amp
-from ..engine.dataloader import get_dataloader
+from ..data.dataloader import get_dataloader
 from ..engine.engine import Engine
 from ..errors import InputError
-from ..launching import Launch, get_default_parser
+from ..launch import launching
+from ..launch.launching import Launch, get_default_parser
 from ..trainer.trainer import Trainer as _Trainer
 from . import colossalai_hooks as hooks
 

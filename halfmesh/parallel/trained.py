@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..failures import is_echo
-from ..layout import Layout
+from ..launch.failures import is_echo
+from ..launch.layout import Layout
 from .objects import gather_objects, is_alone
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from ..data.samplers import ShardedSampler, StridedBatches
 from ..engine.engine import Engine
 from ..engine.handles import Handle
-from ..engine.samplers import ShardedSampler, StridedBatches
 from ..errors import InputError
 from ..tensors import map_tensors, tensors_of
 from .hook import Hook, Record, add_measured

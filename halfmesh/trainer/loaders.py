@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from ..data.dataloader import EngineDataLoader
+from ..data.samplers import shard_loader
+from ..data.transfer import copied
 from ..distribution import refuse_uneven_evaluation
-from ..engine.dataloader import EngineDataLoader
 from ..engine.engine import Engine
-from ..engine.samplers import shard_loader
-from ..engine.transfer import copied
 from ..errors import InputError
 
 _END = object()

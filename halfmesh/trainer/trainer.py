@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..amp.step_result import StepResult
+from ..debug.findings import judge_scale
 from ..engine.engine import Engine
-from ..engine.health.findings import judge_scale
 from ..errors import InputError, refuse_below
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfmesh.engine.checkpointing.planners import read_metadata_file
+from halfmesh.checkpoint.planners import read_metadata_file
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import change_manifest, differing, make_engine, train, weights
 

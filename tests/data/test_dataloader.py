@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 import halfmesh
-from halfmesh.engine.dataloader import EngineDataLoader
-from halfmesh.engine.loader_watch import LoaderWatch
+from halfmesh.data.dataloader import EngineDataLoader
+from halfmesh.data.loader_watch import LoaderWatch
 from halfmesh.errors import InputError
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.tensors import tensors_of

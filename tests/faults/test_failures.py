@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from halfmesh.failures import is_echo, is_timeout
+from halfmesh.launch.failures import is_echo, is_timeout
 from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
 
 pytestmark = pytest.mark.distributed

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
-from halfmesh import launching
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError, LaunchError
-from halfmesh.launching import (
+from halfmesh.launch import launching
+from halfmesh.launch.launching import (
     choose_device,
     find_group_problem,
     get_default_parser,

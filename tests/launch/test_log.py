@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from halfmesh.layout import Layout
+from halfmesh.launch.layout import Layout
 from halfmesh.log import Listener, get_logger
 
 

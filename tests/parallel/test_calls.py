@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from halfmesh.errors import InputError
+from halfmesh.launch.process_group import OwnedGroup
 from halfmesh.parallel import calls
-from halfmesh.process_group import OwnedGroup
 from tests.support.models import make_data, make_engine, said, step_on
 from tests.support.ranks import run_ranks
 

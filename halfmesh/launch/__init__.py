@@ -1,0 +1,1 @@
+"""Starting ranks, and naming the one that failed."""

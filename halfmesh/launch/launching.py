@@ -1,0 +1,259 @@
+"""From the environment of a launcher (torchrun, SLURM, Open MPI) to device, seeds and process group."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from ..log import get_logger
+from .failures import told_to_torchrun
+from .launchers import OPENMPI, SLURM, Place, check_place, read_int, read_place, torchrun_place
+from .layout import Layout
+from .process_group import Address, OwnedGroup, make_group
+
+if TYPE_CHECKING:
+    from ..config.load import Config
+
+_shared: list[OwnedGroup] = []
+"""The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch function found and made; `initialize` takes it as its config.
+
+    Attributes:
+        config: as loaded.
+        device: where this process trains.
+        rank: of this process among all, from 0.
+        world_size: the number of processes.
+        local_rank: of this process on its machine, from 0.
+        group: the process group that was made; None if none was.
+    """
+
+    config: Config
+    device: torch.device
+    rank: int
+    world_size: int
+    local_rank: int
+    group: OwnedGroup | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data ranks: processes, or groups of them, that see data of their own."""
+        from ..compat import get_layout
+
+        return get_layout(self.config, self.world_size).data
+
+    @property
+    def dp_rank(self) -> int:
+        """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
+        return self.rank // self.config.parallel.tensor.size % self.dp_size
+
+    def close(self) -> None:
+        """Destroy the process group, if this launch made it, and restore the exception hook. May be called twice."""
+        if self.group is not None:
+            self.group.close()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # With an error in flight the guard has to stay, to report it; and destroying a broken group may block.
+        if kind is None:
+            self.close()
+
+
+def launch(
+    config: Any,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    *,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    verbose: bool = True,
+) -> Launch:
+    """Join `world_size` processes at `host:port`, where rank 0 listens.
+
+    Args:
+        config: a path, dict or Config, whatever `initialize` takes.
+        backend: "nccl" for CUDA, "gloo" for the CPU unless given.
+        local_rank: index of this process on its machine; `rank` modulo the number of GPUs unless given.
+        seed: for python's, numpy's and torch's generators, the same on all ranks, so that a model built next is the
+            same everywhere; `config.seed` unless given.
+        device: cuda:local_rank where there is CUDA, else the CPU, unless given.
+
+    Raises:
+        LaunchError: numbers that do not fit together, no such device or backend, or no group within `config.timeout`.
+    """
+    check_place(rank, world_size)
+    if local_rank is None:
+        local_rank = rank % (torch.cuda.device_count() or world_size)
+    if local_rank < 0:
+        raise LaunchError(f"local_rank={local_rank}: expected the number of this process on its machine, from 0")
+    place = Place(rank, world_size, local_rank)
+    return _launch(config, place, Address(host, port), backend, seed, device, verbose)
+
+
+def launch_from_torch(
+    config: Any,
+    *,
+    backend: str | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    verbose: bool = True,
+) -> Launch:
+    """Launch under torchrun; without any of its variables (`python train.py`), as a single process.
+
+    Arguments and errors as in `launch`.
+    """
+    return _launch(config, torchrun_place(), None, backend, seed, device, verbose)
+
+
+def launch_from_slurm(config: Any, host: str, port: int, **options: Any) -> Launch:
+    """Launch under srun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
+    place = read_place(SLURM)
+    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+
+
+def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> Launch:
+    """Launch under Open MPI's mpirun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
+    place = read_place(OPENMPI)
+    return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
+
+
+def ensure_process_group(
+    device: torch.device, timeout_s: float, backend: str | None = None, *, pipeline: int = 1, tensor: int = 1
+) -> OwnedGroup | None:
+    """Make torchrun's process group if its variables ask for one and there is none, or give the one that was made here
+    before. Who gets it has to `join` and to `close` it.
+
+    None if there was nothing to make: a world of 1, the group of a launch, or of the user's own.
+
+    Args:
+        timeout_s: seconds that a collective may take.
+        pipeline, tensor: sizes of these axes, by which messages about failed ranks name their places.
+    """
+    if dist.is_initialized():
+        return next((group for group in _shared if group.is_there), None)
+    place = torchrun_place()
+    group = make_group(place, None, device, timeout_s, backend, Layout(place.world_size, pipeline, tensor))
+    _shared[:] = [] if group is None else [group]
+    return group
+
+
+def choose_backend(config: Config, device: torch.device) -> str | None:
+    """The backend that the config needs, or None for the usual one of `device`."""
+    # Parts that are in host memory are joined there, and their norms.
+    return "cpu:gloo,cuda:nccl" if config.parallel.data.cpu_offload and device.type == "cuda" else None
+
+
+def find_group_problem(config: Config, device: torch.device) -> str | None:
+    """Why the process group that there is already cannot do what the config needs, or None."""
+    if choose_backend(config, device) is None or not dist.is_initialized():
+        return None
+    backends = dist.get_backend_config()
+    if "cpu:" in backends:
+        return None
+    return (
+        f"parallel.data.cpu_offload: the process group has no backend for tensors in host memory ({backends}); make it "
+        "with init_process_group('cpu:gloo,cuda:nccl'), or leave backend out of launch"
+    )
+
+
+def expected_world_size() -> int:
+    """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
+
+    Raises:
+        LaunchError: the variables contradict each other.
+    """
+    return dist.get_world_size() if dist.is_initialized() else torchrun_place().world_size
+
+
+def choose_device(device: torch.device | str | None = None, local_rank: int | None = None) -> torch.device:
+    """`device`, or cuda:local_rank where there is CUDA, else the CPU; made the current CUDA device.
+
+    `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
+
+    Raises:
+        LaunchError: this machine has no such device.
+    """
+    if local_rank is None:
+        local_rank = read_int("LOCAL_RANK", at_least=0) if "LOCAL_RANK" in os.environ else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
+    except RuntimeError as error:
+        raise LaunchError(f"device={device!r} is no device of torch's; give 'cpu', 'cuda' or 'cuda:0'") from error
+    if chosen.type != "cuda":
+        return chosen
+    if not gpus:
+        raise LaunchError(f"device={str(device)!r}, but torch {torch.__version__} finds no CUDA device; give 'cpu'")
+    index = local_rank if chosen.index is None else chosen.index
+    if index >= gpus:
+        origin = f"device={str(device)!r}" if chosen.index is not None else f"local rank {local_rank}"
+        raise LaunchError(
+            f"{origin} needs GPU {index}, but this machine has {gpus} (numbered from 0); start at most "
+            f"{gpus} process(es) per machine, or give device='cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """A parser with the options that the launch functions need (`--config`, `--host`, `--port`, `--world-size`,
+    `--rank`, `--local-rank`, `--backend`); add your own to it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="the config file (.py, .yaml or .json)")
+    parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")
+    parser.add_argument("--port", type=int, help="the port of rank 0 (not needed under torchrun)")
+    parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are in all")
+    parser.add_argument("--rank", type=int, help="the number of this process, from 0")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="the number of this process on its machine")
+    parser.add_argument("--backend", help="the communication backend (default: nccl for CUDA, gloo for the CPU)")
+    return parser
+
+
+def _launch(
+    config: Any,
+    place: Place,
+    address: Address | None,
+    backend: str | None,
+    seed: int | None,
+    device: torch.device | str | None,
+    verbose: bool,
+) -> Launch:
+    from ..config.load import load_config
+
+    with told_to_torchrun():
+        loaded = load_config(config)
+        loaded = loaded if seed is None else loaded.replace(seed=seed)
+        chosen = choose_device(device, place.local_rank)
+        parallel = loaded.parallel
+        layout = Layout(place.world_size, parallel.pipeline.size, parallel.tensor.size)
+        backend = backend or choose_backend(loaded, chosen)
+        group = make_group(place, address, chosen, loaded.timeout, backend, layout)
+    _set_seeds(loaded.seed)
+    if verbose:
+        how = dist.get_backend() if dist.is_initialized() else "no process group"
+        get_logger().info("world of %d (%s), device %s, seed %d", place.world_size, how, chosen, loaded.seed)
+    return Launch(loaded, chosen, place.rank, place.world_size, place.local_rank, group)
+
+
+def _set_seeds(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+    torch.manual_seed(seed)

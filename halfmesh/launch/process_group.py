@@ -1,0 +1,206 @@
+"""Making the process group of a launch, with its failure guard."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from .end_log import EndLog
+from .failures import FailureGuard
+from .launchers import Place
+from .layout import Layout
+from .positions import Whereabouts
+
+PARTING_S = 0.1
+"""What threads that wait for nothing but Python and a core need at most."""
+_numbers = itertools.count()
+"""Of the groups that this process has made; all ranks count alike."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens."""
+
+    host: str
+    port: int
+
+
+_hosted: dict[Address, dist.Store] = {}
+"""The stores that rank 0 keeps, to the end of the program: who comes first to the next group could not tell a store
+that is about to close from the next one at the same address, and would wait in it."""
+
+
+class OwnedGroup:
+    """A process group that was made here, with its failure guard. Its last user's `close` destroys it."""
+
+    def __init__(self, guard: FailureGuard, whereabouts: Whereabouts) -> None:
+        self._guard: FailureGuard | None = guard
+        self._whereabouts = whereabouts
+        self._group = dist.group.WORLD
+        self._users: set[object] = set()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it still is the group of this process, of which a user may have made another one meanwhile."""
+        return self._guard is not None and dist.is_initialized() and dist.group.WORLD is self._group
+
+    def watch(self, engine: Any) -> None:
+        """Messages about ranks that wait in vain give the `global_step` of `engine`."""
+        self._whereabouts.watch(engine)
+
+    def join(self, user: object) -> None:
+        """From now on `user` needs the group."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """`user` needs it no longer. The group stays, for whoever comes next, and to report an error in flight."""
+        self._users.discard(user)
+
+    def ended(self) -> dict[int, bool]:
+        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
+        return {} if self._guard is None else self._guard.ended()
+
+    def close(self, user: object = None) -> None:
+        """Destroy the group, unless others than `user` need it. May be called twice."""
+        self.leave(user)
+        if self._guard is None or self._users:
+            return
+        is_there = self.is_there
+        self._guard.remove()
+        self._guard = None
+        if is_there:
+            dist.destroy_process_group()
+
+
+def make_group(
+    place: Place,
+    address: Address | None,
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None,
+    layout: Layout,
+) -> OwnedGroup | None:
+    """Join the process group of `place`, at `address` or at the one in torchrun's variables.
+
+    None if there was nothing to make: a world of 1, or a group of the user's own.
+
+    Args:
+        timeout_s: seconds to join, and that a collective may take.
+        layout: by which messages about failed ranks name them.
+
+    Raises:
+        LaunchError: no group within `timeout_s`, no such backend, or an existing group with other numbers.
+    """
+    if dist.is_initialized() or place.world_size > 1:
+        atexit.unregister(let_threads_finish)
+        atexit.register(let_threads_finish)
+    if dist.is_initialized():
+        _check_existing_group(place)
+        return None
+    backend = _check_backend(backend, device)
+    if place.world_size == 1:
+        return None
+    timeout, whereabouts = timedelta(seconds=timeout_s), Whereabouts()
+    try:
+        store = _make_store(place, address, timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
+        )
+        host = None if address is None and _agent_hosts_store() else 0
+        log = EndLog(store, place.rank, place.world_size, host, lambda: whereabouts.here().dump())
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} could not join the {backend} process group at {where} within "
+            f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
+            "port, a port that is free on rank 0's machine and can be reached from the others"
+        ) from error
+    return OwnedGroup(FailureGuard(log, layout, timeout_s, whereabouts), whereabouts)
+
+
+def let_threads_finish() -> None:
+    """Before the interpreter shuts down: let gloo's threads drop the tensors that they still hold.
+
+    They need Python for that. Where it is shutting down it ends the thread that asks for it, which C++ answers with
+    "terminate called without an active exception": the process aborts, after all of its work is done. Seen on loaded
+    machines, some time after the last collective.
+    """
+    time.sleep(PARTING_S)
+
+
+def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
+    # It outlives the group, whose addresses would be taken for those of the next one: of one that this process has
+    # closed, or under torchrun that of ranks that --max-restarts has started again.
+    number = f"group_{next(_numbers)}"
+    if address is None and _agent_hosts_store():
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        # Agents of several machines count restarts differently.
+        alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "any"
+        return dist.PrefixStore(f"restart_{restarts}/{number}", store)
+    where = address or Address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
+    if where not in _hosted:
+        _hosted[where] = _host_store(place, address, timeout)
+    _hosted[where].set_timeout(timeout)
+    return dist.PrefixStore(number, _hosted[where])
+
+
+def _host_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
+    if address is None:
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        return store
+    host = address.host.strip("[]")  # an IPv6 address as in a URL
+    return dist.TCPStore(host, address.port, place.world_size, is_master=place.rank == 0, timeout=timeout)
+
+
+def _agent_hosts_store() -> bool:
+    """Whether torchrun keeps the store, which then outlives rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_existing_group(place: Place) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) != (place.rank, place.world_size):
+        raise LaunchError(
+            f"a process group exists already, with this process as rank {rank} of {world_size}, but the launch is for "
+            f"rank {place.rank} of {place.world_size}; call torch.distributed.destroy_process_group() first, or launch "
+            "with the same numbers"
+        )
+
+
+def _check_backend(backend: str | None, device: torch.device) -> str:
+    if backend is None:
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(
+            f"backend='nccl' works on CUDA devices only, but the device is {device}; leave backend out or give 'gloo'"
+        )
+    parts = [part.rpartition(":")[2] for part in backend.split(",")]  # "cpu:gloo,cuda:nccl"
+    unknown = [part for part in parts if not _is_available(part)]
+    if unknown:
+        raise LaunchError(
+            f"backend={backend!r}: this torch has no {', '.join(unknown)}; leave backend out (nccl for CUDA, gloo for "
+            "the CPU), or give 'gloo'"
+        )
+    return backend
+
+
+def _is_available(backend: str) -> bool:
+    try:
+        return dist.is_backend_available(backend)
+    except ValueError:  # torch 2.11 to 2.13 on malformed names
+        return False
