@@ -1,0 +1,83 @@
+"""What an engine is made of, and what may take part in its loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..amp.optimizer import MixedPrecisionOptimizer
+from ..amp.precision import Precision
+from ..amp.statistics import StatisticsCheck
+from ..amp.step_result import StepResult
+from ..data.dataloader import EngineDataLoader
+from ..parallel.context import ParallelContext
+from .accumulation import Accumulation
+from .average import WeightAverage
+from .executor import Executor
+from .model_guard import ModelGuard
+from .scheduling import LRAdvance
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..division import Division
+    from ..errors import NonFiniteError
+
+RESULT_HISTORY = 60
+"""How many results of updates an engine keeps."""
+
+
+@dataclass
+class EngineParts:
+    """The parts of an engine, for the engine itself, its hooks, checkpoints and reports."""
+
+    model: nn.Module
+    criterion: Callable[..., Any] | None
+    update: MixedPrecisionOptimizer
+    precision: Precision
+    context: ParallelContext
+    executor: Executor
+    division: Division
+    accumulation: Accumulation
+    lr: LRAdvance
+    config: Config
+    dataloader: EngineDataLoader | None
+    eval_dataloader: EngineDataLoader | None
+    average: WeightAverage
+    guard: ModelGuard
+    statistics: StatisticsCheck
+    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))
+    """Of the last updates, the oldest first."""
+    global_step: int = 0
+    """Updates attempted so far, skipped ones included."""
+
+
+class EngineHook:
+    """Takes part in an engine's loop. An event that a class does not override costs nothing.
+
+    All ranks reach each event in the same order, so a hook may communicate, but in `close` only without an error.
+    """
+
+    def before_fetch(self) -> None:
+        """The engine's training loader is about to fetch a batch."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is about to be called, with these inputs; `model.training` says what for."""
+
+    def after_backward(self, loss: Any) -> None:
+        """Gradients of one microbatch are added."""
+
+    def before_step(self) -> None:
+        """`engine.step` was called; it may be inside an accumulation cycle."""
+
+    def after_step(self, result: StepResult) -> None:
+        """An update is over, taken or skipped."""
+
+    def on_error(self, error: NonFiniteError) -> None:
+        """An update raised `error`, on all ranks."""
+
+    def close(self, error: BaseException | None) -> None:
+        """The engine ends, because of `error` if there is one; other ranks may be gone then."""
