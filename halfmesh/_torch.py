@@ -59,7 +59,7 @@ def version(tensor: torch.Tensor) -> int:
 
 def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Of each tensor what changes whenever it is written in place or gets other memory (`tensor.data = ...`)."""
-    return list(zip(versions(tensors), [tensor.data_ptr() for tensor in tensors], strict=True))
+    return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:

@@ -35,14 +35,11 @@ _SETTINGS = ("fused", "foreach", "momentum", "dampening", "differentiable")
 
 def group_settings(optimizer: optim.Optimizer) -> list[Any]:
     """What the choice of an implementation depends on: `switch_to_fused` is due again when this changes."""
-    return [vars(optimizer).get("step")] + [
-        (
-            [id(param) for param in group["params"]],
-            [param.stride() for param in group["params"]],
-            [bool(group.get(name)) for name in _SETTINGS],
-        )
-        for group in optimizer.param_groups
-    ]
+    settings: list[Any] = [vars(optimizer).get("step")]
+    for group in optimizer.param_groups:
+        params = group["params"]
+        settings += [*map(id, params), *map(torch.Tensor.stride, params), *map(bool, map(group.get, _SETTINGS))]
+    return settings
 
 
 def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:

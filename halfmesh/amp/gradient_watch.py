@@ -63,6 +63,8 @@ class GradientWatch:
     def note(self) -> None:
         """After a backward, and the reduction if it was the last: warn if these gradients are modified from now on."""
         masters = self._master_weights
+        if self.why is None and masters.receivers == masters.trained:
+            return  # a loop by hand may change its gradients, too, and no part of them is kept elsewhere
         grads = [shard.param.grad for shard in masters.receivers]
         self._noted = masters.trained, masters.receivers, grads, versions(grads)
 

@@ -32,8 +32,9 @@ class MasterWeights:
     Attributes:
         masters: the master of each of the model's parameters that has one.
         trained: the shards whose parameters the optimizer holds, or has held: those with masters.
-        stepped: of these, those that it holds.
+        stepped: of these, those that it holds, each with what it holds: the parameter or its master.
         receivers: for each of `trained` the shard in which backward leaves the gradient.
+        grad_params: the parameters in which gradients may be, of `trained` and `receivers`.
         originals: the full precision of tensors that are cast and not trained.
 
     Raises:
@@ -70,7 +71,8 @@ class MasterWeights:
         held = {id(param) for params in self._held for param in params}
         self.trained = [s for s in self.shards if id(s.param) in held or s.param in self.masters]
         self.receivers = [s.source or s for s in self.trained]
-        self.stepped = [s for s in self.trained if id(self.target(s)) in held]
+        self.grad_params = [shard.param for shard in {*self.trained, *self.receivers}]
+        self.stepped = {s: target for s in self.trained if id(target := self.target(s)) in held}
 
     def add(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """These are the masters of parameters from now on."""
@@ -88,7 +90,7 @@ class MasterWeights:
 
     def publish(self, shards: Iterable[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `mark_published` follows."""
-        held = [shard for shard in shards if shard.param in self.masters]
+        held = [shard for shard in shards if shard.param in self.masters] if self.masters else []
         if held:
             with torch.no_grad():
                 foreach_copy_([s.param for s in held], [self.masters[s.param] for s in held])

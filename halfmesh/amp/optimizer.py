@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,26 +87,28 @@ class MixedPrecisionOptimizer:
 
     def backward(self, loss: torch.Tensor, divisor: float = 1.0, retain_graph: bool = False, loss_id: int = 0) -> None:
         """Run backward from a scalar `loss`, with its loss scale / `divisor` as the seed."""
-        with self.collecting(loss_id):
-            loss = loss.float() if loss.dtype in HALF else loss  # a scaled seed does not fit into half precision
-            seed = self.loss_scales.seed(loss, divisor, loss_id)
-            torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+        self.before_backward()
+        loss = loss.float() if loss.dtype in HALF else loss  # a scaled seed does not fit into half precision
+        seed = self.loss_scales.seed(loss, divisor, loss_id)
+        torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+        self.after_backward(loss_id)
 
     def scaled(self, loss: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
-        """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that others run, within `collecting`."""
+        """`loss` (of loss_id 0) x its loss scale / `divisor`, for a backward that others run."""
         loss = loss.float() if loss.dtype in HALF else loss
         seed = self.loss_scales.seed(loss.detach(), divisor)
         return loss if seed is None else loss * seed
 
-    @contextmanager
-    def collecting(self, loss_id: int = 0) -> Iterator[None]:
-        """A scope in which backward runs; what it leaves in the parameters are gradients of `loss_id`."""
+    def before_backward(self) -> None:
+        """What backward leaves in the parameters from here to `after_backward` are gradients of one loss."""
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # the gradients measured are no longer all
         self._has_backward = True
         self._used = []
         self.loss_scales.before_backward(self.master_weights.receivers)
-        yield
+
+    def after_backward(self, loss_id: int = 0) -> None:
+        """The gradients of loss `loss_id` are there."""
         self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
 
     def begin_backward(self) -> None:
@@ -137,8 +138,7 @@ class MixedPrecisionOptimizer:
         self._has_backward = False
         self.loss_scales.forget_grads()
         self.gradient_watch.forget()
-        held = {*self.master_weights.trained, *self.master_weights.receivers}
-        clear_grads([shard.param for shard in held])
+        clear_grads(self.master_weights.grad_params)
 
     # -- the update --------------------------------------------------------------------------------------------
 
@@ -170,14 +170,14 @@ class MixedPrecisionOptimizer:
             self.sync_param_groups()
         self.master_weights.adopt_external_writes()
         grads, scalers = self.gradients(), self.loss_scales.scalers
-        is_sparse = any(grad.layout is not torch.strided for grad in grads.values())
-        if is_sparse:
+        sparse = {grad.layout for grad in grads.values()} - {torch.strided}
+        if sparse:
             self.stepper.avoid_fused()
 
         max_norm, stats = self._clip_once or (self.options.max_norm, None)
         self._clip_once = None
         wants_norm = max_norm > 0 or self.needs_grad_norm
-        if stats is None and (wants_norm or (not is_sparse and self.skip_counter.due_for_check())):
+        if stats is None and (wants_norm or (not sparse and self.skip_counter.due_for_check())):
             stats = self._measure(grads)
         if stats is not None:
             stops = self.options.on_nonfinite == "raise"
@@ -248,7 +248,7 @@ class MixedPrecisionOptimizer:
         bucketed: bool,
     ) -> None:
         """Attach the gradients of `shards` to what the optimizer holds, and let it step."""
-        targets = [self.master_weights.target(shard) for shard in shards]
+        targets = [self.master_weights.stepped[shard] for shard in shards]
         fitting = fit_grads([grads.pop(shard) for shard in shards], targets)
         clear_grads([shard.param for shard in shards])  # those they were made of are free now
         self._used = fitting if self.device.type == "cpu" else []

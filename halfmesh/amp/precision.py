@@ -64,16 +64,17 @@ class Precision:
 
     def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
-        return self.cast_output(self.run_in_autocast(model, *self.cast_inputs(args), **self.cast_inputs(kwargs)))
-
-    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs where the forward runs, so that losses are fp32 where autocast says so."""
-        return self.run_in_autocast(criterion, *args, **kwargs)
+        args, kwargs = self.cast_inputs((args, kwargs))
+        return self.cast_output(self.run_in_autocast(model, *args, **kwargs))
 
     def run_in_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`call(*args, **kwargs)` in the scope of `autocast`."""
+        if not self.recipe.autocast:
+            return call(*args, **kwargs)
         with self.autocast():
             return call(*args, **kwargs)
+
+    criterion = run_in_autocast  # where the forward runs, so that losses are fp32 where autocast says so
 
     def cast_inputs(self, inputs: Any) -> Any:
         """What the model is called with, as the recipe says."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,39 +84,29 @@ class Stepper:
         """
         for target, grad in zip(targets, grads, strict=True):
             target.grad = grad
-        attributes: dict[str, torch.Tensor] = {}
+        attributes, groups = vars(self.optimizer), self.optimizer.param_groups
         if self.folds:
-            folded = {"grad_scale": divisor, "found_inf": found_inf}
-            attributes = {name: value for name, value in folded.items() if value is not None}
+            attributes.update(grad_scale=divisor, found_inf=found_inf)
             fused.seed_momentum(self.optimizer, targets)
         elif divisor is not None:
             _multiply(grads, 1 / divisor)
-        vars(self.optimizer).update(attributes)
+        whole = [group["params"] for group in groups] if bucketed else []
+        if bucketed:
+            for group in groups:
+                group["params"] = []
+            for target in targets:
+                groups[self._group_of[id(target)]]["params"].append(target)
         self._stepping = True
         try:
-            with self._showing(targets) if bucketed else nullcontext():
-                self.optimizer.step()
+            self.optimizer.step()
         finally:
             self._stepping = False
-            for name in attributes:
-                delattr(self.optimizer, name)
+            attributes.pop("grad_scale", None)
+            attributes.pop("found_inf", None)
+            for group, params in zip(groups, whole, strict=False):
+                group["params"] = params
             for target in targets:
                 target.grad = None
-
-    @contextmanager
-    def _showing(self, targets: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A scope in which the optimizer's groups hold `targets` only."""
-        groups = self.optimizer.param_groups
-        params = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []
-        for target in targets:
-            groups[self._group_of[id(target)]]["params"].append(target)
-        try:
-            yield
-        finally:
-            for group, own in zip(groups, params, strict=True):
-                group["params"] = own
 
     def close(self) -> None:
         """The optimizer may step by itself again, with the implementation that it came with."""
@@ -139,7 +128,7 @@ def fit_grads(grads: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> lis
     for place, (grad, target) in enumerate(zip(grads, targets, strict=True)):
         if grad.layout is not torch.strided:
             grads[place] = grad.to(target.dtype)  # these have no strides, and no fused kernels
-        elif (grad.dtype, grad.stride()) != (target.dtype, target.stride()):
+        elif grad.dtype != target.dtype or grad.stride() != target.stride():
             sources.append(grad)
             grads[place] = torch.empty_like(target)
             copies.append(grads[place])

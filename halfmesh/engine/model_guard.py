@@ -6,8 +6,7 @@ A copy of the model (deepcopy for an average of its weights, torch.save) is guar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +41,8 @@ class ModelGuard:
         device: torch.device,
         division: Division,
     ) -> None:
-        self.is_own_call = False
-        """Whether the engine makes the calls that come, and not the user's loop."""
+        self.own_calls = 0
+        """Above 0 the engine makes the calls that come, and not the user's loop."""
         self._removers: list[Callable[[], Any]] = []
         if "zero_grad" not in vars(model) and type(model).zero_grad is nn.Module.zero_grad:
             model.zero_grad = ZeroGrad(model, accumulation)  # type: ignore[method-assign]
@@ -56,14 +55,15 @@ class ModelGuard:
         if division.divides:
             self._removers.append(optimizer.register_state_dict_pre_hook(PartialState(self, _OPTIMIZER_PARTS)).remove)
 
-    @contextmanager
-    def own_call(self) -> Iterator[None]:
+    def own_call(self) -> ModelGuard:
         """A scope in which the engine calls model and optimizer."""
-        outer, self.is_own_call = self.is_own_call, True
-        try:
-            yield
-        finally:
-            self.is_own_call = outer
+        return self
+
+    def __enter__(self) -> None:
+        self.own_calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.own_calls -= 1
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -107,9 +107,9 @@ class DirectCall(_Hook):
         self._device_type = device.type
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or self._has_warned or self._guard.own_calls:
             return
-        if self._has_warned or self._guard.is_own_call or not (module.training and torch.is_grad_enabled()):
+        if torch.jit.is_tracing() or not (module.training and torch.is_grad_enabled()):
             return
         if self._recipe.autocast and torch.is_autocast_enabled(self._device_type):
             return  # within engine.autocast()
@@ -138,7 +138,7 @@ class PartialState(_Hook):
         self._text = text
 
     def __call__(self, *_: Any) -> None:
-        if not self._has_warned and not self._guard.is_own_call:
+        if not self._has_warned and not self._guard.own_calls:
             self._has_warned = True
             _log.warning("%s", self._text)
 

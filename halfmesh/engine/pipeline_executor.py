@@ -164,8 +164,9 @@ class PipelineExecutor:
                 if rest:
                     reducer.expect_rest(params)
 
-        with self._update.collecting(loss_id):
-            self._pipeline.train(forward.calls, forward.known, finish, on_last)
+        self._update.before_backward()
+        self._pipeline.train(forward.calls, forward.known, finish, on_last)
+        self._update.after_backward(loss_id)
         self._send_results(loss, last, forward)
 
     def close(self) -> None:

@@ -46,8 +46,9 @@ def test_several_groups_and_one_added_later(master):
         optimizer.zero_grad()
         scale = scale_of(update)
         update.begin_backward()
-        with update.collecting():
-            give(params, gradients(step), scale)
+        update.before_backward()
+        give(params, gradients(step), scale)
+        update.after_backward()
         give(reference, [(g * scale).to(params[0].dtype).float() / scale for g in gradients(step)])
         update.step()
         optimizer.step()

@@ -49,9 +49,10 @@ def test_an_update_keeps_to_the_devices(no_memory, recipe, optimizer, norm_type)
         options = UpdateOptions(fused=fused, max_norm=1.0, norm_type=norm_type, track_grad_norm=True)
         update = MixedPrecisionOptimizer(OPTIMIZERS[optimizer](params), shards, recipe, options=options, device=HOST)
         for divisor in (1.0, 4.0, torch.full((), 4.0, device=GPU)):
-            with update.collecting():
-                for shard in shards:
-                    shard.param.grad = torch.ones_like(shard.param)
+            update.before_backward()
+            for shard in shards:
+                shard.param.grad = torch.ones_like(shard.param)
+            update.after_backward()
             assert update.clip_grad_norm_(1.0, divisor).device == HOST
             update.step(divisor)
             update.zero_grad()
