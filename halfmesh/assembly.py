@@ -20,8 +20,8 @@ from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
 from .amp.statistics import StatisticsCheck
 from .checkpoint.checkpointer import Checkpointer
-from .data.dataloader import EngineDataLoader
-from .data.samplers import shard_loader
+from .data.loader import EngineDataLoader
+from .data.sharding import ShardedLoader
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
@@ -155,7 +155,7 @@ def _prepare(
         make_folder(config.checkpoint, context)
     plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
     loaders = [
-        None if loader is None else shard_loader(loader, context, training)
+        None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
     ]
     if parallel.data.strategy == "fsdp":
@@ -207,7 +207,7 @@ def _convert(
     if loaders[0] is not None:  # alone, each batch closes its cycle, whatever follows
         needs_end = config.gradient_accumulation > 1
         dataloader = EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, needs_end=needs_end, **place)
-    eval_dataloader = None if loaders[1] is None else EngineDataLoader(loaders[1], may_be_empty=True, **place)
+    eval_dataloader = None if loaders[1] is None else EngineDataLoader(loaders[1], **place)
     optimizer = update.optimizer
     parts = EngineParts(
         model=given.model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from .shard import foreign_params
 
 if TYPE_CHECKING:
     from .config import Config
+    from .data.sharding import ShardedLoader
 
 
 def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
@@ -258,15 +259,15 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def refuse_uneven_evaluation(loader: Any, context: ParallelContext) -> None:
+def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
     """Raise InputError, on all ranks, if `loader` has more batches on some of them: under fsdp a batch needs all ranks,
     which hold the weights together.
 
     A loader without a length is not looked at.
     """
-    if not isinstance(loader, Sized):
+    if loader is None or loader.length is None:
         return
-    counts = context.everyone(len(loader))
+    counts = context.everyone(loader.length)
     if min(counts) != max(counts):
         raise InputError(
             f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "

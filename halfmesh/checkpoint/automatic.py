@@ -52,7 +52,7 @@ class PreemptionHook(EngineHook):
         self._preemption = Preemption(parts.context, self._signals.came)
         for loader in (parts.dataloader, parts.eval_dataloader):
             if loader is not None:
-                loader.loader = shelter_workers(loader.loader, self._signals.handled)
+                shelter_workers(loader.loader, self._signals.handled)
         if self._signals.others:
             _log.warning(
                 "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "

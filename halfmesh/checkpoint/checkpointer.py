@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..data import rank_random
 from ..errors import InputError
 from ..log import get_logger
-from . import validate
+from . import rng, validate
 from .attached import Attached, Stateful
 from .lock import FolderLocks
 
@@ -110,7 +109,7 @@ class Checkpointer:
             "lr_scheduler": parts.lr.state_dict(),
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
-            "random": rank_random.rank_random(parts.context, parts.division),
+            "random": rng.rank_random(parts.context, parts.division),
             "layout": self._layout,
             "attached": self._attached.state_dict(),
             "average": parts.average.state_dict(),
@@ -134,7 +133,7 @@ class Checkpointer:
                 _log.warning("%s", note)
         if parts.accumulation.reducer is not None:
             parts.accumulation.reducer.note_buffers()
-        rank_random.set_rank_random(state["random"], parts.context, parts.division)
+        rng.set_rank_random(state["random"], parts.context, parts.division)
         for note in self._attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
         self._forget()

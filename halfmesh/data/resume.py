@@ -66,8 +66,8 @@ def epoch_batches(
     saved: Mapping[str, Any] | None = None,
     same_layout: bool = True,
 ) -> Iterator[Any]:
-    """The batches of epoch `state.epoch`, in the order that the user's own loader draws in one process: on several ranks
-    from where random numbers are on rank 0. `state` follows.
+    """The batches of epoch `state.epoch`, in the order that the user's own loader draws in one process; on several
+    ranks from where random numbers are on rank 0. `state` is kept up to date.
 
     In one process all else is drawn as in a plain loop, too. On several ranks what the dataset draws here comes from
     `seed`, the data rank, the epoch and the batch, so that ranks that compute one batch fetch the same.
@@ -78,14 +78,18 @@ def epoch_batches(
             a state gets it; another one's `saved` has neither.
         same_layout: whether `saved` is of this rank in the same layout.
     """
-    loader, several = sharded.loader, context.size > 1
+    loader: Any = sharded.loader
+    several = context.size > 1
     sharded.set_epoch(state.epoch)
     knows_place = saved is not None and "loader" in saved and is_stateful(loader)
     if saved is not None and knows_place:
         loader.load_state_dict(saved["loader"])
     if saved is None or saved["finished"]:
-        start = {"random": random_state(CPU), "generators": [each.get_state() for each in sharded.generators()]}
-        state.start = context.from_first(start) if sharded.is_random else start
+        same_layout = True
+        generators = [generator.get_state() for generator in sharded.generators()]
+        state.start = {"random": random_state(CPU), "generators": generators}
+        if sharded.is_random:
+            state.start = context.from_first(state.start)
     else:
         state.start, state.fetched = saved["start"], saved["trained"]
         state.fetches = dict(saved["fetches"])

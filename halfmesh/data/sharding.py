@@ -83,9 +83,9 @@ class ShardedLoader:
         self._rank, self._size = (0, 1) if shards_itself else (context.dp_rank, context.dp_size)
         self._order_of = f" of {context.dp_size} ranks" if shards_itself and context.dp_size > 1 else ""
         self._agree = context.agree if training and self._several and not shards_itself else None
-        batches = given.batch_sampler
+        batches: Any = given.batch_sampler
         self._index_sampler: Any = given.sampler if batches is None else batches
-        self._sampler = self._index_sampler.sampler if type(batches) is BatchSampler else self._index_sampler
+        self._sampler: Any = batches.sampler if type(batches) is BatchSampler else self._index_sampler
         self.splits_samples = type(batches) is BatchSampler and not self.is_stream
         self.loader, self._indices = copy_loader(given), _Indices()
         self._pins = context.device.type == "cuda"
@@ -133,7 +133,7 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell every sampler, and a stream, that wants to know which epoch begins."""
-        parts = [self.loader, self.given.sampler, self.given.batch_sampler, self._sampler]
+        parts: list[Any] = [self.loader, self.given.sampler, self.given.batch_sampler, self._sampler]
         for part in {id(part): part for part in [*parts, *([self.given.dataset] if self.is_stream else [])]}.values():
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)

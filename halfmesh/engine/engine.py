@@ -14,7 +14,8 @@ from ..amp.o1 import CastTable
 from ..amp.step_result import StepResult
 from ..checkpoint.attached import Stateful
 from ..checkpoint.checkpointer import Checkpointer
-from ..data.dataloader import EngineDataLoader, warn_of_same_inputs
+from ..data.loader import EngineDataLoader
+from ..data.sharding import warn_of_same_inputs
 from ..debug import health
 from ..debug.last_batch import LastBatch
 from ..errors import InputError, NonFiniteError

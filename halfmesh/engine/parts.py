@@ -13,7 +13,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
-from ..data.dataloader import EngineDataLoader
+from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError
 from ..parallel.context import ParallelContext
 from .accumulation import Accumulation

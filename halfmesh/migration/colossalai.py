@@ -19,7 +19,7 @@ from ..amp.plugin import AMP_TYPE
 from ..assembly import initialize as _initialize
 from ..compat import get_layout
 from ..conversion import convert_to_amp
-from ..data.dataloader import get_dataloader
+from ..data.loader import get_dataloader
 from ..engine.engine import Engine
 from ..errors import InputError
 from ..launch import launching

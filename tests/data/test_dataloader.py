@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 import halfmesh
-from halfmesh.data.dataloader import EngineDataLoader
-from halfmesh.data.loader_watch import LoaderWatch
+from halfmesh.data.loader import EngineDataLoader
+from halfmesh.data.sharding import ShardedLoader
 from halfmesh.errors import InputError
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.tensors import tensors_of
@@ -36,7 +36,8 @@ def dataloader(loader, accumulation=1):
 )
 def test_batches_of_any_structure_are_moved(item):
     context = ParallelContext(1, 1, torch.device("meta"))
-    batch = next(iter(EngineDataLoader(DataLoader([item] * 4, 2), context, seed=0)))
+    sharded = ShardedLoader(DataLoader([item] * 4, 2), context, training=True)
+    batch = next(iter(EngineDataLoader(sharded, context, seed=0)))
     tensors = tensors_of(batch)
     assert tensors
     assert all(t.is_meta for t in tensors)
@@ -197,33 +198,3 @@ def test_get_dataloader():
     assert halfmesh.get_dataloader(Queue(4), batch_size=4).batch_size == 4
     with pytest.raises(InputError, match="add_sampler=False would let every data rank see the same samples"):
         halfmesh.get_dataloader(data, add_sampler=False)
-
-
-@pytest.mark.parametrize(
-    ("parts", "warnings"),
-    [
-        ([(0.6, 0.4, 100)], 1),
-        ([(0.31, 0.69, 40)], 1),
-        ([(0.28, 0.72, 40)], 0),
-        ([(5.0, 5.0, 3)], 0),
-        ([(0.0, 1.0, 100), (50.0, 0.0, 1)], 0),
-        ([(0.6, 0.4, 4)] * 10, 1),
-    ],
-    ids=["long", "above", "below", "few batches", "one slow batch", "short epochs"],
-)
-def test_a_loop_that_waits_for_its_data_is_warned_once(parts, warnings, caplog):
-    """Parts: seconds to fetch a batch, to train on it, and how many; between them an evaluation takes long."""
-    now = [100.0]
-    watch = LoaderWatch(DataLoader([0]), torch.device("cpu"), lambda: now[0])
-
-    def load(seconds, count):
-        for number in range(count):
-            now[0] += seconds
-            yield number
-
-    for fetch_s, train_s, count in parts:
-        for _ in watch.watch(load(fetch_s, count)):
-            now[0] += train_s
-        now[0] += 100
-    assert len(caplog.messages) == warnings
-    assert all("give the DataLoader more workers (num_workers=0; this machine has " in text for text in caplog.messages)
