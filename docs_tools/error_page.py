@@ -17,7 +17,7 @@ SUBJECTS = {
     "Config": "config/ options.py compat.py key_checks.py registry.py",
     "What initialize is given": "inputs.py assembly.py conversion.py stage_checks.py",
     "The loop": "engine/engine.py engine/accumulation.py engine/parts.py",
-    "Data": "data/dataloader.py data/samplers.py data/loader_watch.py",
+    "Data": "data/",
     "Schedulers": "engine/scheduling.py engine/lr_schedulers.py",
     "Precision": "amp/",
     "Inf and nan": "debug/",

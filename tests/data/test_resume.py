@@ -208,3 +208,47 @@ def test_an_epoch_that_has_no_batch_left_ends():
     assert (other.lr_scheduler.last_epoch, other.dataloader.next_epoch) == (0, 0)
     assert list(other.dataloader) == []
     assert (other.lr_scheduler.last_epoch, other.dataloader.next_epoch) == (1, 1)
+
+
+class Stateful(DataLoader):
+    """A loader that knows its place, as torchdata's StatefulDataLoader: it goes on by itself."""
+
+    given = 0
+
+    def __iter__(self):
+        batches = super().__iter__()
+        for _ in range(self.given):
+            next(batches)
+        return self._counted(batches)
+
+    def _counted(self, batches):
+        for batch in batches:
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+LOADERS["stateful"] = lambda: Stateful(Stream(), 4)
+LOADERS["stateful, fetched ahead"] = lambda: Stateful(range(SAMPLES), 4, shuffle=True, num_workers=1)
+
+
+@pytest.mark.parametrize("kind", ["stateful", "stateful, fetched ahead"])
+def test_a_loader_with_a_state_of_its_own_is_asked_for_it(kind):
+    """For the batch that is trained on next, however many were fetched."""
+    _, state = batches_of(engine_of(kind), 6, 3)
+    assert state["dataloader"]["loader"] == {"given": 3}
+    assert find_differences(kind, places=(1, 3, 5, 6)) == []
+
+
+def test_the_state_of_a_loader_is_not_of_use_in_another_layout():
+    _, state = batches_of(engine_of("stateful"), 6, 3)
+    engine = engine_of("stateful")
+    assert engine.dataloader.load_state_dict(state["dataloader"], own=False) is None
+    expected, _ = batches_of(engine_of("stateful"), 5, 3)
+    assert len(list(engine.dataloader)) == len(expected) - 3
