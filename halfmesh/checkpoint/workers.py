@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ..data.samplers import StridedBatches
 from ..engine._torch import without_workers
-from ..launch.signals import ShelteredWorker
+from ..launching.signals import ShelteredWorker
 
 
 def shelter_workers(loader: Any, signals: Collection[Signals]) -> Any:

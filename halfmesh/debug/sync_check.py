@@ -15,7 +15,7 @@ from ..checkpoint.contents import Holding
 from ..data.dataloader import EngineDataLoader
 from ..engine.executor import Executor
 from ..errors import SyncError
-from ..launch.layout import Layout
+from ..launching.env import RankNames
 from ..parallel.context import ParallelContext
 from ..parallel.drift import Common, describe, find_drift
 from ..tensors import tensors_of
@@ -47,8 +47,8 @@ class SyncCheck:
         self._context = context
         self._dataloader = dataloader
         pp, _, tp = context.shape
-        layout = Layout(context.size, pp, tp)
-        self._names = [layout.name(rank) for rank in range(context.size)]
+        names = RankNames(context.size, pp, tp)
+        self._names = [names.name(rank) for rank in range(context.size)]
         self._group = context.batch_group
         self._steps = 0  # the last one after which all was equal
 
