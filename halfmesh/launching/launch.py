@@ -195,7 +195,7 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
     if not gpus:
         raise LaunchError(f"device={str(device)!r}, but torch {torch.__version__} finds no CUDA device; give 'cpu'")
     if local_rank is None:
-        local_rank = find_place().local_rank if TORCHRUN.local_rank in os.environ else 0
+        local_rank = int(os.environ.get(TORCHRUN.local_rank, 0))
     index = chosen.index if chosen.index is not None else 0 if gpus == 1 else local_rank
     if index >= gpus:
         origin = f"device={str(device)!r}" if chosen.index is not None else f"local rank {local_rank}"
