@@ -217,7 +217,6 @@ class FailureWatch:
                 error.add_note(f"raised on {name}")
             self._previous_hook(kind, error, trace)
         _record_for_torchrun(error)
-        self._linger()
 
     def _find_reason(self) -> str:
         """Who failed first. A rank that has an error of its own says so at once; others take a while to answer."""

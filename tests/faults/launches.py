@@ -120,6 +120,7 @@ else:
         rank = ranks.pop(process)
         codes[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         if list(ranks.values()) == [BAD]:
+            time.sleep(2)
             os.kill(*ranks, signal.SIGKILL)
     json.dump([codes, ended], sys.stdout)
     os._exit(0)
