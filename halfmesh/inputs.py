@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
 from .errors import NO_BATCH, InputError, shorten
+from .parallel.context import ParallelContext
 from .shard import foreign_params
 
 if TYPE_CHECKING:
@@ -255,3 +256,20 @@ def _short(dtype: torch.dtype) -> str:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def refuse_uneven_evaluation(loader: Any, context: ParallelContext) -> None:
+    """Raise InputError, on all ranks, if `loader` has more batches on some of them: under fsdp a batch needs all ranks,
+    which hold the weights together.
+
+    A loader without a length is not looked at.
+    """
+    if not isinstance(loader, Sized):
+        return
+    counts = context.everyone(len(loader))
+    if min(counts) != max(counts):
+        raise InputError(
+            f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "
+            "data='fsdp' each batch needs all ranks, which hold the weights together; evaluate a multiple of batch "
+            "size x data ranks, give the loader drop_last=True, or use data='zero1'"
+        )

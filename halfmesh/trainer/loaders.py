@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 from ..data.dataloader import EngineDataLoader
 from ..data.samplers import shard_loader
 from ..data.transfer import copied
-from ..distribution import refuse_uneven_evaluation
 from ..engine.engine import Engine
 from ..errors import InputError
+from ..inputs import refuse_uneven_evaluation
 
 _END = object()
 
