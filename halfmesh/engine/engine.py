@@ -301,6 +301,10 @@ class Engine:
         """Optimizer steps attempted so far, skipped ones included."""
         return self._parts.global_step
 
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._parts.global_step = step
+
     @property
     def device(self) -> torch.device:
         """Where this rank trains."""
