@@ -30,7 +30,7 @@ SUBJECTS = {
     "Memory and compile": "activation.py parallel/recompute.py parallel/offload.py compilation.py memory.py",
     "Deferred models": "deferred/",
     "Checkpoints": "checkpoint/",
-    "Ranks: launch, layout, failures": "launch/ debug/sync_check.py debug/common_state.py parallel/",
+    "Ranks: launch, layout, failures": "launching/ debug/sync_check.py debug/common_state.py parallel/",
     "Trainer and hooks": "trainer/ hooks/",
     "Planning and the command line": "plan/ cli/",
 }

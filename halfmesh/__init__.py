@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .launch.launching import (
+    from .launching.launch import (
         Launch,
         get_default_parser,
         launch,
@@ -101,7 +101,7 @@ _NAMES = {
         "RegistryError",
         "SyncError",
     ),
-    "launch.launching": (
+    "launching.launch": (
         "Launch",
         "get_default_parser",
         "launch",

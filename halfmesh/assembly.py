@@ -36,9 +36,9 @@ from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
-from .launch import launching
-from .launch.failures import told_to_torchrun
-from .launch.launching import Launch
+from .launching import launch as launching
+from .launching.failures import recorded_for_torchrun
+from .launching.launch import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
@@ -98,7 +98,7 @@ def initialize(
         IncompatibleConfigError: a combination that cannot be right, or does not fit model or device.
         InputError: arguments of the wrong kind.
     """
-    with told_to_torchrun():
+    with recorded_for_torchrun():
         return _initialize(
             _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler), config, device
         )

@@ -13,7 +13,7 @@ import torch
 from ..config.automatic import AutomaticConfig
 from ..engine.parts import EngineHook, EngineParts
 from ..errors import CheckpointError, Preempted
-from ..launch.signals import StopSignals
+from ..launching.signals import StopSignals
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import finding

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from signal import Signals
 
 from ..data.sharding import ShardedLoader
-from ..launch.signals import ShelteredWorker
+from ..launching.signals import ShelteredWorker
 
 
 def shelter_workers(sharded: ShardedLoader, signals: Collection[Signals]) -> None:

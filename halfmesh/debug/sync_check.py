@@ -15,7 +15,7 @@ from ..checkpoint.contents import Holding
 from ..engine.executor import Executor
 from ..engine.parts import EngineHook, EngineParts
 from ..errors import SyncError
-from ..launch.layout import Layout
+from ..launching.env import RankNames
 from ..parallel.drift import Common, describe, find_drift
 from ..tensors import tensors_of
 from .common_state import common_state
@@ -41,8 +41,8 @@ class SyncCheck(EngineHook):
         self._holding = Holding(parts.model, parts.update, parts.division)
         self._context = context = parts.context
         pp, _, tp = context.shape
-        layout = Layout(context.size, pp, tp)
-        self._names = [layout.name(rank) for rank in range(context.size)]
+        names = RankNames(context.size, pp, tp)
+        self._names = [names.name(rank) for rank in range(context.size)]
         self._group = context.batch_group
         self._steps = 0  # the last one after which all was equal
 

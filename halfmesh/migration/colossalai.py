@@ -22,8 +22,8 @@ from ..conversion import convert_to_amp
 from ..data.loader import get_dataloader
 from ..engine.engine import Engine
 from ..errors import InputError
-from ..launch import launching
-from ..launch.launching import Launch, get_default_parser
+from ..launching import launch as launching
+from ..launching.launch import Launch, get_default_parser
 from ..trainer.trainer import Trainer as _Trainer
 from . import colossalai_hooks as hooks
 
