@@ -15,9 +15,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 
 SUBJECTS = {
     "Config": "config/ options.py compat.py key_checks.py registry.py",
-    "What initialize is given": "inputs.py assembly.py distribution.py conversion.py stage_checks.py",
-    "The loop": "engine/engine.py engine/accumulation.py engine/saving.py",
-    "Data": "data/dataloader.py data/samplers.py data/loader_watch.py",
+    "What initialize is given": "inputs.py assembly.py conversion.py stage_checks.py",
+    "The loop": "engine/engine.py engine/accumulation.py engine/parts.py",
+    "Data": "data/",
     "Schedulers": "engine/scheduling.py engine/lr_schedulers.py",
     "Precision": "amp/",
     "Inf and nan": "debug/",
@@ -29,8 +29,8 @@ SUBJECTS = {
     "parallel/elementwise.py",
     "Memory and compile": "activation.py parallel/recompute.py parallel/offload.py compilation.py memory.py",
     "Deferred models": "deferred/",
-    "Checkpoints": "checkpoint/ engine/checkpoint.py",
-    "Ranks: launch, layout, failures": "launch/ debug/sync_check.py debug/common_state.py parallel/",
+    "Checkpoints": "checkpoint/",
+    "Ranks: launch, layout, failures": "launching/ debug/sync_check.py debug/common_state.py parallel/",
     "Trainer and hooks": "trainer/ hooks/",
     "Planning and the command line": "plan/ cli/",
 }

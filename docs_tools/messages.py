@@ -17,7 +17,7 @@ LEAST_WORDS = 3
 
 OUTPUT = (
     *("cli/", "plan/show", "plan/picture.py", "plan/writing.py", "plan/ranking.py", "plan/advice.py", "plan/search.py"),
-    *("effective_plan.py", "deferred/late.py", "amp/o1.py", "launchers.py", "failures.py"),
+    *("summary.py", "deferred/late.py", "amp/o1.py", "launching/env.py", "launching/failures.py"),
 )
 """What stands in these is no message, unless it is raised: what they print, or look for in others' errors."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .config import Config
     from .config.load import load_config
     from .conversion import convert_to_amp
-    from .data.dataloader import get_dataloader
+    from .data.loader import get_dataloader
     from .debug.diagnosis import Diagnosis
     from .debug.precision_report import PrecisionReport
     from .deferred.creation import deferred_init, model_creation
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .launch.launching import (
+    from .launching.launch import (
         Launch,
         get_default_parser,
         launch,
@@ -77,7 +77,7 @@ _NAMES = {
     "config.load": ("load_config",),
     "conversion": ("convert_to_amp",),
     "deferred.creation": ("deferred_init", "model_creation"),
-    "data.dataloader": ("get_dataloader",),
+    "data.loader": ("get_dataloader",),
     "engine.engine": ("Engine",),
     "debug.diagnosis": ("Diagnosis",),
     "debug.precision_report": ("PrecisionReport",),
@@ -101,7 +101,7 @@ _NAMES = {
         "RegistryError",
         "SyncError",
     ),
-    "launch.launching": (
+    "launching.launch": (
         "Launch",
         "get_default_parser",
         "launch",

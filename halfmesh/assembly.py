@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,33 +15,39 @@ from . import compat, compilation, inputs
 from .amp._torch import has_step_hooks
 from .amp.convert import convert
 from .amp.gradient_watch import IN_PARTS, UNDIVIDED
+from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
-from .data.dataloader import EngineDataLoader
-from .data.samplers import shard_loader
+from .amp.statistics import StatisticsCheck
+from .checkpoint.checkpointer import Checkpointer
+from .data.loader import EngineDataLoader
+from .data.sharding import ShardedLoader
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
-from .distribution import make_reduction, make_sync, refuse_uneven_evaluation
-from .division import Division
+from .division import Division, reduce_options
 from .division_plans import Plans, balance_by_time, make_plans
-from .effective_plan import make_plan
 from .engine.accumulation import Accumulation
+from .engine.average import WeightAverage
 from .engine.engine import Engine
+from .engine.model_guard import ModelGuard
+from .engine.parts import EngineHook, EngineParts
 from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
-from .launch import launching
-from .launch.failures import told_to_torchrun
-from .launch.launching import Launch
+from .launching import launch as launching
+from .launching.failures import recorded_for_torchrun
+from .launching.launch import Launch
 from .log import get_logger
 from .parallel.context import AxisRanks, ParallelContext
+from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
+from .parallel.objects import is_alone
+from .parallel.registries import DATA_STRATEGIES
 from .parallel.trained import SameTrained
+from .summary import EffectivePlan, make_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .config import Config
 
 _log = get_logger(__name__)
@@ -92,7 +98,7 @@ def initialize(
         IncompatibleConfigError: a combination that cannot be right, or does not fit model or device.
         InputError: arguments of the wrong kind.
     """
-    with told_to_torchrun():
+    with recorded_for_torchrun():
         return _initialize(
             _Given(model, optimizer, criterion, dataloader, eval_dataloader, lr_scheduler), config, device
         )
@@ -119,12 +125,12 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
     with _no_longer_usable():
-        engine = _convert(given, recipe, settings, *ready)
+        engine = _make_engine(*_convert(given, recipe, settings, *ready))
         owner = group if launch is None else launch.group
         if owner is not None:
             owner.watch(engine)
         engine.context.begin_calls(owner)
-        _begin(engine)
+        _resume(engine)
     if group is not None:
         group.join(engine.context)  # not before: who was refused closes nothing
     return engine
@@ -149,11 +155,11 @@ def _prepare(
         make_folder(config.checkpoint, context)
     plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
     loaders = [
-        None if loader is None else shard_loader(loader, context, training)
+        None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
     ]
     if parallel.data.strategy == "fsdp":
-        refuse_uneven_evaluation(loaders[1], context)
+        inputs.refuse_uneven_evaluation(loaders[1], context)
     late = arrange(given.model, context)
     if late is not None:
         late.check = inputs.overflow_check(given.model, recipe)
@@ -168,7 +174,7 @@ def _convert(
     loaders: list[Any],
     plans: Plans,
     late: Late | None,
-) -> Engine:
+) -> tuple[EngineParts, EffectivePlan]:
     """From here on the caller's objects change."""
     context.start_equal(given.model, given.optimizer)
     # Before the model goes to the device, which may not have room for all of it.
@@ -190,7 +196,7 @@ def _convert(
         update.gradient_watch.why = IN_PARTS
     elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
-    reducer = make_reduction(given.model, update, context, config, division)
+    reducer = _make_reduction(given.model, update, context, config, division)
     dp = AxisRanks(context, "dp")
     cycle = config.gradient_accumulation, config.loss_reduction
     accumulation = Accumulation(update, precision, *cycle, dp, reducer, SameTrained(context))
@@ -201,40 +207,109 @@ def _convert(
     if loaders[0] is not None:  # alone, each batch closes its cycle, whatever follows
         needs_end = config.gradient_accumulation > 1
         dataloader = EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, needs_end=needs_end, **place)
-    sync = make_sync(given.model, update, division, context, config, dataloader)
-    engine = Engine(
+    eval_dataloader = None if loaders[1] is None else EngineDataLoader(loaders[1], **place)
+    optimizer = update.optimizer
+    parts = EngineParts(
         model=given.model,
         criterion=given.criterion,
         update=update,
         precision=precision,
         context=context,
-        executor=executor if sync is None else sync.compared(executor),
+        executor=executor,
         division=division,
         accumulation=accumulation,
         lr=lr,
         config=config,
         dataloader=dataloader,
-        eval_dataloader=None if loaders[1] is None else EngineDataLoader(loaders[1], may_be_empty=True, **place),
-        sync=sync,
+        eval_dataloader=eval_dataloader,
+        average=WeightAverage(update),
+        guard=ModelGuard(given.model, optimizer, accumulation, update.recipe, context.device, division),
+        statistics=StatisticsCheck(given.model, update.recipe, context.dp_rank == context.tp_rank == 0),
     )
     if division.offload is not None and context.device.type == "cpu":
         _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
     if config.parallel.data.cpu_offload and (context.device.type == "cpu" or division.sharded is None):
         why = "one data rank holds all weights" if division.sharded is None else "weights are in host memory already"
         _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
-    engine.plan = make_plan(engine, update, recipe, given.dataloader, division)
-    _log.info("%s", engine.plan)
+    plan = make_plan(parts, recipe, given.dataloader)
+    _log.info("%s", plan)
     for advice in find_advice(config) if context.dp_size > 1 else ():
         _log.info("advice: %s", advice)
-    return engine
+    return parts, plan
 
 
-def _begin(engine: Engine) -> None:
-    """Saves that nobody calls, and the state to go on from."""
-    if engine.config.checkpoint is not None or engine.config.resume is not None:
-        from .checkpoint.automatic import begin
+def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
+    """Adds the hooks that the config asks for. The modules of features that it does not ask for are not imported."""
+    config, context, hooks = parts.config, parts.context, list[EngineHook]()
+    checkpointer = Checkpointer(parts)
+    if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
+        from .debug.sync_check import SyncCheck
 
-        begin(engine)
+        sync = SyncCheck(parts)
+        parts.executor = sync.compared(parts.executor)
+        hooks.append(sync)
+    if config.checkpoint is not None:
+        from .checkpoint.automatic import PreemptionHook
+
+        checkpointer.preemption = PreemptionHook(parts, checkpointer, config.checkpoint)
+        hooks.append(checkpointer.preemption)
+    return Engine(parts, checkpointer, hooks, plan)
+
+
+def _make_reduction(
+    model: nn.Module,
+    update: MixedPrecisionOptimizer,
+    context: ParallelContext,
+    config: Config,
+    division: Division,
+) -> Reduction | None:
+    """What makes gradients complete: over the data ranks, then over the tensor group, then over stages that share a
+    parameter."""
+    reductions: list[Reduction] = []
+    if context.dp_size > 1:
+        reductions.append(_over_data_ranks(model, update, context, config, division))
+    if division.tensor is not None:
+        reductions.append(TensorGradients(division.tensor, update.master_weights.trained))
+    if division.cut is not None and (groups := division.cut.tie_groups()):
+        from .parallel.pipeline.ties import TiedGradients
+
+        reductions.append(TiedGradients(division.cut.ties, groups, update.master_weights.trained))
+    return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
+
+
+def _over_data_ranks(
+    model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config, division: Division
+) -> Reduction:
+    arguments = update.master_weights.trained, dict(model.named_buffers()), context.dp_group, reduce_options(config)
+    if division.slices is not None:
+        from .parallel.sharding.reducers import SliceReducer
+
+        update.publisher = division.slices
+        return SliceReducer(division.slices, *arguments)
+    if division.sharded is not None:
+        from .parallel.sharding.reducers import ShardReducer
+
+        update.publisher = division.sharded
+        is_part, weighted = division.tensor is not None or division.cut is not None, config.loss_reduction == "weighted"
+        division.sharded.withholds = update.loss_scales.scale is not None or is_part or weighted
+        return ShardReducer(division.sharded, *arguments, device=context.device)
+    reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
+    return reduction
+
+
+def _resume(engine: Engine) -> None:
+    """Go on from what the config says."""
+    if engine.config.resume is None:
+        return
+    from .checkpoint.automatic import find_resumed
+
+    try:
+        place = find_resumed(engine.config, engine.context)
+        if place is not None:
+            engine.load(place)
+    except BaseException as error:
+        engine._close_hooks(error)
+        raise
 
 
 def _load(config: Any) -> Config:

@@ -19,8 +19,8 @@ from .amp.plugin import AMP_PLUGINS, AMP_TYPE
 from .amp.precision import Precision
 from .amp.recipe import FP32, Recipe, UpdateOptions
 from .amp.step_result import StepResult
+from .checkpoint import validate
 from .deferred.recording import recording_of
-from .engine import checkpoint
 from .engine.accumulation import Accumulation
 from .engine.executor import DirectBackward
 from .errors import IncompatibleConfigError, InputError, bullet_list
@@ -288,7 +288,7 @@ class AMPOptimizer(optim.Optimizer):
         Raises:
             InputError: the state of something else, or of another number of loss scales.
         """
-        checkpoint.refuse_unfit_update(state_dict, len(self._update.loss_scales.scalers))
+        validate.refuse_unfit_update(state_dict, len(self._update.loss_scales.scalers))
         self._accumulation.clear()
         self._update.load_state_dict(state_dict)
 

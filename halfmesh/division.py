@@ -20,7 +20,7 @@ from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .engine.accumulation import Accumulation
 from .engine.executor import DirectExecutor, Executor
-from .launch.failures import is_timeout
+from .launching.failures import is_timeout
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
 from .parallel.random import CommonRandom, OwnRandomness, model_seed

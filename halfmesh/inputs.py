@@ -16,10 +16,12 @@ from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
 from .errors import NO_BATCH, InputError, shorten
+from .parallel.context import ParallelContext
 from .shard import foreign_params
 
 if TYPE_CHECKING:
     from .config import Config
+    from .data.sharding import ShardedLoader
 
 
 def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
@@ -255,3 +257,20 @@ def _short(dtype: torch.dtype) -> str:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
+    """Raise InputError, on all ranks, if `loader` has more batches on some of them: under fsdp a batch needs all ranks,
+    which hold the weights together.
+
+    A loader without a length is not looked at.
+    """
+    if loader is None or loader.length is None:
+        return
+    counts = context.everyone(loader.length)
+    if min(counts) != max(counts):
+        raise InputError(
+            f"eval_dataloader has {max(counts)} batches on some ranks and {min(counts)} on others, but under "
+            "data='fsdp' each batch needs all ranks, which hold the weights together; evaluate a multiple of batch "
+            "size x data ranks, give the loader drop_last=True, or use data='zero1'"
+        )

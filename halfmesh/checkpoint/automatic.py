@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..config.automatic import AutomaticConfig
+from ..engine.parts import EngineHook, EngineParts
 from ..errors import CheckpointError, Preempted
-from ..launch.signals import StopSignals
+from ..launching.signals import StopSignals
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import finding
@@ -21,13 +22,14 @@ from .together import on_first
 from .workers import shelter_workers
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
+    from ..config import Config
+    from .checkpointer import Checkpointer
 
 _log = get_logger(__name__)
 
 
-class Automatic:
-    """Saves `engine` at the boundaries of its optimizer steps.
+class PreemptionHook(EngineHook):
+    """Saves at the boundaries of its optimizer steps.
 
     A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that
     is not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
@@ -38,20 +40,19 @@ class Automatic:
     depends on their numbers alone is done by all ranks.
     """
 
-    def __init__(self, engine: Engine, options: AutomaticConfig) -> None:
-        self._engine = engine
+    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, options: AutomaticConfig) -> None:
+        self._parts = parts
+        self._checkpointer = checkpointer
         self._options = options
         self._directory = folder_of(options)
-        self._step = self._tried = engine.global_step
+        self._step = self._tried = parts.global_step
         self._ended = self._locked = False
         self._handled = sys.exception()
         self._signals = StopSignals(options.signals)
-        self._preemption = Preemption(engine.context, self._signals.came)
-        for loader in (engine._dataloader, engine._eval_dataloader):
+        self._preemption = Preemption(parts.context, self._signals.came)
+        for loader in (parts.dataloader, parts.eval_dataloader):
             if loader is not None:
-                loader.loader = shelter_workers(loader.loader, self._signals.handled)
-        if engine._dataloader is not None:
-            engine._dataloader.before_fetch = self.before_fetch
+                shelter_workers(loader.loader, self._signals.handled)
         if self._signals.others:
             _log.warning(
                 "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "
@@ -66,7 +67,7 @@ class Automatic:
 
     def forget(self) -> None:
         """What comes next is not a boundary: the state was loaded."""
-        self._step = self._tried = self._engine.global_step
+        self._step = self._tried = self._parts.global_step
 
     def before_fetch(self) -> None:
         """The loop asks for a batch."""
@@ -74,24 +75,21 @@ class Automatic:
         if torch.is_grad_enabled():
             self._pass_boundary()
 
-    def before_forward(self) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The loop calls the engine."""
-        engine = self._engine
+        parts = self._parts
         self._handled = sys.exception()
-        if engine.model.training and torch.is_grad_enabled():
-            loader = engine._dataloader
+        if parts.model.training and torch.is_grad_enabled():
+            loader = parts.dataloader
             if loader is None or not loader.runs or loader.is_untouched:
                 self._pass_boundary()
 
-    def close(self, failed: bool = False) -> None:
-        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere.
-
-        Args:
-            failed: there is one. Else it is looked for: one that is handled now, but was not when the loop went on.
-        """
+    def close(self, error: BaseException | None) -> None:
+        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere. One that is handled
+        now, but was not when the loop went on, counts, too."""
         try:
-            error = sys.exception()
-            if not failed and not self._ended and (error is None or error is self._handled):
+            handled = sys.exception()
+            if error is None and not self._ended and (handled is None or handled is self._handled):
                 self._end_together()
                 if self._signals.came:
                     _log.info("told to end, but training is over: the program goes on to its end", ranks=None)
@@ -103,15 +101,16 @@ class Automatic:
         self._preemption.stop()
         self._handled = None
         self._signals.remove()
+        self._checkpointer.preemption = None
 
     def _pass_boundary(self) -> None:
-        engine, before = self._engine, self._step
+        parts, before = self._parts, self._step
         if not self._locked:  # not earlier: an evaluation beside the run that trains saves nothing
             what = f"checkpoint.directory={self._options.directory!r}"
-            on_first(engine.context, what, lambda: engine._locks.take(self._directory))
+            on_first(parts.context, what, lambda: self._checkpointer.locks.take(self._directory))
             self._locked = True
-        step = engine.global_step
-        if step == before or engine._accumulation.holds_gradients or engine._accumulation.averaged:
+        step = parts.global_step
+        if step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
             return
         self._step = step
         if self._preemption.is_due(step - before):
@@ -123,33 +122,36 @@ class Automatic:
 
     def _end_together(self) -> None:
         """All ranks close: what came to any of them, and was not agreed on in time, counts as well."""
-        engine, before = self._engine, self._step
-        told = engine.context.everyone((list(self._signals.came), engine._accumulation.holds_gradients))
+        parts, before = self._parts, self._step
+        told = parts.context.everyone((list(self._signals.came), parts.accumulation.holds_gradients))
         reason = say_where([came for came, _ in told])
         if any(holds for _, holds in told):
             if reason:
                 _log.warning("told to end (%s), but not saved: gradients are left that no step has used", reason)
-        elif reason and engine.global_step != self._tried:
+        elif reason and parts.global_step != self._tried:
             self._save_last(reason)
         else:
             self._save_if_due(before)
 
     def _save_if_due(self, before: int) -> None:
         """With `every`: the last save was decided on after step `before`."""
-        engine, every = self._engine, self._options.every
-        if every is not None and engine.global_step // every > before // every:
-            self._tried = engine.global_step
-            engine.save(self._directory, keep=self._options.keep, in_background=self._options.in_background)
+        step, every = self._parts.global_step, self._options.every
+        if every is not None and step // every > before // every:
+            self._tried = step
+            self._save(self._options.in_background)
 
     def _save_last(self, reason: str, then: str = "") -> Path:
-        engine = self._engine
-        self._tried = engine.global_step
+        self._tried = self._parts.global_step
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
-            engine.wait_for_save()
-        place = engine.save(self._directory, keep=self._options.keep)
+            self._checkpointer.wait()
+        place = self._save()
         self._preemption.stop()
         _log.info("told to end (%s): saved to %s%s", reason, place, then)
         return place
+
+    def _save(self, in_background: bool = False) -> Path:
+        self._parts.before_call("engine.save()")
+        return self._checkpointer.save(self._directory, self._options.keep, in_background)
 
 
 def folder_of(options: AutomaticConfig) -> Path:
@@ -173,32 +175,19 @@ def make_folder(options: AutomaticConfig, context: ParallelContext) -> None:
     on_first(context, f"checkpoint.directory={options.directory!r}", make)
 
 
-def begin(engine: Engine) -> None:
-    """What the keys `checkpoint` and `resume` say. All ranks together.
+def find_resumed(config: Config, context: ParallelContext) -> Path | None:
+    """What the config's `resume` says to load, None if there is nothing yet. All ranks together.
 
     Raises:
         CheckpointError, InputError: as `engine.load`; or some ranks do not see the folder that others see.
     """
-    options = engine.config.checkpoint
-    if options is not None:
-        engine._automatic = Automatic(engine, options)
-    try:
-        _resume(engine, options)
-    except BaseException:
-        if engine._automatic is not None:
-            engine._automatic.stop()
-        raise
-
-
-def _resume(engine: Engine, options: AutomaticConfig | None) -> None:
-    path = engine.config.resume
+    path, options = config.resume, config.checkpoint
     if path is None:
-        return
+        return None
     if path != "auto" or options is None:
-        engine.load(Path(path).expanduser())
-        return
+        return Path(path).expanduser()
     folder = folder_of(options)
-    if finding.holds_any(folder, engine.context):
-        engine.load(folder)
-    else:
-        _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", folder)
+    if finding.holds_any(folder, context):
+        return folder
+    _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", folder)
+    return None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..launch.positions import SAVE_THREAD
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from .contents import Piece, Pieces
@@ -59,7 +58,7 @@ class Background:
 
     def start(self, write: Callable[[HostRanks], object]) -> None:
         """Call `write` in a thread; the one before has to be done. The process does not end before it."""
-        self._thread = threading.Thread(target=self._run, args=(write,), name=SAVE_THREAD)
+        self._thread = threading.Thread(target=self._run, args=(write,), name="halfmesh save")
         self._thread.start()
 
     def before_step(self) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..config import Config
-from ..data import rank_random
-from ..data.dataloader import EngineDataLoader
+from ..data.loader import EngineDataLoader
 from ..division import Division
 from ..engine.accumulation import Accumulation
 from ..engine.average import WeightAverage
@@ -21,7 +20,7 @@ from ..errors import InputError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.random import CPU, SharedRandomness, random_state, set_random_state
-from . import finding, loading, progress, saving
+from . import finding, loading, progress, rng, saving
 from . import folder as folders
 from .attached import Attached
 from .background import Background
@@ -90,7 +89,7 @@ def _snapshot(run: Run, step: int) -> saving.Snapshot:
         },
     )
     own = {
-        "random": rank_random.rank_random(run.context, run.division),
+        "random": rng.rank_random(run.context, run.division),
         "dataloader": None if run.dataloader is None else run.dataloader.state_dict(),
     }
 
@@ -170,7 +169,7 @@ def _take_position(run: Run, stored: loading.Stored, shared: SharedRandomness) -
     about = stored.found.manifest.about
     same = (about["layout"], about["device"]) == (run.layout, run.context.device.type) and stored.own is not None
     if not same:
-        rank_random.seed_anew(run.config.seed + _SEED_STEP * step, run.context, run.division)
+        rng.seed_anew(run.config.seed + _SEED_STEP * step, run.context, run.division)
         with shared:
             set_random_state(stored.first["random"], CPU)
         where = "on another kind of device" if about["layout"] == run.layout else "in another layout"
@@ -182,7 +181,7 @@ def _take_position(run: Run, stored: loading.Stored, shared: SharedRandomness) -
         note = run.dataloader.load_state_dict(place, own=same)
         yield from [] if note is None else [note]
     if same:
-        rank_random.set_rank_random(own["random"], run.context, run.division)
+        rng.set_rank_random(own["random"], run.context, run.division)
 
 
 def _take_attached(run: Run, stored: loading.Stored) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
-from ..launch.layout import Layout
+from ..launching.env import RankNames
 from ..parallel.context import ParallelContext
 from ..parallel.objects import broadcast_object, gather_objects
 
@@ -99,8 +99,8 @@ def _joined(ranks: Ranks, what: str, failed: dict[int, tuple[str, bool]]) -> Hal
         reasons.setdefault(words, []).append(rank)
     if len(reasons) == 1 and len(failed) == ranks.size:
         return kind(f"{what}: {next(iter(reasons))}")
-    layout = Layout(ranks.size, ranks.pp_size, ranks.tp_size)
-    return kind(bullet_list(f"{what}:", (f"{layout.names(those)}: {words}" for words, those in reasons.items())))
+    ranks_by_name = RankNames(ranks.size, ranks.pp_size, ranks.tp_size)
+    return kind(bullet_list(f"{what}:", (f"{ranks_by_name.names(those)}: {words}" for words, those in reasons.items())))
 
 
 def _words(error: Exception) -> str:

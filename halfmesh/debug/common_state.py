@@ -9,7 +9,7 @@ import torch
 
 from ..amp.step_result import StepResult
 from ..checkpoint.contents import Holding
-from ..data.dataloader import EngineDataLoader
+from ..data.loader import EngineDataLoader
 from ..division import Division
 from ..parallel.context import ParallelContext, is_plain, plain_settings
 from ..parallel.drift import Common

@@ -12,6 +12,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..engine.accumulation import Accumulation
 from ..engine.executor import Executor
+from ..engine.parts import EngineParts
 from ..parallel.context import ParallelContext
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class Parts:
     executor: Executor
     division: Division
     accumulation: Accumulation
+
+    @classmethod
+    def of(cls, parts: EngineParts) -> Parts:
+        """Those of an engine."""
+        return cls(**{name: getattr(parts, name) for name in cls.__dataclass_fields__})
 
     def modules(self) -> Iterator[nn.Module]:
         """Those of the model, and of a criterion that is one."""

@@ -12,11 +12,10 @@ import torch
 
 from ..amp.step_result import StepResult
 from ..checkpoint.contents import Holding
-from ..data.dataloader import EngineDataLoader
 from ..engine.executor import Executor
+from ..engine.parts import EngineHook, EngineParts
 from ..errors import SyncError
-from ..launch.layout import Layout
-from ..parallel.context import ParallelContext
+from ..launching.env import RankNames
 from ..parallel.drift import Common, describe, find_drift
 from ..tensors import tensors_of
 from .common_state import common_state
@@ -34,21 +33,16 @@ _DRIFTED = (
 )
 
 
-class SyncCheck:
-    """Compares, and raises the same SyncError on all ranks that compare.
+class SyncCheck(EngineHook):
+    """Compares, and raises the same SyncError on all ranks that compare."""
 
-    Args:
-        holding: the engine's model and update.
-        dataloader: the engine's, which knows what was trained on.
-    """
-
-    def __init__(self, holding: Holding, context: ParallelContext, dataloader: EngineDataLoader | None) -> None:
-        self._holding = holding
-        self._context = context
-        self._dataloader = dataloader
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._holding = Holding(parts.model, parts.update, parts.division)
+        self._context = context = parts.context
         pp, _, tp = context.shape
-        layout = Layout(context.size, pp, tp)
-        self._names = [layout.name(rank) for rank in range(context.size)]
+        names = RankNames(context.size, pp, tp)
+        self._names = [names.name(rank) for rank in range(context.size)]
         self._group = context.batch_group
         self._steps = 0  # the last one after which all was equal
 
@@ -56,9 +50,10 @@ class SyncCheck:
         """`executor`, which compares what it is given before it computes."""
         return ComparedExecutor(executor, self, self._holding.model)
 
-    def after_step(self, step: int, result: StepResult) -> None:
+    def after_step(self, result: StepResult) -> None:
         """Compare everything. All ranks together."""
-        state = common_state(self._holding, self._context, step, result, self._dataloader)
+        step = self._parts.global_step
+        state = common_state(self._holding, self._context, step, result, self._parts.dataloader)
         drift = find_drift(state, self._context.device)
         if drift is not None:
             before = f"after step {self._steps} they did not" if self._steps else "this is the first comparison"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._torch import version
-from ..data.rank_random import rank_random, set_rank_random
+from ..checkpoint.rng import rank_random, set_rank_random
 from ..shard import clear_grads, set_grad
 from .contents import Undo, contents
 from .parts import Parts

@@ -12,7 +12,7 @@ from torch import nn
 
 from .._torch import outside_of_dry_run
 from ..errors import InputError, did_you_mean
-from ..launch.launchers import torchrun_place
+from ..launching.env import find_place
 from .recording import Recording
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -35,7 +35,7 @@ def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
         engine = halfmesh.initialize(model, lambda params: AdamW(params, lr=1e-4), config="config.py")
     """
     with outside_of_dry_run():
-        if from_rank0 and torchrun_place().rank == 0:
+        if from_rank0 and find_place().rank == 0:
             yield
             return
         recording = Recording(from_rank0)

@@ -17,7 +17,7 @@ from ..parallel.trained import SameTrained
 from ..shard import OneRank, Ranks
 
 if TYPE_CHECKING:
-    from ..data.dataloader import EngineDataLoader
+    from ..data.loader import EngineDataLoader
 
 LossReduction = Literal["mean", "sum", "weighted"]
 

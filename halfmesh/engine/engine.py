@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn, optim
 
 from ..amp.o1 import CastTable
-from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.precision import Precision
-from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
-from ..checkpoint.attached import Attached
-from ..checkpoint.lock import FolderLocks
-from ..data.dataloader import EngineDataLoader, warn_of_same_inputs
-from ..debug.health import KEPT, Health
+from ..checkpoint.attached import Stateful
+from ..checkpoint.checkpointer import Checkpointer
+from ..data.loader import EngineDataLoader
+from ..data.sharding import warn_of_same_inputs
+from ..debug import health
 from ..debug.last_batch import LastBatch
 from ..errors import InputError, NonFiniteError
-from ..parallel.context import ParallelContext
-from .accumulation import Accumulation, StepWatch
-from .average import WeightAverage
-from .executor import Executor
-from .model_guard import ModelGuard
-from .scheduling import LRAdvance
+from ..summary import EffectivePlan
+from .accumulation import StepWatch
+from .average import AveragedModel
+from .parts import EngineHook, EngineParts
 
 if TYPE_CHECKING:
-    from ..config import Config
-    from ..debug.sync_check import SyncCheck
-    from ..division import Division
-    from ..effective_plan import EffectivePlan
+    from ..debug.precision_report import PrecisionReport
 
 
-class Engine(Health):
+class Engine:
     """What `halfmesh.initialize` returns. The loop is the same for every config:
 
         for images, labels in engine.dataloader:
@@ -47,62 +40,39 @@ class Engine(Health):
 
     Attributes:
         model: what this rank holds of the model, under the whole model's parameter names.
-        optimizer: the user's optimizer. It steps through the engine only.
-        dataloader: the loader given, sharded over the data ranks, its batches on the device.
-        eval_dataloader: the same for evaluation, without padding: no sample is there twice.
-        lr_scheduler: the scheduler given; who advances it is `config.lr_interval`.
         context: the parallel layout.
         config: the config, as loaded.
-        global_step: optimizer steps attempted so far, skipped ones included.
         plan: what the config came down to, as initialize has printed it.
     """
 
-    plan: EffectivePlan
-
     def __init__(
-        self,
-        *,
-        model: nn.Module,
-        criterion: Callable[..., Any] | None,
-        update: MixedPrecisionOptimizer,
-        precision: Precision,
-        context: ParallelContext,
-        executor: Executor,
-        division: Division,
-        accumulation: Accumulation,
-        lr: LRAdvance,
-        config: Config,
-        dataloader: EngineDataLoader | None = None,
-        eval_dataloader: EngineDataLoader | None = None,
-        sync: SyncCheck | None = None,
+        self, parts: EngineParts, checkpointer: Checkpointer, hooks: Iterable[EngineHook], plan: EffectivePlan
     ) -> None:
-        self.model = model
-        self.context = context
-        self.config = config
-        self.global_step = 0
-        self._criterion = criterion
-        self._update = update
-        self._precision = precision
-        self._accumulation = accumulation
-        self._executor = executor
-        self._division = division
-        self._lr = lr
-        self._dataloader = dataloader
-        self._eval_dataloader = eval_dataloader
-        self._sync = sync
-        self._results: deque[StepResult] = deque(maxlen=KEPT)
+        self.model = parts.model
+        self.context = parts.context
+        self.config = parts.config
+        self.plan = plan
+        self._parts = parts
+        self._checkpointer = checkpointer
+        self._hooks = tuple(hooks)
+        self._before_forward = self._hooks_on("before_forward")
+        self._after_backward = self._hooks_on("after_backward")
+        self._before_step = self._hooks_on("before_step")
+        self._after_step = self._hooks_on("after_step")
+        self._on_error = self._hooks_on("on_error")
+        before_fetch = self._hooks_on("before_fetch")
+        if parts.dataloader is not None and before_fetch:
+            parts.dataloader.before_fetch = lambda: _call(before_fetch)
         self._last_batch = LastBatch()
-        self._compares_inputs = context.dp_size > 1 and dataloader is None
-        self._closed = False
-        self._background = None
-        self._automatic = None
-        self._attached = Attached()
-        self._locks = FolderLocks()
-        self._step_watch = StepWatch(accumulation.length, dataloader) if accumulation.length > 1 else None
-        self._statistics = StatisticsCheck(model, update.recipe, context.dp_rank == context.tp_rank == 0)
-        self._average = WeightAverage(update)
-        self._guard = ModelGuard(model, self.optimizer, accumulation, update.recipe, context.device, division)
+        self._compares_inputs = parts.context.dp_size > 1 and parts.dataloader is None
+        length = parts.accumulation.length
+        self._step_watch = StepWatch(length, parts.dataloader) if length > 1 else None
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
+
+    def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
+        """The hooks' methods for `event`, of those that override it."""
+        default = getattr(EngineHook, event)
+        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -112,17 +82,18 @@ class Engine(Health):
         Under a pipeline, in training and with gradients, it is a handle: for `criterion`, and after `backward`, with
         `keep_outputs`, to be used like the output. All ranks of a pipeline call this with the same inputs.
         """
-        self._refuse_if_closed()
-        if self._automatic is not None:
-            self._automatic.before_forward()
+        parts = self._parts
+        parts.refuse_if_closed()
+        for hook in self._before_forward:
+            hook(args, kwargs)
         is_training = self.model.training
         if is_training:
             self._last_batch.note_forward(args, kwargs)
         try:
-            with self._guard.own_call():
-                output = self._executor.forward(*args, **kwargs)
+            with parts.guard.own_call():
+                output = parts.executor.forward(*args, **kwargs)
         except RuntimeError as error:
-            self._division.explain(error)
+            parts.division.explain(error)
             raise
         if is_training:
             self._last_batch.output = output
@@ -133,9 +104,10 @@ class Engine(Health):
 
         Of a handle it is one, too, to be used like the loss of the whole batch after `backward`, on every rank.
         """
-        if self._criterion is None:
+        parts = self._parts
+        if parts.criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        value = self._executor.criterion(self._criterion, *args, **kwargs)
+        value = parts.executor.criterion(parts.criterion, *args, **kwargs)
         if self.model.training:
             self._last_batch.note_criterion(args, kwargs, value)
         return value
@@ -153,21 +125,24 @@ class Engine(Health):
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
         """
-        self._refuse_if_closed()
+        parts = self._parts
+        parts.refuse_if_closed()
         self._last_batch.note_loss(loss, loss_id, retain_graph)
         if self._step_watch is not None:
             self._step_watch.before_backward(self._last_batch.call)
-        loader = self._dataloader
+        loader = parts.dataloader
         is_last_batch = loader is not None and loader.at_end
         try:
-            self._accumulation.backward(
-                self._executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
+            parts.accumulation.backward(
+                parts.executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
             )
         except RuntimeError as error:
-            self._division.explain(error)
+            parts.division.explain(error)
             raise
         if loader is not None:
             loader.note_training()
+        for hook in self._after_backward:
+            hook(loss)
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -186,10 +161,12 @@ class Engine(Health):
             SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
             CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
-        self._refuse_if_closed()
-        if self._background is not None:
-            self._background.before_step()
-        accumulation = self._accumulation
+        parts = self._parts
+        parts.refuse_if_closed()
+        self._checkpointer.before_step()
+        for hook in self._before_step:
+            hook()
+        accumulation = parts.accumulation
         if not accumulation.has_backward and not (last and accumulation.in_progress):
             raise InputError(
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
@@ -202,29 +179,29 @@ class Engine(Health):
         if not updates:
             return None
         try:
-            try:
-                self._lr.settle()
-                result = self._update.step(accumulation.grad_divisor())
-                accumulation.end_update()
-            except BaseException:
-                accumulation.clear()
-                raise
-            finally:
-                if is_last_batch and self._dataloader is not None:  # else the last batch is fetched already, and waits
-                    self._dataloader.at_end = False
-        except NonFiniteError as error:
-            self._explain(error)
+            parts.lr.settle()
+            result = parts.update.step(accumulation.grad_divisor())
+            accumulation.end_update()
+        except BaseException as error:
+            accumulation.clear()
+            if isinstance(error, NonFiniteError):
+                health.explain(parts, self._last_batch, error)
+                for on_error in self._on_error:
+                    on_error(error)
             raise
-        self._results.append(result)
-        self.global_step += 1
-        if self._average.values:
-            self._average.after_step()
-        self._lr.after(result)
+        finally:
+            if is_last_batch and parts.dataloader is not None:  # else the last batch is fetched already, and waits
+                parts.dataloader.at_end = False
+        parts.results.append(result)
+        parts.global_step += 1
+        if parts.average.values:
+            parts.average.after_step()
+        parts.lr.after(result)
         if self._compares_inputs:
             self._compares_inputs = False
             warn_of_same_inputs(self._last_batch.call, self.context)
-        if self._sync is not None:
-            self._sync.after_step(self.global_step, result)
+        for after_step in self._after_step:
+            after_step(result)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,8 +209,8 @@ class Engine(Health):
 
         `set_to_none` is accepted because this stands in for `optimizer.zero_grad`; gradients are always freed.
         """
-        if not self._accumulation.in_progress:
-            self._accumulation.clear()
+        if not self._parts.accumulation.in_progress:
+            self._parts.accumulation.clear()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
@@ -244,23 +221,24 @@ class Engine(Health):
         Raises:
             InputError: inside an accumulation cycle, or before backward.
         """
-        if not self._accumulation.has_backward:
+        accumulation = self._parts.accumulation
+        if not accumulation.has_backward:
             raise InputError(
                 "engine.clip_grad_norm_ was called before engine.backward(loss): there are no gradients; call it after"
             )
-        if not self._accumulation.is_last_microbatch:
+        if not accumulation.is_last_microbatch:
             raise InputError(
-                f"engine.clip_grad_norm_ was called on microbatch {self._accumulation.position}, where gradients are "
+                f"engine.clip_grad_norm_ was called on microbatch {accumulation.position}, where gradients are "
                 "incomplete; call it on the last one only, or set clip_grad_norm in the config"
             )
-        return self._update.clip_grad_norm_(max_norm, self._accumulation.grad_divisor())
+        return self._parts.update.clip_grad_norm_(max_norm, accumulation.grad_divisor())
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""
         self.model.train(mode)
         if not mode:
             self._last_batch.let_go()
-            self._statistics.look()
+            self._parts.statistics.look()
         return self
 
     def eval(self) -> Engine:
@@ -275,52 +253,63 @@ class Engine(Health):
 
         Within a model `torch.autocast(device_type, enabled=False)` does the same.
         """
-        return self._precision.autocast(enabled)
+        return self._parts.precision.autocast(enabled)
 
     # -- what can be read --------------------------------------------------------------------------------------
 
     @property
+    def optimizer(self) -> optim.Optimizer:
+        """The user's optimizer. It steps through the engine only."""
+        return self._parts.update.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler given to initialize; who advances it is `config.lr_interval`."""
+        self._parts.lr.settle()
+        return self._parts.lr.scheduler
+
+    @property
     def dataloader(self) -> EngineDataLoader:
-        """The training loader. Raises InputError if none was given to initialize."""
-        if self._dataloader is None:
+        """The loader given, sharded over the data ranks, its batches on the device. Raises InputError without one."""
+        if self._parts.dataloader is None:
             raise InputError("no dataloader was given to initialize; pass one, or iterate a loader of your own")
-        return self._dataloader
+        return self._parts.dataloader
 
     @property
     def eval_dataloader(self) -> EngineDataLoader:
-        """The evaluation loader. Raises InputError if none was given to initialize."""
-        if self._eval_dataloader is None:
+        """The same for evaluation, without padding: no sample is there twice. Raises InputError without one."""
+        if self._parts.eval_dataloader is None:
             raise InputError("no eval_dataloader was given to initialize; pass one, or iterate a loader of your own")
-        return self._eval_dataloader
+        return self._parts.eval_dataloader
 
     @property
     def has_dataloader(self) -> bool:
         """Whether a training loader was given to initialize."""
-        return self._dataloader is not None
+        return self._parts.dataloader is not None
 
     @property
     def has_eval_dataloader(self) -> bool:
         """Whether an evaluation loader was given to initialize."""
-        return self._eval_dataloader is not None
+        return self._parts.eval_dataloader is not None
 
     @property
     def has_criterion(self) -> bool:
         """Whether a criterion was given to initialize."""
-        return self._criterion is not None
+        return self._parts.criterion is not None
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps attempted so far, skipped ones included."""
+        return self._parts.global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._parts.global_step = step
 
     @property
     def device(self) -> torch.device:
         """Where this rank trains."""
         return self.context.device
-
-    @property
-    def optimizer(self) -> optim.Optimizer:
-        return self._update.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        self._lr.settle()
-        return self._lr.scheduler
 
     @property
     def training(self) -> bool:
@@ -330,9 +319,29 @@ class Engine(Health):
     @property
     def casts(self) -> CastTable:
         """O1's lists of functions, to which a model's own can be added. Raises InputError outside O1."""
-        if self._precision.casts is None:
+        if self._parts.precision.casts is None:
             raise InputError("this engine casts by no lists of its own; only mode='apex' with opt_level='O1' does")
-        return self._precision.casts
+        return self._parts.precision.casts
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss_id 0); 1.0 without loss scaling. Reads the device."""
+        return self.loss_scales[0]
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The current loss scale of each loss. Reads the device."""
+        return self._parts.update.loss_scales.current()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far because of inf or nan. Reads the device."""
+        return self._parts.update.skip_counter.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last update (`StepResult.grad_norm`); None before the first, or if not measured."""
+        return self._parts.results[-1].grad_norm if self._parts.results else None
 
     def master_params(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.
@@ -340,12 +349,217 @@ class Engine(Health):
         Raises:
             InputError: between backward and step, where masters have no gradients yet.
         """
-        if self._accumulation.holds_gradients:
+        if self._parts.accumulation.holds_gradients:
             raise InputError(
                 "engine.master_params() was called between backward and step, where masters have no gradients yet; "
                 "to clip set clip_grad_norm, or call engine.clip_grad_norm_(max_norm)"
             )
         return (param for group in self.optimizer.param_groups for param in group["params"])
+
+    # -- reports -----------------------------------------------------------------------------------------------
+
+    def precision_report(self) -> PrecisionReport:
+        """What the config's precision does to the numbers of each layer, measured on the last batch that went forward
+        in training mode, which is computed twice more. All ranks together; nothing of the run changes.
+
+        Returns:
+            The report, the same on all ranks: `print(report)` shows a table, `report.to_dict()` gives plain values.
+
+        Raises:
+            InputError: before the first training forward, within an accumulation cycle, in evaluation mode, or for a
+                batch that cannot be computed once more.
+        """
+        self._parts.before_call("engine.precision_report()")
+        return health.precision_report(self._parts, self._last_batch)
+
+    def count_flops(self, compute: Callable[[], Any]) -> dict[str, int]:
+        """Floating point operations of forward, criterion and backward, a multiplication and an addition being two:
+
+            flops = engine.count_flops(lambda: engine.criterion(engine(images), labels))
+
+        Products of matrices, convolutions and attention are counted while the batch is computed once, uncompiled; what
+        is computed again for activation checkpointing is not. All ranks together; nothing of the run changes.
+
+        Args:
+            compute: gives the loss. It is called on each rank with what `engine(...)` is called with there.
+
+        Returns:
+            By dtype, {"torch.bfloat16": 12345}, of all the ranks that compute this data rank's batch.
+
+        Raises:
+            InputError: within an accumulation cycle; or it cannot be counted (an operator without a formula).
+        """
+        self._parts.before_call("engine.count_flops()")
+        from ..debug.flops import count_flops
+        from ..debug.parts import Parts
+
+        hooks, last_batch = self._before_forward, self._last_batch
+        self._before_forward, self._last_batch = (), LastBatch()
+        try:
+            return count_flops(Parts.of(self._parts), compute)
+        finally:
+            self._before_forward, self._last_batch = hooks, last_batch
+
+    # -- saving and loading ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
+        rank's parts.
+
+        The model's entry holds the fp32 masters where there are any, and the other weights in the dtype they came
+        with; `engine.model.state_dict()` does, too. Tensors are not copied: save or copy them before the next step.
+
+        Raises:
+            InputError: inside an accumulation cycle, whose gradients would be lost.
+        """
+        self._parts.accumulation.refuse_unfinished("engine.state_dict()")
+        return self._checkpointer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken, with the batch after the last one that was trained on."""
+        self._parts.accumulation.refuse_averaged("engine.load_state_dict()")
+        self._checkpointer.load_state_dict(state)
+
+    def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
+        """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
+
+        It holds the tensors of the whole, undivided model, and can be loaded in any layout and precision.
+
+        Args:
+            directory: a folder that all ranks share; it is made if it is not there.
+            keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
+            in_background: return as soon as the state is copied to the host, and write it while training goes on. The
+                copy takes as much memory as what is saved of this rank, and is kept for the next save. The next save,
+                `load`, `close`, `wait_for_save` and the end of the process wait until it is written.
+
+        Returns:
+            The checkpoint's folder. With `in_background` it is there when it is complete.
+
+        Raises:
+            InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
+            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact. In the
+                background it is raised by the next `step` on all ranks, or by what waits before that.
+        """
+        self._parts.before_call("engine.save()")
+        return self._checkpointer.save(Path(directory), keep, in_background)
+
+    def wait_for_save(self) -> None:
+        """Return when what `save(in_background=True)` began is complete, at once if there is nothing.
+
+        Raises:
+            CheckpointError: it failed; raised on all ranks, which call this together.
+        """
+        self._checkpointer.wait()
+
+    def load(self, directory: str | Path) -> Path:
+        """Go on from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
+
+        In the layout in which it was saved, training goes on exactly as it would have, with the batch after the last
+        one that was trained on.
+
+        Args:
+            directory: what was given to `save`, of which the newest complete checkpoint is taken, or a checkpoint.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: there is none, or it was damaged or changed since it was written.
+            InputError: it is of another model or optimizer. Nothing has changed then.
+        """
+        self._parts.before_call("engine.load()", keeps_gradients=False)
+        return self._checkpointer.load(Path(directory))
+
+    def attach(self, name: str, holder: Stateful) -> None:
+        """Save the state of `holder` with the engine's, whoever saves: counters of the loop, for example.
+
+        `holder.state_dict()` is called on each rank by every save, and must not talk to other ranks. A load gives each
+        rank its own back by `holder.load_state_dict(state)`, in another layout all ranks that of rank 0. What was
+        loaded before this call is given at once.
+
+        Args:
+            name: by which it is found in a checkpoint.
+
+        Raises:
+            InputError: the name is taken, or `holder` lacks one of the two methods.
+        """
+        self._parts.refuse_if_closed()
+        self._checkpointer.attach(name, holder)
+
+    def detach(self, name: str, *, keep: bool = True) -> None:
+        """Let go of what `attach` was given.
+
+        Args:
+            keep: its last state goes on being saved, and is given to what is attached by that name next.
+
+        Raises:
+            InputError: there is nothing of that name.
+        """
+        self._checkpointer.detach(name, keep)
+
+    def preempt(self) -> None:
+        """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: after the current step all ranks
+        save, and raise `Preempted`, which ends the process with status 75. May be called by a handler of signals.
+
+        Raises:
+            InputError: the config has no `checkpoint`.
+        """
+        self._parts.refuse_if_closed()
+        self._checkpointer.preempt()
+
+    def save_weights(
+        self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
+    ) -> None:
+        """Write the whole model's weights, in full precision, under the names that they have without halfmesh. All
+        ranks together; rank 0 writes, and has no more than one file in memory.
+
+        Args:
+            path: the file. What is larger than `max_file_gb` goes into several, with an index, as Hugging Face names
+                them: model-00001-of-00002.safetensors, model.safetensors.index.json.
+            format: "torch" is what `torch.save(model.state_dict(), path)` writes. A path that ends with .safetensors,
+                .pt, .pth or .bin has to fit it.
+
+        Raises:
+            CheckpointError: it could not be written. InputError: an argument is wrong.
+        """
+        self._parts.refuse_if_closed()
+        self.context.agree_on_call("engine.save_weights")
+        self._checkpointer.save_weights(path, format, max_file_gb)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Take the model's weights, and masters, from a file of `save_weights`, or of another program that has the same
+        names; each rank reads its part. The optimizer's state stays as it is. All ranks together.
+
+        Raises:
+            CheckpointError: it cannot be read. InputError: names, shapes or kinds of numbers differ (floating point,
+                complex, integer, bool; formats of one kind are cast). Nothing has changed then.
+        """
+        self._parts.before_call("engine.load_weights()")
+        self._checkpointer.load_weights(Path(path))
+
+    def averaged_model(self, decay: float) -> AveragedModel:
+        """Begin an exponential moving average (EMA) of the weights. All ranks call this.
+
+        It begins with the weights as they are now; after a load of a checkpoint that has an average, with that.
+        `load` and `load_weights` of what has none begin it anew, with the loaded weights.
+
+        Args:
+            decay: how much of the average each update keeps: 0.999, or 0.9999 for long runs.
+
+        Raises:
+            InputError: `decay` is not within 0 <= decay < 1, or this engine has an average.
+        """
+        self._parts.refuse_if_closed()
+        self._parts.accumulation.refuse_averaged("engine.averaged_model()")
+        average = self._parts.average
+        if average.decay is not None:
+            raise InputError(
+                f"engine.averaged_model({decay}): this engine averages its weights already, with decay="
+                f"{average.decay}; use what the first call returned, and set its decay to change that"
+            )
+        model = AveragedModel(self._parts, self._checkpointer, decay)
+        average.begin_anew(besides=average.values)
+        return model
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -358,46 +572,53 @@ class Engine(Health):
         Raises:
             CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
         """
-        self._accumulation.refuse_averaged("engine.close()")
-        if self._division.divides and not self._closed:  # else nothing is sent, and a rank may leave by itself
+        parts = self._parts
+        parts.accumulation.refuse_averaged("engine.close()")
+        if parts.division.divides and not parts.closed:  # else nothing is sent, and a rank may leave by itself
             self.context.agree_on_call("engine.close")
         try:
-            self._end_automatic_saves()
-            self.wait_for_save()
+            self._close_hooks(None)
+            self._checkpointer.wait()
         finally:
             self._give_back()
             self.context.close()
-            self._background = None
+
+    def _close_hooks(self, error: BaseException | None) -> None:
+        """End the hooks, because of `error` if there is one."""
+        hooks, self._hooks = self._hooks, ()
+        for hook in hooks:
+            hook.close(error)
 
     def _give_back(self, whole: bool = True) -> None:
         """Without `whole`, divided layers stay so: other ranks may be gone."""
-        if self._closed:
+        parts = self._parts
+        if parts.closed:
             return
         if whole:
-            self._division.follow()
-        self._accumulation.clear()
-        self._average.values.clear()
+            parts.division.follow()
+        parts.accumulation.clear()
+        parts.average.values.clear()
         self._last_batch.forget()
-        self._closed = True
+        parts.closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
-        self._guard.remove()
-        self._update.close()
-        if self._accumulation.reducer is not None:
-            self._accumulation.reducer.close()
+        parts.guard.remove()
+        parts.update.close()
+        if parts.accumulation.reducer is not None:
+            parts.accumulation.reducer.close()
         if whole:
-            self._executor.close()
-        self._locks.release()
-        self._division.close(whole)
+            parts.executor.close()
+        self._checkpointer.close()
+        parts.division.close(whole)
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         # With an error in flight the process group stays: what reports the error to the other ranks goes with it.
         if kind is None:
             self.close()
         else:
-            self._end_automatic_saves(failed=True)
+            self._close_hooks(error)
             self._give_back(whole=False)
             self.context.leave()
 
@@ -406,3 +627,8 @@ class Engine(Health):
             "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
             "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
         )
+
+
+def _call(hooks: tuple[Callable[[], None], ...]) -> None:
+    for hook in hooks:
+        hook()

@@ -11,12 +11,12 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
-from ..data.whole_batch import WholeBatch
 from ..errors import InputError
 from ..parallel.pipeline.pieces import Call
 from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import Handle, PipelineLoss, replace
+from .whole_batch import WholeBatch
 
 
 @dataclass

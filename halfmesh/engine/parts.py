@@ -13,7 +13,8 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..amp.statistics import StatisticsCheck
 from ..amp.step_result import StepResult
-from ..data.dataloader import EngineDataLoader
+from ..data.loader import EngineDataLoader
+from ..errors import InputError, NonFiniteError
 from ..parallel.context import ParallelContext
 from .accumulation import Accumulation
 from .average import WeightAverage
@@ -24,7 +25,6 @@ from .scheduling import LRAdvance
 if TYPE_CHECKING:
     from ..config import Config
     from ..division import Division
-    from ..errors import NonFiniteError
 
 RESULT_HISTORY = 60
 """How many results of updates an engine keeps."""
@@ -53,6 +53,28 @@ class EngineParts:
     """Of the last updates, the oldest first."""
     global_step: int = 0
     """Updates attempted so far, skipped ones included."""
+    closed: bool = False
+
+    def refuse_if_closed(self) -> None:
+        """Raise InputError if the engine is closed."""
+        if self.closed:
+            raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")
+
+    def before_call(self, call: str, keeps_gradients: bool = True) -> None:
+        """Before `call`, "engine.save()", of all ranks together.
+
+        Args:
+            keeps_gradients: whether gradients that are there must not be lost.
+
+        Raises:
+            InputError: the engine is closed, or within an accumulation cycle, or has averaged weights.
+        """
+        self.refuse_if_closed()
+        if keeps_gradients:
+            self.accumulation.refuse_unfinished(call)
+        else:
+            self.accumulation.refuse_averaged(call)
+        self.context.agree_on_call(call.removesuffix("()"))
 
 
 class EngineHook:

@@ -13,7 +13,6 @@ from torch import nn
 from .._torch import BATCH_NORMS, edit_stamp
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
-from ..data.whole_batch import WholeBatch, refuse_other_loss
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -27,6 +26,7 @@ from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
 from .last_stage import CriterionCalls, LastStage
+from .whole_batch import WholeBatch, refuse_other_loss
 
 _log = get_logger(__name__)
 

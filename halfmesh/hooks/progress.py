@@ -38,9 +38,7 @@ class ProgressHook(Hook):
             columns = TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self._bar = Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True))
             self._bar.start()
-        total = (
-            len(engine.dataloader) if engine.has_dataloader and hasattr(engine.dataloader.loader, "__len__") else None
-        )
+        total = engine.dataloader.loader.length if engine.has_dataloader else None
         done = engine.dataloader.next_batch if engine.has_dataloader else 0
         self._task = self._bar.add_task("", total=total, completed=done, epoch=trainer.epoch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +21,17 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+_WINDOW_S, _WINDOW_BATCHES = 10.0, 20
+"""What the share of waiting is taken of: long enough that the start of workers does not decide."""
+_WAITING = 0.3
+"""Of the time, what may pass in waiting for data. A loader that keeps up is waited for hardly at all."""
+
 
 class ThroughputHook(Hook):
     """Adds to records, over all data ranks and the time since the last record: "samples_per_s"; with `tokens`,
     "tokens_per_s"; "model_flops_per_s" and, on devices of `PEAK_FLOPS`, "mfu", the share of what all ranks' devices
-    could do in the precisions in which the model multiplies. Evaluations and saves are not counted.
+    could do in the precisions in which the model multiplies. Evaluations and saves are not counted. Warns once where
+    training waits for its data more than 0.3 of the time.
 
     Args:
         tokens: how many tokens a batch has, from the Outcome.
@@ -52,6 +59,10 @@ class ThroughputHook(Hook):
         """Of a sample, by dtype."""
         self._counted_for = -1
         self._is_due = False
+        self._window = [0.0, 0.0, 0.0]
+        """Seconds, of these waited for data, and batches."""
+        self._waited_before = 0.0
+        self._has_warned = False
         self._reset()
 
     def _reset(self) -> None:
@@ -76,6 +87,7 @@ class ThroughputHook(Hook):
             self._counted_for = trained
         elif self._given is not None:
             self._flops = {_dtype(trainer): float(self._given)}
+        self._waited_before = _waited_s(trainer)
         self._reset()
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
@@ -87,6 +99,7 @@ class ThroughputHook(Hook):
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         self._count[0] += outcome.rows
+        self._window[2] += 1
         if self._tokens is not None:
             self._count[1] += self._tokens(outcome)
 
@@ -107,6 +120,7 @@ class ThroughputHook(Hook):
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
         seconds = time.perf_counter() - self._begin - self._elsewhere
+        self._watch_loader(trainer, seconds)
         counts = torch.tensor([*self._count, seconds], dtype=torch.float64, device=context.device)
         context.all_reduce(counts, "dp")
         rows, tokens, total = counts.tolist()
@@ -121,6 +135,26 @@ class ThroughputHook(Hook):
             if least is not None:
                 measured["mfu"] = rows * least / (seconds * context.size)
         return measured
+
+    def _watch_loader(self, trainer: Trainer, seconds: float) -> None:
+        """Warn once of a loop that waits for its data. `seconds` have passed since the last record."""
+        waited = _waited_s(trainer)
+        self._window[0] += seconds
+        self._window[1] += waited - self._waited_before
+        self._waited_before = waited
+        total, waited, batches = self._window
+        if total < _WINDOW_S or batches < _WINDOW_BATCHES:
+            return
+        self._window = [0.0, 0.0, 0.0]
+        if waited > _WAITING * total and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the loop waited for engine.dataloader %.0f %% of its time (%.1f of %.1f s, %d batches): loading data "
+                "is the bottleneck, not training; give the DataLoader more workers (num_workers=%d; this machine has "
+                "%s cores), or prepare the samples beforehand",
+                *(100 * waited / total, waited, total, batches),
+                *(trainer.engine.dataloader.num_workers, os.cpu_count()),
+            )
 
     def _counted(self, trainer: Trainer, batch: Any) -> dict[str, float]:
         """Of a sample, over all data ranks; the same on all ranks. Empty if it cannot be counted."""
@@ -148,6 +182,11 @@ class ThroughputHook(Hook):
 
     def _come_back(self) -> None:
         self._elsewhere += time.perf_counter() - self._left
+
+
+def _waited_s(trainer: Trainer) -> float:
+    engine = trainer.engine
+    return engine.dataloader.waited_s if engine.has_dataloader else 0.0
 
 
 def _dtype(trainer: Trainer) -> str:

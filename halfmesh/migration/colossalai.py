@@ -19,11 +19,11 @@ from ..amp.plugin import AMP_TYPE
 from ..assembly import initialize as _initialize
 from ..compat import get_layout
 from ..conversion import convert_to_amp
-from ..data.dataloader import get_dataloader
+from ..data.loader import get_dataloader
 from ..engine.engine import Engine
 from ..errors import InputError
-from ..launch import launching
-from ..launch.launching import Launch, get_default_parser
+from ..launching import launch as launching
+from ..launching.launch import Launch, get_default_parser
 from ..trainer.trainer import Trainer as _Trainer
 from . import colossalai_hooks as hooks
 

@@ -20,7 +20,7 @@ from .objects import broadcast_object, gather_objects, is_alone, join_rows
 from .trained import refuse_unlike
 
 if TYPE_CHECKING:
-    from ..launch.process_group import OwnedGroup
+    from ..launching.process_group import OwnedGroup
 
 AXES = ("pp", "dp", "tp")
 

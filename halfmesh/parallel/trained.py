@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..launch.failures import is_echo
-from ..launch.layout import Layout
+from ..launching.env import RankNames
+from ..launching.failures import is_echo
 from .objects import gather_objects, is_alone
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ class SameTrained:
         if self._is_alone:
             return
         context = self._context
-        layout = Layout(context.size, context.pp_size, context.tp_size)
+        names_of = RankNames(context.size, context.pp_size, context.tp_size)
         try:
             everyone = gather_objects(trained, context.stage_group)
         except RuntimeError as error:
             if is_echo(error):
                 raise
             raise InputError(
-                f"requires_grad was changed on {layout.name(context.rank)}, but not on all ranks that hold the same "
+                f"requires_grad was changed on {names_of.name(context.rank)}, but not on all ranks that hold the same "
                 f"parameters: some did not come to compare it within the config's timeout; {_ADVICE}"
             ) from error
-        refuse_unlike(names, everyone, [layout.name(rank) for rank in context.stage_ranks])
+        refuse_unlike(names, everyone, [names_of.name(rank) for rank in context.stage_ranks])

@@ -150,7 +150,7 @@ class _Rehearsal:
     def _label_held(self) -> dict[str, int]:
         """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
         tracker, engine = self._tracker, self._engine
-        tracker.label(engine._update.master_weights.masters.values(), "masters")
+        tracker.label(engine._parts.update.master_weights.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
         state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
         tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
@@ -172,7 +172,7 @@ class _Rehearsal:
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()
-        trained = engine._update.master_weights.trained
+        trained = engine._parts.update.master_weights.trained
         tracker.label([shard.param.grad for shard in trained], "gradients")
 
     def _traffic(self) -> dict[str, Traffic]:
@@ -185,7 +185,7 @@ class _Rehearsal:
     def _make_state(self) -> None:
         """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
         engine = self._engine
-        update, data = engine._update, engine.config.parallel.data
+        update, data = engine._parts.update, engine.config.parallel.data
         reduced = getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None
         for shard in update.master_weights.trained:
             if shard.param.requires_grad:

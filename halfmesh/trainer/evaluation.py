@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..data.samplers import ShardedSampler, StridedBatches
 from ..engine.engine import Engine
 from ..engine.handles import Handle
 from ..errors import InputError
@@ -121,7 +120,7 @@ def predict(engine: Engine, dataloader: Any) -> Any:
     everyone = context.everyone((context.dp_rank, mine) if mine else None)
     by_rank = dict(given for given in everyone if given is not None)
     ranks = [by_rank.get(rank, []) for rank in range(context.dp_size)]
-    if len(ranks) > 1 and not _deals_batches(loader.loader):
+    if len(ranks) > 1 and loader.loader.splits_samples:
         ranks = [[row for output in theirs for row in _rows(output)] for theirs in ranks]
     pieces = [piece for turn in itertools.zip_longest(*ranks, fillvalue=_NOTHING) for piece in turn]
     return _joined([piece for piece in pieces if piece is not _NOTHING])
@@ -148,12 +147,6 @@ def _call(engine: Engine, batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return engine(*(batch[:-1] if len(batch) > 1 else batch))
     return engine(batch)
-
-
-def _deals_batches(loader: Any) -> bool:
-    """Whether data ranks take turns in batches of the order, and not in samples of it."""
-    batches = getattr(loader, "batch_sampler", None)  # None: what the sampler gives is a batch already
-    return isinstance(loader, StridedBatches) or batches is None or isinstance(batches, ShardedSampler)
 
 
 def _rows(output: Any) -> list[Any]:

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from ..data.dataloader import EngineDataLoader
-from ..data.samplers import shard_loader
-from ..data.transfer import copied
-from ..distribution import refuse_uneven_evaluation
+from ..data.loader import EngineDataLoader
+from ..data.sharding import ShardedLoader, copied
 from ..engine.engine import Engine
 from ..errors import InputError
+from ..inputs import refuse_uneven_evaluation
 
 _END = object()
 
@@ -30,10 +29,10 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
             "DataLoader(dataset, batch_size=...)"
         )
     context = engine.context
-    loader = shard_loader(dataloader, context, training=False)
+    loader = ShardedLoader(dataloader, context, training=False)
     if engine.config.parallel.data.strategy == "fsdp":
         refuse_uneven_evaluation(loader, context)
-    return EngineDataLoader(loader, context, engine.config.seed, may_be_empty=True)
+    return EngineDataLoader(loader, context, engine.config.seed)
 
 
 def choose_train_loader(engine: Engine, train: Any) -> Any:

@@ -31,7 +31,7 @@ def second_job(rank, world_size, folder):
     engine.close()
     engine = make_engine("dp2", "none", checkpoint=folder, resume="auto")
     engine.eval()
-    engine(next(iter(engine.dataloader.loader))[0])  # an evaluation is none of a job that saves
+    engine(next(iter(engine.dataloader.loader.given))[0])  # an evaluation is none of a job that saves
     with pytest.raises(CheckpointError) as told:
         train(engine, 1)
     words.append(str(told.value))

@@ -95,7 +95,7 @@ def train(rank: int, world_size: int, cell: Cell, watch: Any = None) -> Outcome:
     losses: list[float] = []
     for x, y in engine.dataloader:
         overflows = cell.scaled and len(steps) == OVERFLOW_AT
-        engine._criterion.factor = math.inf if overflows and rank == world_size - 1 else 1.0
+        engine._parts.criterion.factor = math.inf if overflows and rank == world_size - 1 else 1.0
         engine.zero_grad()
         # Not the first update, before which a plan of patterns is tried out in fp32. Backward: pipelines compute in it.
         with watch if len(steps) == 1 else nullcontext():

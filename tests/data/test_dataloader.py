@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import namedtuple
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 import halfmesh
-from halfmesh.data.dataloader import EngineDataLoader
-from halfmesh.data.loader_watch import LoaderWatch
+from halfmesh.data.loader import EngineDataLoader, ToDevice
+from halfmesh.data.sharding import ShardedLoader
 from halfmesh.errors import InputError
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.tensors import tensors_of
@@ -36,7 +39,8 @@ def dataloader(loader, accumulation=1):
 )
 def test_batches_of_any_structure_are_moved(item):
     context = ParallelContext(1, 1, torch.device("meta"))
-    batch = next(iter(EngineDataLoader(DataLoader([item] * 4, 2), context, seed=0)))
+    sharded = ShardedLoader(DataLoader([item] * 4, 2), context, training=True)
+    batch = next(iter(EngineDataLoader(sharded, context, seed=0)))
     tensors = tensors_of(batch)
     assert tensors
     assert all(t.is_meta for t in tensors)
@@ -199,31 +203,110 @@ def test_get_dataloader():
         halfmesh.get_dataloader(data, add_sampler=False)
 
 
-@pytest.mark.parametrize(
-    ("parts", "warnings"),
-    [
-        ([(0.6, 0.4, 100)], 1),
-        ([(0.31, 0.69, 40)], 1),
-        ([(0.28, 0.72, 40)], 0),
-        ([(5.0, 5.0, 3)], 0),
-        ([(0.0, 1.0, 100), (50.0, 0.0, 1)], 0),
-        ([(0.6, 0.4, 4)] * 10, 1),
-    ],
-    ids=["long", "above", "below", "few batches", "one slow batch", "short epochs"],
-)
-def test_a_loop_that_waits_for_its_data_is_warned_once(parts, warnings, caplog):
-    """Parts: seconds to fetch a batch, to train on it, and how many; between them an evaluation takes long."""
-    now = [100.0]
-    watch = LoaderWatch(DataLoader([0]), torch.device("cpu"), lambda: now[0])
+def test_the_time_that_a_loop_waits_is_counted():
+    class Slow(Dataset):
+        def __len__(self):
+            return 4
 
-    def load(seconds, count):
-        for number in range(count):
-            now[0] += seconds
-            yield number
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            return index
 
-    for fetch_s, train_s, count in parts:
-        for _ in watch.watch(load(fetch_s, count)):
-            now[0] += train_s
-        now[0] += 100
-    assert len(caplog.messages) == warnings
-    assert all("give the DataLoader more workers (num_workers=0; this machine has " in text for text in caplog.messages)
+    loader = dataloader(DataLoader(Slow(), 2))
+    for _ in loader:
+        time.sleep(0.2)
+    assert 0.08 <= loader.waited_s < 0.2
+
+
+class OnGPU(torch.Tensor):
+    """Notes what is done with it, as a tensor that is copied to a GPU."""
+
+    stream, log, pinned = "compute", [], True
+
+    def to(self, *_, **__):
+        if self.stream == "copies":
+            self.log.append(f"copy {self.item():g} on {self.stream}")
+        return self
+
+    def is_pinned(self, *_):
+        return self.pinned
+
+    def record_stream(self, stream):
+        self.log.append(f"{self.item():g} used on {stream.name}")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Streams and events by name, in the order of the calls. Events are numbered."""
+    monkeypatch.setattr(OnGPU, "log", [])
+    count = itertools.count(1)
+
+    class Stream:
+        def __init__(self, device=None, name="copies"):
+            self.name = name
+
+        def wait_event(self, event):
+            OnGPU.log.append(f"{self.name} waits for {event.number}")
+
+    class Event:
+        def record(self, stream):
+            self.number = next(count)
+            OnGPU.log.append(f"event {self.number} on {stream.name}")
+
+        def synchronize(self):
+            OnGPU.log.append(f"host waits for {self.number}")
+
+    @contextmanager
+    def on(stream):
+        monkeypatch.setattr(OnGPU, "stream", stream.name)
+        yield
+        monkeypatch.setattr(OnGPU, "stream", "compute")
+
+    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", on)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name="compute"))
+    return ToDevice(torch.device("cuda")), OnGPU.log
+
+
+def on_gpu(value):
+    return torch.tensor(float(value)).as_subclass(OnGPU)
+
+
+def test_a_batch_on_a_gpu_waits_for_its_own_copy_only(gpu):
+    to_device, log = gpu
+    first = to_device.start({"x": on_gpu(1)})
+    second = to_device.start((on_gpu(2), on_gpu(3)))
+    to_device.finish(first)
+    to_device.finish(second)
+    assert log == [
+        *("copy 1 on copies", "event 1 on copies", "copy 2 on copies", "copy 3 on copies", "event 2 on copies"),
+        *("compute waits for 1", "1 used on compute", "compute waits for 2", "2 used on compute", "3 used on compute"),
+    ]
+    to_device.wait()
+    to_device.wait()
+    assert log[10:] == ["host waits for 2"]
+
+
+def test_batches_that_are_not_pinned_are_told_once(gpu, monkeypatch, caplog):
+    to_device, _ = gpu
+    to_device.start(on_gpu(1))
+    to_device.start(on_gpu(2))
+    assert caplog.messages == []
+    monkeypatch.setattr(OnGPU, "pinned", False)
+    other = ToDevice(torch.device("cuda"))
+    other.start((on_gpu(1), on_gpu(2)))
+    other.start(on_gpu(3))
+    assert len(caplog.messages) == 1
+    assert "batches of engine.dataloader are not in pinned memory" in caplog.messages[0]
+
+
+def test_on_a_gpu_the_loader_pins_and_the_one_that_was_given_is_left_alone():
+    given = DataLoader(range(4), 2, num_workers=1)
+    for device, pins in (("cuda", True), ("cpu", False)):
+        sharded = ShardedLoader(given, ParallelContext(1, 1, torch.device(device)), training=True)
+        assert (sharded.loader.pin_memory, given.pin_memory) == (pins, False)

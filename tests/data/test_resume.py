@@ -163,7 +163,7 @@ def test_what_is_skipped_is_not_read():
     engine = engine_of("shuffled")
     engine.load_state_dict(state)
     assert len(list(engine.dataloader)) == 2
-    assert len(engine.dataloader.loader.dataset.read) == 8
+    assert len(engine.dataloader.dataset.read) == 8
     assert len(list(engine.dataloader)) == 5, "only the rest of one epoch"
 
 
@@ -210,13 +210,45 @@ def test_an_epoch_that_has_no_batch_left_ends():
     assert (other.lr_scheduler.last_epoch, other.dataloader.next_epoch) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("share", "place"), [(("own", 4), (0, 3)), (("in order", 4), (0, 3)), (("seed 1024", 8), (1, 5))]
-)
-def test_places_of_older_checkpoints(share, place, caplog):
-    """They name the order: of one process, of a sequential sampler, or that of several ranks, which was another one."""
-    _, state = batches_of(engine_of("shuffled"), 3, 2)
-    engine = engine_of("shuffled")
-    engine.load_state_dict(state | {"dataloader": state["dataloader"] | {"share": share}})
-    assert (engine.dataloader.next_epoch, len(list(engine.dataloader))) == place
-    assert any("is not a place in this run's order of the data" in text for text in caplog.messages) == (place[0] == 1)
+class Stateful(DataLoader):
+    """A loader that knows its place, as torchdata's StatefulDataLoader: it goes on by itself."""
+
+    given = 0
+
+    def __iter__(self):
+        batches = super().__iter__()
+        for _ in range(self.given):
+            next(batches)
+        return self._counted(batches)
+
+    def _counted(self, batches):
+        for batch in batches:
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+LOADERS["stateful"] = lambda: Stateful(Stream(), 4)
+LOADERS["stateful, fetched ahead"] = lambda: Stateful(range(SAMPLES), 4, shuffle=True, num_workers=1)
+
+
+@pytest.mark.parametrize("kind", ["stateful", "stateful, fetched ahead"])
+def test_a_loader_with_a_state_of_its_own_is_asked_for_it(kind):
+    """For the batch that is trained on next, however many were fetched."""
+    _, state = batches_of(engine_of(kind), 6, 3)
+    assert state["dataloader"]["loader"] == {"given": 3}
+    assert find_differences(kind, places=(1, 3, 5, 6)) == []
+
+
+def test_the_state_of_a_loader_is_not_of_use_in_another_layout():
+    _, state = batches_of(engine_of("stateful"), 6, 3)
+    engine = engine_of("stateful")
+    assert engine.dataloader.load_state_dict(state["dataloader"], own=False) is None
+    expected, _ = batches_of(engine_of("stateful"), 5, 3)
+    assert len(list(engine.dataloader)) == len(expected) - 3

@@ -61,33 +61,6 @@ def test_the_last_cycle_of_a_loop_that_fetches_before_the_step():
     assert step_on(engine, x, y) is None, "the end of the loader is over"
 
 
-def _fetched_ahead(batches):
-    """A prefetcher as people write one: a batch is handed on when the next one is there."""
-    waiting = None
-    for batch in batches:
-        if waiting is not None:
-            yield waiting
-        waiting = batch
-    yield waiting
-
-
-def _without_the_second(batches):
-    yield from (batch for number, batch in enumerate(batches) if number != 1)
-
-
-@pytest.mark.parametrize(
-    ("loop", "accumulation", "warns"),
-    [(_fetched_ahead, 2, True), (_fetched_ahead, 1, False), (iter, 2, False), (_without_the_second, 2, False)],
-    ids=["fetched-ahead", "not-accumulated", "ordinary", "one-passed-over"],
-)
-def test_a_loop_that_fetches_before_the_backward_is_warned(loop, accumulation, warns, caplog):
-    engine = make_engine({"gradient_accumulation": accumulation}, loader=make_loader(20, 4))
-    for _ in range(2):
-        for x, y in loop(engine.dataloader):
-            step_on(engine, x, y)
-    assert caplog.text.count("fetches a batch before it trains on the one before") == warns, "once, not each epoch"
-
-
 def test_a_loader_of_ones_own_closes_a_cycle_early():
     engine = make_engine({"gradient_accumulation": 3})
     x, y = make_data(16)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from halfmesh.data.sharding import copy_loader
 from halfmesh.engine import _torch
 from halfmesh.engine.average import _lerp_
 
@@ -24,7 +25,7 @@ def test_a_forward_is_told_from_what_is_computed_again_in_backward(reentrant):
 def test_copies_of_a_loader_have_workers_of_their_own():
     loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)
     batches = iter(loader)
-    other = iter(_torch.without_workers(loader))
+    other = iter(copy_loader(loader))
     assert other is not batches
     assert iter(loader) is batches
     assert [int(batch) for batch in other] == [1, 2]

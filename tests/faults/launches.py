@@ -102,7 +102,7 @@ main()
 # What hangs is killed when the others have ended.
 FORKS = """
 import json, os, signal, sys, time
-import torch, torch.distributed, halfmesh.launch.launching, halfmesh.config.load
+import torch, torch.distributed, halfmesh.launching.launch, halfmesh.config.load
 from torch.distributed import pipelining, fsdp
 folder, port = sys.argv[1], int(sys.argv[2])
 ranks = {}
@@ -120,10 +120,11 @@ else:
         rank = ranks.pop(process)
         codes[rank], ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
         if list(ranks.values()) == [BAD]:
+            time.sleep(2)
             os.kill(*ranks, signal.SIGKILL)
     json.dump([codes, ended], sys.stdout)
     os._exit(0)
-launched = halfmesh.launch.launching.launch(CONFIG, rank, RANKS, "127.0.0.1", port, device="cpu", verbose=False)
+launched = halfmesh.launch(CONFIG, rank, RANKS, "127.0.0.1", port, device="cpu", verbose=False)
 """
 UNDER_TORCHRUN = "import halfmesh\nlaunched = halfmesh.launch_from_torch(CONFIG, device='cpu', verbose=False)\n"
 

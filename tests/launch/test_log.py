@@ -1,4 +1,4 @@
-"""Who speaks, with which prefix, how a rank is named, and where the text goes under the usual logging set-ups."""
+"""Who speaks, with which prefix, and where the text goes under the usual logging set-ups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from halfmesh.launch.layout import Layout
 from halfmesh.log import Listener, get_logger
 
 
@@ -69,15 +68,3 @@ def test_only_the_named_ranks_speak_and_say_who_they_are(capsys, monkeypatch):
     log.error("for rank 1", ranks=(1, 2))
     log.info("for all", ranks=None)
     assert capsys.readouterr().err == "ERROR: [rank 1] for rank 1\n[rank 1] for all\n"
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        (Layout(8), "rank 5"),
-        (Layout(8, tensor=2), "rank 5 (dp 2, tp 1)"),
-        (Layout(8, pipeline=2, tensor=2), "rank 5 (pp 1, dp 0, tp 1)"),
-    ],
-)
-def test_messages_name_a_rank_by_its_place_in_the_mesh(layout, name):
-    assert layout.name(5) == name

@@ -196,7 +196,7 @@ CHECKPOINT = (
     Fault(
         "random numbers are not restored",
         "checkpoint/run.py",
-        '        rank_random.set_rank_random(own["random"], run.context, run.division)\n',
+        '        rng.set_rank_random(own["random"], run.context, run.division)\n',
         "        pass\n",
         (RESUME,),
     ),

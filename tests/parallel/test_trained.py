@@ -135,7 +135,7 @@ def frozen_for_good(rank: int, world_size: int) -> list[int]:
     """Bytes sent in each of three cycles, with a layer frozen within the first."""
     x, y = make_data(16)
     engine = make_engine({"gradient_accumulation": 2}, model=make_model())
-    sent, reducer = [0], engine._accumulation.reducer
+    sent, reducer = [0], engine._parts.accumulation.reducer
     for batch in range(6):
         if batch == 1:
             engine.model[2].requires_grad_(False)

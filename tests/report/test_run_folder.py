@@ -65,7 +65,7 @@ def lines_of(folder):
 def test_a_run_with_skipped_updates(tmp_path):
     engine = make(**FP16, NUM_EPOCHS=2, THING=object())
     hooks = [Overflow(3, 4, 9, 22), "throughput", "memory", RunHook(tmp_path / "run", precision_report=True)]
-    halfmesh.Trainer(engine, log_every=5).fit(epochs=2, hooks=hooks, eval_dataloader=engine.dataloader.loader)
+    halfmesh.Trainer(engine, log_every=5).fit(epochs=2, hooks=hooks, eval_dataloader=engine.dataloader.loader.given)
     run = data_of(tmp_path / "run")
     assert run["notes"] == []
     assert run["skipped"] == [3, 4, 9, 22]

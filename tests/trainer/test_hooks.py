@@ -189,6 +189,38 @@ def test_evaluation_is_not_counted_in_throughput(monkeypatch):
     assert hook.measure(trainer) == {"samples_per_s": 6 / 2}  # 4 - 1 - 1
 
 
+@pytest.mark.parametrize(
+    ("records", "warnings"),
+    [
+        ([(0.6, 0.4, 100)], 1),
+        ([(0.31, 0.69, 40)], 1),
+        ([(0.28, 0.72, 40)], 0),
+        ([(5.0, 5.0, 3)], 0),
+        ([(0.6, 0.4, 4)] * 10, 1),
+    ],
+    ids=["long", "above", "below", "few batches", "short records"],
+)
+def test_a_loop_that_waits_for_its_data_is_warned_once(records, warnings, monkeypatch, caplog):
+    """Records: seconds to fetch a batch, to train on it, and how many; between them an evaluation takes long."""
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    hook, trainer = ThroughputHook(flops_per_sample=None), halfmesh.Trainer(linear_engine())
+    trainer.engine.dataloader.waited_s = 50.0  # before this fit
+    hook.before_fit(trainer)
+    for fetch_s, train_s, count in records:
+        for _ in range(count):
+            now[0] += fetch_s + train_s
+            trainer.engine.dataloader.waited_s += fetch_s
+            hook.after_batch(trainer, halfmesh.Outcome(None, None, None, 1))
+        hook.before_eval(trainer)
+        now[0] += 100
+        hook.after_eval(trainer, {})
+        hook.measure(trainer)
+    said = [text for text in caplog.messages if text.startswith("the loop waited for engine.dataloader")]
+    assert len(said) == warnings
+    assert all("give the DataLoader more workers (num_workers=0; this machine has " in text for text in said)
+
+
 def test_progress_in_plain_lines(caplog):
     engine = linear_engine({"fp16": {"mode": "naive", "initial_scale": 65536}})
     halfmesh.Trainer(engine, log_every=2).fit(epochs=1, hooks=["progress"])

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..log import get_logger
-from .failures import told_to_torchrun
-from .launchers import OPENMPI, SLURM, Place, check_place, read_int, read_place, torchrun_place
-from .layout import Layout
+from .env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
+from .failures import recorded_for_torchrun
 from .process_group import Address, OwnedGroup, make_group
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Launch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # With an error in flight the guard has to stay, to report it; and destroying a broken group may block.
+        # With an error in flight the watch has to stay, to report it; and destroying a broken group may block.
         if kind is None:
             self.close()
 
@@ -97,13 +96,9 @@ def launch(
     Raises:
         LaunchError: numbers that do not fit together, no such device or backend, or no group within `config.timeout`.
     """
-    check_place(rank, world_size)
     if local_rank is None:
-        local_rank = rank % (torch.cuda.device_count() or world_size)
-    if local_rank < 0:
-        raise LaunchError(f"local_rank={local_rank}: expected the number of this process on its machine, from 0")
-    place = Place(rank, world_size, local_rank)
-    return _launch(config, place, Address(host, port), backend, seed, device, verbose)
+        local_rank = rank % max(1, torch.cuda.device_count() or world_size)
+    return _launch(config, Place(rank, world_size, local_rank), Address(host, port), backend, seed, device, verbose)
 
 
 def launch_from_torch(
@@ -118,18 +113,18 @@ def launch_from_torch(
 
     Arguments and errors as in `launch`.
     """
-    return _launch(config, torchrun_place(), None, backend, seed, device, verbose)
+    return _launch(config, find_place(), None, backend, seed, device, verbose)
 
 
 def launch_from_slurm(config: Any, host: str, port: int, **options: Any) -> Launch:
     """Launch under srun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
-    place = read_place(SLURM)
+    place = SLURM.read_place()
     return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
 
 
 def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> Launch:
     """Launch under Open MPI's mpirun; `host` and `port` are those of rank 0. `options` and errors as in `launch`."""
-    place = read_place(OPENMPI)
+    place = OPENMPI.read_place()
     return launch(config, place.rank, place.world_size, host, port, local_rank=place.local_rank, **options)
 
 
@@ -147,8 +142,8 @@ def ensure_process_group(
     """
     if dist.is_initialized():
         return next((group for group in _shared if group.is_there), None)
-    place = torchrun_place()
-    group = make_group(place, None, device, timeout_s, backend, Layout(place.world_size, pipeline, tensor))
+    place = find_place()
+    group = make_group(place, None, device, timeout_s, backend, RankNames(place.world_size, pipeline, tensor))
     _shared[:] = [] if group is None else [group]
     return group
 
@@ -178,19 +173,18 @@ def expected_world_size() -> int:
     Raises:
         LaunchError: the variables contradict each other.
     """
-    return dist.get_world_size() if dist.is_initialized() else torchrun_place().world_size
+    return dist.get_world_size() if dist.is_initialized() else find_place().world_size
 
 
 def choose_device(device: torch.device | str | None = None, local_rank: int | None = None) -> torch.device:
     """`device`, or cuda:local_rank where there is CUDA, else the CPU; made the current CUDA device.
 
+    Where a process sees one GPU only (`srun --gpus-per-task=1`), that one, whatever its local rank.
     `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
 
     Raises:
         LaunchError: this machine has no such device.
     """
-    if local_rank is None:
-        local_rank = read_int("LOCAL_RANK", at_least=0) if "LOCAL_RANK" in os.environ else 0
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
@@ -200,12 +194,14 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
         return chosen
     if not gpus:
         raise LaunchError(f"device={str(device)!r}, but torch {torch.__version__} finds no CUDA device; give 'cpu'")
-    index = local_rank if chosen.index is None else chosen.index
+    if local_rank is None:
+        local_rank = int(os.environ.get(TORCHRUN.local_rank, 0))
+    index = chosen.index if chosen.index is not None else 0 if gpus == 1 else local_rank
     if index >= gpus:
         origin = f"device={str(device)!r}" if chosen.index is not None else f"local rank {local_rank}"
         raise LaunchError(
-            f"{origin} needs GPU {index}, but this machine has {gpus} (numbered from 0); start at most "
-            f"{gpus} process(es) per machine, or give device='cpu'"
+            f"{origin} needs GPU {index}, but this process sees {gpus} (numbered from 0); start at most {gpus} "
+            "process(es) per machine, or give device='cpu'"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -236,14 +232,14 @@ def _launch(
 ) -> Launch:
     from ..config.load import load_config
 
-    with told_to_torchrun():
+    with recorded_for_torchrun():
         loaded = load_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)
         chosen = choose_device(device, place.local_rank)
         parallel = loaded.parallel
-        layout = Layout(place.world_size, parallel.pipeline.size, parallel.tensor.size)
+        names = RankNames(place.world_size, parallel.pipeline.size, parallel.tensor.size)
         backend = backend or choose_backend(loaded, chosen)
-        group = make_group(place, address, chosen, loaded.timeout, backend, layout)
+        group = make_group(place, address, chosen, loaded.timeout, backend, names)
     _set_seeds(loaded.seed)
     if verbose:
         how = dist.get_backend() if dist.is_initialized() else "no process group"

@@ -20,7 +20,7 @@ from .parallel.tensor import TensorParallel
 from .parallel.tensor_plans import generalise
 
 if TYPE_CHECKING:
-    from .engine.engine import Engine
+    from .engine.parts import EngineParts
     from .parallel.pipeline.partition import Partition
 
 
@@ -43,32 +43,31 @@ class EffectivePlan:
         return "\n".join([title, *(f"  {name + ':':<11} {text}" for name, text in self.rows.items())])
 
 
-def make_plan(
-    engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
-) -> EffectivePlan:
-    """The plan of an engine whose model is divided and cast."""
-    held = _held(engine, update)
+def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
+    """The plan of an engine whose model is divided and cast; `loader` is the user's."""
+    update, division = parts.update, parts.division
+    held = _held(parts, update)
     rows = {
-        "precision": _precision(engine, recipe),
+        "precision": _precision(parts, recipe),
         "loss scale": _loss_scale(recipe),
-        "layout": _layout(engine, division),
-        **({} if division.plans.partition is None else {"stages": _stages(engine, division, division.plans.partition)}),
-        **({} if division.plans.compilation is None else {"compile": _compile(engine, division)}),
-        **({} if not _changes_activations(division) else {"activations": _activations(engine, division)}),
+        "layout": _layout(parts, division),
+        **({} if division.plans.partition is None else {"stages": _stages(parts, division, division.plans.partition)}),
+        **({} if division.plans.compilation is None else {"compile": _compile(parts, division)}),
+        **({} if not _changes_activations(division) else {"activations": _activations(parts, division)}),
         **({} if division.late is None else {"values": division.late.words}),
-        "batch": _batch(engine, loader),
-        "update": _update(engine, update),
+        "batch": _batch(parts, loader),
+        "update": _update(parts, update),
         "memory": _memory(held),
     }
     return EffectivePlan(
-        rows, _values(engine, update, recipe, loader, division) | {"bytes": asdict(held)}, engine.config.name
+        rows, _values(parts, update, recipe, loader, division) | {"bytes": asdict(held)}, parts.config.name
     )
 
 
 def _values(
-    engine: Engine, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
+    parts: EngineParts, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
 ) -> dict[str, Any]:
-    config, context, partition = engine.config, engine.context, division.plans.partition
+    config, context, partition = parts.config, parts.context, division.plans.partition
     size, cycle = batch_size(loader), config.gradient_accumulation
     return {
         "mode": None if config.precision is None else config.precision.label,
@@ -94,8 +93,8 @@ def _values(
     }
 
 
-def _precision(engine: Engine, recipe: Recipe) -> str:
-    precision = engine.config.precision
+def _precision(parts: EngineParts, recipe: Recipe) -> str:
+    precision = parts.config.precision
     mode = "none" if precision is None else precision.label
     params = "as given" if recipe.param_dtype is None else _short(recipe.param_dtype)
     masters = ", fp32 masters" if recipe.master_weights else ""
@@ -118,15 +117,15 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(engine: Engine, division: Division) -> str:
-    context, data = engine.context, engine.config.parallel.data
+def _layout(parts: EngineParts, division: Division) -> str:
+    context, data = parts.context, parts.config.parallel.data
     mesh = f"pp {context.pp_size} x dp {context.dp_size} x tp {context.tp_size} on {context.device.type}"
     if context.size == 1:
         return f"{mesh}; one process holds all of the model"
     held = "every rank holds all of the model" if division.cut is None else "every rank holds its stages"
     if division.tensor is not None:
         held = _divided(
-            engine, division, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers"
+            parts, division, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers"
         )
     averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
     if division.sharded is not None:
@@ -137,11 +136,11 @@ def _layout(engine: Engine, division: Division) -> str:
     return f"{mesh}; {held}{averaged}"
 
 
-def _divided(engine: Engine, division: Division, tensor: TensorParallel, numbers: str) -> str:
+def _divided(parts: EngineParts, division: Division, tensor: TensorParallel, numbers: str) -> str:
     """Which layers are divided over the tensor group, and what part of the numbers that is."""
-    parts = [] if division.sharded is None else division.sharded.parts
-    came = {part.source.param: part.model_param for part in parts if part.source is not None}
-    params = list(engine.model.named_parameters())
+    sharded = [] if division.sharded is None else division.sharded.parts
+    came = {part.source.param: part.model_param for part in sharded if part.source is not None}
+    params = list(parts.model.named_parameters())
     cut = {name for name, param in params if came.get(param, param) in tensor.splits}
     own = sum(param.numel() for name, param in params if name in cut)
     whole = sum(param.numel() for name, param in params if name not in cut)
@@ -153,9 +152,9 @@ def _divided(engine: Engine, division: Division, tensor: TensorParallel, numbers
     return f"{share:.0%} of {numbers}{sequence} divided over tp: {layers}"
 
 
-def _stages(engine: Engine, division: Division, partition: Partition) -> str:
+def _stages(parts: EngineParts, division: Division, partition: Partition) -> str:
     """Schedule, bubble, who has which stage and what part of the whole it is, and what several have."""
-    pipeline, total = engine.config.parallel.pipeline, sum(partition.costs) or 1
+    pipeline, total = parts.config.parallel.pipeline, sum(partition.costs) or 1
     microbatches = pipeline.microbatches or 1
     waits = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, microbatches)
     what = "time" if pipeline.balance == "time" else "parameters"
@@ -168,10 +167,10 @@ def _stages(engine: Engine, division: Division, partition: Partition) -> str:
     return f"{pipeline.schedule}, {microbatches} microbatches, bubble {waits:.0%}; {each}{shared}"
 
 
-def _compile(engine: Engine, division: Division) -> str:
+def _compile(parts: EngineParts, division: Division) -> str:
     """What of this rank's part is compiled, and how."""
-    options = engine.config.compile
-    whole = division.compiled == [engine.model]
+    options = parts.config.compile
+    whole = division.compiled == [parts.model]
     kinds = Counter(type(module).__name__ for module in division.compiled)
     what = "the whole model" if whole else ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
@@ -183,31 +182,31 @@ def _changes_activations(division: Division) -> bool:
     return division.plans.activations is not None or division.offload is not None
 
 
-def _activations(engine: Engine, division: Division) -> str:
+def _activations(parts: EngineParts, division: Division) -> str:
     """What of this rank's part is computed again in backward, and what waits on the host."""
     if division.plans.activations is None:
         return "offloaded"
     count = len(division.checkpointed)
-    what = "module" if engine.config.activation_checkpoint.patterns else "block"
+    what = "module" if parts.config.activation_checkpoint.patterns else "block"
     offloaded = ", offloaded" if division.offload is not None else ""
-    label = engine.config.activation_checkpoint.label
+    label = parts.config.activation_checkpoint.label
     return f"{count} {what}{'s' if count != 1 else ''} checkpointed ({label}){offloaded}"
 
 
-def _batch(engine: Engine, loader: Any) -> str:
-    cycle, dp = engine.config.gradient_accumulation, engine.context.dp_size
+def _batch(parts: EngineParts, loader: Any) -> str:
+    cycle, dp = parts.config.gradient_accumulation, parts.context.dp_size
     size = batch_size(loader)
     factors = f"{size or '?'} per rank x {dp} data rank(s) x {cycle} accumulated"
-    asked = " (global_batch_size)" if engine.config.global_batch_size else ""
+    asked = " (global_batch_size)" if parts.config.global_batch_size else ""
     return f"{factors} = {size * dp * cycle} samples per update{asked}" if size else factors
 
 
-def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
-    config = engine.config
+def _update(parts: EngineParts, update: MixedPrecisionOptimizer) -> str:
+    config = parts.config
     fused = "fused" if update.stepper.takes_grad_scale else "not fused"
     fused += " by fused='auto'" if update.stepper.switched else ""
     fused += ", no host read" if update.stepper.folds else ""
-    left = sum(p.requires_grad for p in engine.model.parameters()) - sum(
+    left = sum(p.requires_grad for p in parts.model.parameters()) - sum(
         shard.param.requires_grad for shard in update.master_weights.trained
     )
     held = f", {left} trainable parameter(s) left out" if left else ""
@@ -220,9 +219,9 @@ def _update(engine: Engine, update: MixedPrecisionOptimizer) -> str:
     return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}{held}"
 
 
-def _held(engine: Engine, update: MixedPrecisionOptimizer) -> StateBytes:
-    data = engine.config.parallel.data
-    return state_bytes(engine.model, update, getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None)
+def _held(parts: EngineParts, update: MixedPrecisionOptimizer) -> StateBytes:
+    data = parts.config.parallel.data
+    return state_bytes(parts.model, update, getattr(torch, data.reduce_dtype) if parts.context.dp_size > 1 else None)
 
 
 def _memory(held: StateBytes) -> str:

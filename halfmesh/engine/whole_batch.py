@@ -13,14 +13,14 @@ from torch import nn
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..debug.contents import contents
-from ..engine.accumulation import LossReduction
-from ..engine.handles import Handle, replace
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.tracing import unchanged
 from ..parallel.random import random_state, set_random_state
 from ..tensors import map_tensors, tensors_of
+from .accumulation import LossReduction
+from .handles import Handle, replace
 
 _log = get_logger(__name__)
 

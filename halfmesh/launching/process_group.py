@@ -1,4 +1,4 @@
-"""Making the process group of a launch, with its failure guard."""
+"""Making the process group of a launch, with its failure watch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .end_log import EndLog
-from .failures import FailureGuard
-from .launchers import Place
-from .layout import Layout
-from .positions import Whereabouts
+from .env import Place, RankNames
+from .failures import FailureWatch, StatusStore
 
-PARTING_S = 0.1
+THREADS_END_S = 0.1
 """What threads that wait for nothing but Python and a core need at most."""
 _numbers = itertools.count()
 """Of the groups that this process has made; all ranks count alike."""
@@ -40,22 +37,22 @@ that is about to close from the next one at the same address, and would wait in 
 
 
 class OwnedGroup:
-    """A process group that was made here, with its failure guard. Its last user's `close` destroys it."""
+    """A process group that was made here, with its failure watch. Its last user's `close` destroys it."""
 
-    def __init__(self, guard: FailureGuard, whereabouts: Whereabouts) -> None:
-        self._guard: FailureGuard | None = guard
-        self._whereabouts = whereabouts
+    def __init__(self, watch: FailureWatch) -> None:
+        self._watch: FailureWatch | None = watch
         self._group = dist.group.WORLD
         self._users: set[object] = set()
 
     @property
     def is_there(self) -> bool:
         """Whether it still is the group of this process, of which a user may have made another one meanwhile."""
-        return self._guard is not None and dist.is_initialized() and dist.group.WORLD is self._group
+        return self._watch is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def watch(self, engine: Any) -> None:
-        """Messages about ranks that wait in vain give the `global_step` of `engine`."""
-        self._whereabouts.watch(engine)
+        """Write this rank's stacks when `engine` makes no update for most of the time limit."""
+        if self._watch is not None:
+            self._watch.watch(engine)
 
     def join(self, user: object) -> None:
         """From now on `user` needs the group."""
@@ -67,16 +64,16 @@ class OwnedGroup:
 
     def ended(self) -> dict[int, bool]:
         """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
-        return {} if self._guard is None else self._guard.ended()
+        return {} if self._watch is None else self._watch.ended()
 
     def close(self, user: object = None) -> None:
         """Destroy the group, unless others than `user` need it. May be called twice."""
         self.leave(user)
-        if self._guard is None or self._users:
+        if self._watch is None or self._users:
             return
         is_there = self.is_there
-        self._guard.remove()
-        self._guard = None
+        self._watch.remove()
+        self._watch = None
         if is_there:
             dist.destroy_process_group()
 
@@ -87,7 +84,7 @@ def make_group(
     device: torch.device,
     timeout_s: float,
     backend: str | None,
-    layout: Layout,
+    names: RankNames,
 ) -> OwnedGroup | None:
     """Join the process group of `place`, at `address` or at the one in torchrun's variables.
 
@@ -95,21 +92,19 @@ def make_group(
 
     Args:
         timeout_s: seconds to join, and that a collective may take.
-        layout: by which messages about failed ranks name them.
+        backend: "nccl" for CUDA, "gloo" for the CPU unless given.
+        names: of the ranks, in messages.
 
     Raises:
-        LaunchError: no group within `timeout_s`, no such backend, or an existing group with other numbers.
+        LaunchError: no group within `timeout_s`, or no such backend.
     """
     if dist.is_initialized() or place.world_size > 1:
         atexit.unregister(let_threads_finish)
         atexit.register(let_threads_finish)
-    if dist.is_initialized():
-        _check_existing_group(place)
+    if dist.is_initialized() or place.world_size == 1:
         return None
-    backend = _check_backend(backend, device)
-    if place.world_size == 1:
-        return None
-    timeout, whereabouts = timedelta(seconds=timeout_s), Whereabouts()
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(seconds=timeout_s)
     try:
         store = _make_store(place, address, timeout)
         dist.init_process_group(
@@ -120,8 +115,7 @@ def make_group(
             timeout=timeout,
             device_id=device if "nccl" in backend else None,
         )
-        host = None if address is None and _agent_hosts_store() else 0
-        log = EndLog(store, place.rank, place.world_size, host, lambda: whereabouts.here().dump())
+        statuses = StatusStore(store, place.rank, place.world_size)
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{address.host}:{address.port}" if address else "MASTER_ADDR:MASTER_PORT"
         raise LaunchError(
@@ -129,7 +123,8 @@ def make_group(
             f"{timeout_s:g} s: {error}. All {place.world_size} processes have to be started with the same host and "
             "port, a port that is free on rank 0's machine and can be reached from the others"
         ) from error
-    return OwnedGroup(FailureGuard(log, layout, timeout_s, whereabouts), whereabouts)
+    host = None if address is None and _agent_hosts_store() else 0
+    return OwnedGroup(FailureWatch(statuses, place.rank, names, host, timeout_s))
 
 
 def let_threads_finish() -> None:
@@ -139,7 +134,7 @@ def let_threads_finish() -> None:
     "terminate called without an active exception": the process aborts, after all of its work is done. Seen on loaded
     machines, some time after the last collective.
     """
-    time.sleep(PARTING_S)
+    time.sleep(THREADS_END_S)
 
 
 def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
@@ -170,37 +165,3 @@ def _host_store(place: Place, address: Address | None, timeout: timedelta) -> di
 def _agent_hosts_store() -> bool:
     """Whether torchrun keeps the store, which then outlives rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _check_existing_group(place: Place) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (rank, world_size) != (place.rank, place.world_size):
-        raise LaunchError(
-            f"a process group exists already, with this process as rank {rank} of {world_size}, but the launch is for "
-            f"rank {place.rank} of {place.world_size}; call torch.distributed.destroy_process_group() first, or launch "
-            "with the same numbers"
-        )
-
-
-def _check_backend(backend: str | None, device: torch.device) -> str:
-    if backend is None:
-        return "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            f"backend='nccl' works on CUDA devices only, but the device is {device}; leave backend out or give 'gloo'"
-        )
-    parts = [part.rpartition(":")[2] for part in backend.split(",")]  # "cpu:gloo,cuda:nccl"
-    unknown = [part for part in parts if not _is_available(part)]
-    if unknown:
-        raise LaunchError(
-            f"backend={backend!r}: this torch has no {', '.join(unknown)}; leave backend out (nccl for CUDA, gloo for "
-            "the CPU), or give 'gloo'"
-        )
-    return backend
-
-
-def _is_available(backend: str) -> bool:
-    try:
-        return dist.is_backend_available(backend)
-    except ValueError:  # torch 2.11 to 2.13 on malformed names
-        return False

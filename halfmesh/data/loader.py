@@ -1,0 +1,355 @@
+"""The dataloader of an engine: sharded over dp, on the device, and it knows where an epoch ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..errors import NO_BATCH, InputError
+from ..log import get_logger
+from ..parallel.context import ParallelContext
+from ..tensors import map_tensors
+from .resume import EpochState, epoch_batches, set_generators
+from .sharding import DataOrder, ShardedLoader, copied
+
+_log = get_logger(__name__)
+_END = object()
+
+
+class EngineDataLoader:
+    """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
+
+    Where the loader has workers, the next batch is fetched, and on its way to the device, before the current one is
+    handed out. Else a batch is fetched when it is asked for, as in a plain loop: what the loader does next may depend
+    on the training before it. The exception is a loader whose length may be wrong where training needs the end.
+
+    An epoch ends when the loop asks for a batch after the last one, or lets go of its iterator when it has trained on
+    the last one.
+
+    Other attributes are those of the loader that was given: `dataset`, `batch_size`, `sampler`, `num_workers`.
+
+    Args:
+        seed: of what batches are fetched with on several ranks, beside the epoch, the batch and the data rank.
+        needs_end: whether training depends on `at_end`, so that it has to be exact.
+
+    Attributes:
+        loader: this rank's part of the loader that was given.
+        epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
+        next_epoch: that of the next iteration, which after a load goes on with the one that it interrupted.
+        at_end: whether the batch handed out last is the last of its epoch. Without look-ahead by the loader's length;
+            where it has none, False.
+        waited_s: seconds for which the loop has waited for the loader so far. On a GPU, only while that was idle.
+        before_fetch: called when the loop asks for a batch, before anything is drawn for it.
+    """
+
+    def __init__(
+        self,
+        loader: ShardedLoader,
+        context: ParallelContext,
+        seed: int,
+        on_epoch_end: Callable[[], None] | None = None,
+        needs_end: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.epoch = -1
+        self.next_epoch = 0
+        self.at_end = False
+        self.waited_s = 0.0
+        self.before_fetch: Callable[[], None] | None = None
+        self._context = context
+        self._seed = seed
+        self._on_epoch_end = on_epoch_end
+        self._needs_end = needs_end
+        self._to_device = ToDevice(context.device)
+        self._state = EpochState()
+        self._loaded: tuple[Mapping[str, Any], bool] | None = None
+        self._has_trained = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is being iterated."""
+        return self._state.running
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no backward has run since a batch was handed out last."""
+        return self._state.handed > self._state.trained
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches were trained on."""
+        return self._state.epoch, self._state.trained
+
+    @property
+    def next_batch(self) -> int:
+        """How many batches of its epoch the next iteration passes over: those trained on before what was loaded."""
+        state = self._pending()
+        return 0 if state is None or state["finished"] else state["trained"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch `epoch`, of which samplers with a `set_epoch` are told. Without a call, epochs
+        count up by themselves."""
+        self.next_epoch = epoch
+
+    def note_training(self) -> None:
+        """A backward ran: the batch that was handed out last was trained on."""
+        self._state.trained = self._state.handed
+        if not self._has_trained:
+            self._has_trained = True
+            if self.epoch < 0:
+                self._warn_of_another()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
+        pending = self._pending()
+        if pending is not None:
+            return dict(pending)
+        return {
+            "share": tuple(self.loader.order),
+            "generators": [generator.get_state() for generator in self.loader.generators()],
+            "next_epoch": self.next_epoch,
+            **self._state.state_dict(self.loader.loader),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> str | None:
+        """Go on with the batch after the last one that was trained on when `state_dict` was taken, or with the next
+        epoch if it was over.
+
+        Args:
+            own: False: it is another rank's, or another layout's, whose batches were others; the order is the same.
+
+        Returns:
+            What is otherwise, if what was seen is no whole number of this run's batches.
+        """
+        self._state, self._loaded = EpochState(), None
+        set_generators(self.loader, state["generators"])
+        if not own:
+            state = {key: value for key, value in state.items() if key != "loader"} | {"fetches": {}}
+        self.next_epoch = state["next_epoch"] if state["finished"] else state["epoch"]
+        if state["finished"]:
+            self._loaded = state, own
+            return None
+        order = self.loader.order
+        trained = order.same_place(DataOrder(*state["share"]), state["trained"])
+        # Workers that stay draw a seed in the first epoch only, from the generator that the order comes from.
+        stays = self.loader.given.persistent_workers and state["epoch"] > 0
+        if trained is None or stays:
+            self.next_epoch += 1
+            return (
+                f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
+                f"run's order of the data: the data go on with epoch {self.next_epoch}"
+            )
+        self._loaded = {**state, "trained": trained, "share": tuple(order)}, own
+        return None
+
+    def _pending(self) -> Mapping[str, Any] | None:
+        """What was loaded, until it is iterated or another epoch is set."""
+        if self._loaded is None:
+            return None
+        state = self._loaded[0]
+        return state if self.next_epoch == state["next_epoch" if state["finished"] else "epoch"] else None
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.loader.given, name)
+
+    def __bool__(self) -> bool:
+        """There is a loader; without this, Python would ask for its length, which an IterableDataset has not."""
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        outside = self._state
+        if outside.trained and not outside.running:
+            outside.finished = True  # it was left, and is not gone on with
+        if self.before_fetch is not None:
+            self.before_fetch()
+        saved, own = self._pending(), self._loaded is None or self._loaded[1]
+        self._loaded = None
+        self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
+        state = self._state = EpochState(self.epoch, running=True)
+        at_end_outside, self.at_end = self.at_end, False  # this may be a loop inside another over the same loader
+        try:
+            yield from self._epoch(state, epoch_batches(state, self.loader, self._context, self._seed, saved, own))
+        finally:
+            state.running = False
+            self.at_end = at_end_outside and outside.running
+            if outside.running:
+                self._state = outside
+
+    def _epoch(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch, last in self._on_device(state, batches):
+            state.handed += 1
+            self.at_end = last
+            try:
+                yield batch
+            except GeneratorExit:  # a loop that counts its batches does not ask for one more
+                if last and state.trained == state.handed:
+                    self._end(state)
+                raise
+            del batch
+            if self.before_fetch is not None:
+                self.before_fetch()
+        if not state.handed and self.loader.training:
+            raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
+        self._end(state)
+
+    def _on_device(self, state: EpochState, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The batches on the device, and whether each is the last."""
+        workers, to_device = self.loader.loader.num_workers, self._to_device
+        looks_ahead = bool(workers) or (self._needs_end and not self.loader.is_counted)
+        keeps = looks_ahead and not workers and to_device.device.type != "cuda"  # the next batch may be written over it
+
+        def fetch() -> Any:
+            if not workers:
+                to_device.wait()  # the next batch may be written over the last one
+            work, asked = to_device.mark(), time.perf_counter()
+            batch = next(batches, _END)
+            if work is None or work.query():
+                self.waited_s += time.perf_counter() - asked
+            if batch is _END:
+                return _END
+            return to_device.start(copied(batch) if keeps else batch)
+
+        if not looks_ahead:
+            length = self.loader.length
+            while (started := fetch()) is not _END:
+                batch = to_device.finish(started)
+                del started
+                yield batch, state.handed + 1 == length
+                del batch  # it goes before the next one comes
+            return
+        started = fetch()
+        while started is not _END:
+            try:
+                following = fetch()
+            except Exception:  # of the next batch: this one is whole
+                yield to_device.finish(started), False
+                raise
+            yield to_device.finish(started), following is _END
+            started = following
+
+    def _end(self, state: EpochState) -> None:
+        state.finished = True
+        is_training = torch.is_grad_enabled() or state.trained == state.handed  # else it was a pass to evaluate
+        if self._on_epoch_end is not None and is_training:
+            self._on_epoch_end()
+
+    def _warn_of_another(self) -> None:
+        """Training began with other batches than this loader's."""
+        ranks = self._context.dp_size
+        if ranks > 1 or self._needs_end:
+            _log.warning(
+                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
+                "given to initialize. %s If the batches are meant to come from another loader, give initialize none; "
+                "shard yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
+                f"That one is not sharded: {ranks} data ranks train on the same batches."
+                if ranks > 1
+                else "The engine does not see where that one ends, so the last batches of an epoch go into the first "
+                "cycle of the next.",
+            )
+
+
+class ToDevice:
+    """Copies batches to `device`; to a GPU on a stream of its own, with an event for each batch, so that no batch waits
+    for the copy of the next one. Where batches are fetched ahead, this takes the memory of one batch more on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._last_copied: torch.cuda.Event | None = None
+        self._has_looked = False
+
+    def start(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
+        """Begin to copy the batch. What is returned is for `finish` only."""
+        if self.device.type != "cuda":
+            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch), None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            batch = map_tensors(self._copy, batch)
+            copied.record(self._stream)
+        self._last_copied, self._has_looked = copied, True
+        return batch, copied
+
+    def finish(self, started: tuple[Any, torch.cuda.Event | None]) -> Any:
+        """The batch, to be used on the stream that is current here."""
+        batch, copied = started
+        if copied is None:
+            return batch
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+
+        def use(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.to(self.device)
+            tensor.record_stream(stream)  # else its memory could be given away while this stream reads it
+            return tensor
+
+        return map_tensors(use, batch)
+
+    def wait(self) -> None:
+        """Return when the last batch has been copied. Its copy waits for no computation, so this is soon."""
+        if self._last_copied is not None:
+            self._last_copied.synchronize()
+            self._last_copied = None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What has passed when a GPU has done all that it was given so far."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        if not self._has_looked and tensor.numel() and not tensor.is_pinned():
+            self._has_looked = True
+            _log.warning(
+                "batches of engine.dataloader are not in pinned memory, though its DataLoader was told to pin them: "
+                "their copies to the GPU hold the loop up. Let the dataset or collate_fn return tensors in tuples, "
+                "lists or dicts, or give the type of its batches a method pin_memory()"
+            )
+        return tensor.to(self.device, non_blocking=True)
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    **options: Any,
+) -> DataLoader[Any]:
+    """A DataLoader whose order depends on `seed` alone, in every layout, whatever else draws random numbers.
+    `initialize` shards it over the data ranks.
+
+    Args:
+        dataset: the samples; any torch Dataset with a length.
+        batch_size: samples per batch and data rank.
+        shuffle: another order in each epoch, the same in every run with this seed.
+        seed: seeds the order, and in one process the workers (1024, as Colossal-AI); on several ranks they are seeded
+            by the config's `seed`.
+        add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
+        options: further arguments of `torch.utils.data.DataLoader`.
+    """
+    if not add_sampler:
+        raise InputError(
+            "add_sampler=False would let every data rank see the same samples; remove it (initialize shards the "
+            "data), or iterate a loader of your own instead of engine.dataloader"
+        )
+    order = None if isinstance(dataset, IterableDataset) else shuffle
+    options.setdefault("pin_memory", torch.cuda.is_available())
+    options.setdefault("generator", torch.Generator().manual_seed(seed))
+    return DataLoader(dataset, batch_size=batch_size, shuffle=order, **options)

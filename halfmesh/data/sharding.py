@@ -1,0 +1,300 @@
+"""Which part of the data a rank reads: its share of the order that the user's loader draws in one process."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from ..errors import InputError
+from ..log import get_logger
+from ..parallel.context import ParallelContext
+from ..parallel.digests import add_tensor
+from ..parallel.random import SharedRandomness
+from ..parallel.same_calls import are_same
+from ..tensors import map_tensors, tensors_of
+
+_log = get_logger(__name__)
+
+_IN_ORDER = (SequentialSampler, range, list, tuple)
+_COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""They give as many items as their length says. A subclass, or a sampler of the user's own, may give others."""
+
+
+class DataOrder(NamedTuple):
+    """What an order of the data consists of. The order is the same in every layout, batches of a rank are not.
+
+    Attributes:
+        unit: "samples", or "batches" of a batch sampler; with the number of ranks where the user's sampler shards it.
+        step: how many of them all data ranks take together in one batch.
+    """
+
+    unit: str
+    step: int
+
+    def same_place(self, other: DataOrder, batches: int) -> int | None:
+        """How many batches here have the samples of `batches` of the `other`; None: no whole number has."""
+        seen = batches * other.step
+        return seen // self.step if self.unit == other.unit and seen % self.step == 0 else None
+
+
+class ShardedLoader:
+    """This data rank's part of a DataLoader; the batch size stays, and `given` itself is left alone.
+
+    Data ranks take turns in samples where torch's BatchSampler joins them, so that one batch of each rank makes one
+    batch of the unsharded order. They take turns in batches of a batch sampler, and of an IterableDataset, which each
+    rank reads whole.
+
+    Args:
+        training: pad the parts by repeating samples, so that all ranks have as many batches (a rank that runs out would
+            hang the others), and compare the ranks' data once an epoch. False: no sample comes twice.
+
+    Attributes:
+        given: the user's loader.
+        loader: the copy of it that is iterated.
+        is_stream: whether the order is the dataset's own.
+        splits_samples: whether data ranks take turns in samples, not in batches.
+
+    Raises:
+        InputError: the loader has a distributed sampler for another rank or number of ranks.
+    """
+
+    def __init__(self, given: DataLoader[Any], context: ParallelContext, training: bool) -> None:
+        self.given = given
+        self.training = training
+        self.is_stream = isinstance(given.dataset, IterableDataset)
+        self._several = context.size > 1
+        shards_itself = _shards_itself(given, context.dp_rank, context.dp_size)
+        self._rank, self._size = (0, 1) if shards_itself else (context.dp_rank, context.dp_size)
+        self._order_of = f" of {context.dp_size} ranks" if shards_itself and context.dp_size > 1 else ""
+        self._agree = context.agree if training and self._several and not shards_itself else None
+        batches: Any = given.batch_sampler
+        self._index_sampler: Any = given.sampler if batches is None else batches
+        self._sampler: Any = batches.sampler if type(batches) is BatchSampler else self._index_sampler
+        self.splits_samples = type(batches) is BatchSampler and not self.is_stream
+        self.loader, self._indices = copy_loader(given), _Indices()
+        self._pins = context.device.type == "cuda"
+        if self._pins:
+            self.loader.pin_memory = True  # done by the loader's own thread, where it has workers
+        if self._several and not self.is_stream:
+            self._indices.replace(self.loader)
+        self._has_begun = False
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the order may depend on random numbers."""
+        return self.is_stream or type(self._sampler) not in _IN_ORDER
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it certainly gives as many batches as its length says."""
+        kind = type(self.given)
+        as_in_torch = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
+        return as_in_torch and not self.is_stream and type(self._sampler) in _COUNTED
+
+    @property
+    def order(self) -> DataOrder:
+        """What this rank takes of the order at a time."""
+        size, workers = self.given.batch_size or 1, self.given.num_workers
+        if self.is_stream and workers > 1:  # they give their batches in turn
+            return DataOrder(f"batches of {size} from {workers} workers", self._size)
+        samples = type(self.given.batch_sampler) in (BatchSampler, type(None))
+        return DataOrder(("samples" if samples else "batches") + self._order_of, size * self._size)
+
+    @property
+    def length(self) -> int | None:
+        """Batches of an epoch on this rank; None if that is not known."""
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def __len__(self) -> int:
+        if self.is_stream or not self._several:
+            return self._share(len(self.loader))
+        count = self._share(len(self._sampler))
+        batches: Any = self.given.batch_sampler
+        return len(BatchSampler(range(count), batches.batch_size, batches.drop_last)) if self.splits_samples else count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell every sampler, and a stream, that wants to know which epoch begins."""
+        parts: list[Any] = [self.loader, self.given.sampler, self.given.batch_sampler, self._sampler]
+        for part in {id(part): part for part in [*parts, *([self.given.dataset] if self.is_stream else [])]}.values():
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def generators(self) -> list[torch.Generator]:
+        """The torch generators that decide the order, in the same sequence in every layout."""
+        parts = (self.given, self.given.sampler, self.given.batch_sampler, self._sampler)
+        found = {id(g): g for g in (getattr(part, "generator", None) for part in parts)}
+        return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+
+    def batches(self, order: SharedRandomness, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:
+        """The batches of an epoch without the first `skip`, which a map-style dataset does not read.
+
+        All random numbers that decide the order are drawn within `order`, those of the next batch and all of a sampler
+        with a length now. In one process without `skip` torch draws everything by itself, as in a plain loop.
+
+        Args:
+            worker_seed: seeds the workers where the order is drawn here.
+
+        Raises:
+            InputError: the ranks draw different data. All ranks together in training.
+        """
+        several, given = self._several, self.given
+        if self.is_stream or not (several or (skip and not is_stateful(self.loader))):
+            with order:
+                batches = self._turns(self._read(), epoch, given.dataset) if several else iter(self.loader)
+                for _ in range(skip):
+                    next(batches, None)
+            return batches
+        splits = several and self.splits_samples
+        source: Any = self._sampler if splits else self._index_sampler
+        with order:
+            # A BatchSampler begins its sampler with the first batch, after the loader has drawn its workers' seed.
+            items = itertools.chain.from_iterable([source]) if splits else iter(source)
+            if not (self._has_begun and given.persistent_workers):
+                torch.empty((), dtype=torch.int64).random_(generator=given.generator)
+            self._has_begun = True
+            if not several:
+                items = _begin(items, skip)
+            elif isinstance(source, Sized):
+                items = self._part(list(items), epoch)
+        if several:
+            items = items if isinstance(source, Sized) else self._turns(items, epoch, source, order)
+            batches_of: Any = given.batch_sampler
+            items = iter(BatchSampler(items, batches_of.batch_size, batches_of.drop_last)) if splits else items
+            items = _begin(items, skip)
+        loader = self.loader if several else copy_loader(self.loader)
+        self._indices.replace(loader)
+        self._indices.items = items
+        loader.generator = torch.Generator().manual_seed(worker_seed)
+        return iter(loader)
+
+    def _part(self, items: list[Any], epoch: int) -> Iterator[Any]:
+        self._refuse_other_data(repr(items).encode(), epoch, self._sampler)
+        if self.training and items:
+            items = list(itertools.islice(itertools.cycle(items), self._share(len(items)) * self._size))
+        return iter(items[self._rank :: self._size])
+
+    def _turns(
+        self,
+        items: Iterator[Any],
+        epoch: int,
+        source: Any,
+        scope: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
+    ) -> Iterator[Any]:
+        """This rank's item of each `size`, where no length is known; rounds are read within `scope`. In training the
+        last round is filled by repeating its first ones."""
+        for round_ in itertools.count():
+            with scope:
+                turn = list(itertools.islice(items, self._size))
+            if round_ == 0:
+                found = hashlib.sha256(b"" if self.is_stream else repr(turn).encode())
+                for tensor in tensors_of(turn):
+                    add_tensor(found, tensor)
+                self._refuse_other_data(found.digest(), epoch, source)
+            if self._rank < len(turn):
+                yield turn[self._rank]
+            elif self.training and turn:
+                yield turn[self._rank % len(turn)]
+            if len(turn) < self._size:
+                return
+
+    def _read(self) -> Iterator[Any]:
+        """Whole batches of a stream, which is read further before one is used: it may have one buffer for all. Workers
+        and pinning make memory of its own for each."""
+        owns_memory = self._pins or self.loader.num_workers
+        return iter(self.loader) if owns_memory else (copied(batch) for batch in self.loader)
+
+    def _share(self, total: int) -> int:
+        """How many of `total` items this rank gets."""
+        return -(-total // self._size) if self.training else len(range(self._rank, total, self._size))
+
+    def _refuse_other_data(self, data: bytes, epoch: int, source: Any) -> None:
+        """Raise InputError, on all ranks, if some have other data."""
+        if self._agree is not None and not self._agree(f"epoch {epoch}: {hashlib.sha256(data).hexdigest()}"):
+            raise InputError(
+                f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks only, "
+                "so some samples would be seen twice and others never. Seed what it draws alike on all ranks "
+                "(initialize shards the data), and iterate engine.dataloader on all of them; if it shards itself, do "
+                "not pass it to initialize but iterate its loader in the loop"
+            )
+
+
+class _Indices:
+    """Stands in the place of a loader's own index sampler; its items are set for each epoch."""
+
+    items: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
+
+    def replace(self, loader: DataLoader[Any]) -> None:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        object.__setattr__(loader, name, self)  # DataLoader forbids it on a finished loader; this is a copy
+
+
+def copy_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A shallow copy that starts workers of its own, where `loader` keeps some (persistent_workers)."""
+    clone = copy.copy(loader)  # keeps what a subclass of DataLoader adds
+    clone._iterator = None
+    return clone
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether `loader` can say where it is by itself, as torchdata's StatefulDataLoader."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def copied(batch: Any) -> Any:
+    """The batch, its tensors in memory of its own."""
+    return map_tensors(torch.clone, batch)
+
+
+def _begin(items: Iterator[Any], skip: int) -> Iterator[Any]:
+    """`items` without the first `skip`. The next one is drawn now."""
+    return itertools.chain(list(itertools.islice(items, skip + 1))[skip:], items)
+
+
+def warn_of_same_inputs(inputs: Any, context: ParallelContext) -> None:
+    """Tell if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
+    if are_same(inputs, context.dp_group):
+        _log.warning(
+            "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. "
+            "Shard the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed what draws them "
+            "by rank (torch.manual_seed(seed + dp_rank)); a DataLoader that is given to initialize is sharded",
+            context.dp_size,
+        )
+
+
+def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:
+    """Whether a sampler of the user's own already gives this data rank its part."""
+    batches = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        theirs = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if None in theirs:
+            continue
+        if theirs != (size, rank):
+            raise InputError(
+                f"the dataloader's {type(sampler).__name__} has num_replicas={theirs[0]}, rank={theirs[1]}, but this "
+                f"is data rank {rank} of {size}; leave the sampler out (initialize shards the data), or build it "
+                f"with num_replicas={size}, rank={rank}"
+            )
+        return True
+    return False

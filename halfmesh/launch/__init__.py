@@ -1,1 +1,0 @@
-"""Starting ranks, and naming the one that failed."""

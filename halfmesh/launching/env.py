@@ -1,0 +1,126 @@
+"""What a launcher (torchrun, SLURM, Open MPI) tells each process about its place, and how messages name a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of how many this is, and which on its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or self.local_rank < 0:
+            raise LaunchError(
+                f"rank {self.rank} of world size {self.world_size} with local rank {self.local_rank} is impossible: "
+                "ranks go from 0 to world size - 1; give each process its own rank, and all the same world size"
+            )
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher, and the variables that it sets for each process; alternatives are separated by "|"."""
+
+    command: str
+    function: str
+    rank: str
+    world_size: str
+    local_rank: str
+
+    def read_place(self) -> Place:
+        """The place that it gave this process. Raises LaunchError: a variable is missing, or no number."""
+        return Place(*(self._read(names.split("|")) for names in (self.rank, self.world_size, self.local_rank)))
+
+    def _read(self, names: list[str]) -> int:
+        value = next((os.environ[name] for name in names if name in os.environ), None)
+        if value is None or not value.isdecimal():
+            raise LaunchError(
+                f"{' or '.join(names)} is {'missing from' if value is None else f'{value!r} in'} the environment: "
+                f"expected a whole number, which the launcher of {self.function} sets; start with: {self.command}"
+            )
+        return int(value)
+
+
+TORCHRUN = Launcher(
+    "torchrun --nproc-per-node N train.py", "launch_from_torch(config)", "RANK", "WORLD_SIZE", "LOCAL_RANK"
+)
+SLURM = Launcher(
+    "srun --ntasks N python train.py",
+    "launch_from_slurm(config, host, port)",
+    "SLURM_PROCID",
+    "SLURM_NPROCS|SLURM_NTASKS",
+    "SLURM_LOCALID",
+)
+OPENMPI = Launcher(
+    "mpirun -np N python train.py",
+    "launch_from_openmpi(config, host, port)",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+)
+# Set by these launchers for each process that they start, and not in the shell around it.
+STARTED_BY = {"SLURM_STEP_NUM_TASKS": SLURM, "OMPI_COMM_WORLD_SIZE": OPENMPI}
+
+
+def find_place() -> Place:
+    """torchrun's variables, or the place in an existing group, or a world of one.
+
+    Raises:
+        LaunchError: incomplete variables; or srun or mpirun started several processes, and torchrun none.
+    """
+    if any(name in os.environ for name in (TORCHRUN.rank, TORCHRUN.world_size, TORCHRUN.local_rank)):
+        return TORCHRUN.read_place()
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        return Place(rank, dist.get_world_size(), rank % max(1, torch.cuda.device_count()))
+    for variable, launcher in STARTED_BY.items():
+        if os.environ.get(variable, "1") not in ("", "1"):
+            raise LaunchError(
+                f"{variable}={os.environ[variable]}: several processes were started, each of which would train alone; "
+                f"use {launcher.function} instead, or start with: {TORCHRUN.command}"
+            )
+    return Place(0, 1, 0)
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """How messages name a rank: by its number and its place in the mesh (pp, dp, tp), where tp is fastest.
+
+    Sizes that do not fit together are not an error here; then a rank has only its number.
+    """
+
+    world_size: int
+    pp: int = 1
+    tp: int = 1
+
+    @property
+    def has_places(self) -> bool:
+        """Whether a rank has a place besides its number. With data parallelism only, the two are the same."""
+        return self.pp * self.tp > 1 and self.world_size % (self.pp * self.tp) == 0
+
+    def name(self, rank: int) -> str:
+        """`rank 3`, or `rank 3 (dp 1, tp 1)`; axes of size 1 are left out."""
+        if not self.has_places:
+            return f"rank {rank}"
+        dp = self.world_size // (self.pp * self.tp)
+        places = (
+            ("pp", rank // (dp * self.tp), self.pp),
+            ("dp", rank // self.tp % dp, dp),
+            ("tp", rank % self.tp, self.tp),
+        )
+        return f"rank {rank} ({', '.join(f'{axis} {place}' for axis, place, size in places if size > 1)})"
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Several ranks, in order."""
+        return ", ".join(map(self.name, sorted(ranks)))

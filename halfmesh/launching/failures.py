@@ -1,0 +1,337 @@
+"""When a rank fails, all ranks end within seconds, and each says which rank was the first, and why.
+
+The first rank that fails writes its error into the store that the ranks met in. The others learn of it in one of two
+ways. A collective raises: with gloo "Connection closed by peer" at once, or "Timed out waiting" after the time limit.
+Or nothing is raised, where a rank waits for its device (NCCL) or runs code of its own: then a thread ends the process.
+No collective is used for any of this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .env import RankNames
+
+# What torch says when a *peer* is gone (gloo, its TCP store, NCCL).
+ECHOES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "socket closed",
+    "failed to recv, got 0 bytes",
+    "remote process exit",
+)
+# What it says when a peer has not come: gloo, also of collectives after the one that timed out, its TCP store, and NCCL
+# under TORCH_NCCL_BLOCKING_WAIT.
+TIMEOUTS = (
+    "ms for recv operation to complete",
+    "ms for send operation to complete",
+    "application timeout caused pair closure",
+    "wait timeout after",
+    "collective operation timeout",
+)
+POLL_S = 1.0
+"""How often the thread of each rank looks at the store."""
+ANSWER_S = 3.0
+"""How long a rank that has lost another one waits to learn who failed first."""
+GRACE_S = 5.0
+"""How long a rank may take to end by itself when another one has failed."""
+LINGER_S = 2.0
+"""How long the rank that hosts the store stays for the others to read it."""
+EXIT_LIMIT_S = 8
+"""How long the end of a failed process may take: destructors of a broken process group may block."""
+DUMP_AT = 0.9
+"""Part of the time limit without an update after which a rank writes its stacks: before torch ends it."""
+T = TypeVar("T")
+
+
+class RankStatus(StrEnum):
+    """What a rank has told the others. Without a failure, none says anything before it ends."""
+
+    RUNNING = "running"  # the answer of its thread to the failure of another rank
+    FINISHED = "finished"  # without an error
+    FAILED = "failed"  # by an error of its own
+    LOST = "lost"  # its connection to another rank
+    TIMED_OUT = "timed_out"  # waiting for another rank
+
+
+class StatusStore:
+    """What the ranks tell each other, and the reason of the first failure.
+
+    Args:
+        store: where they met; it gets a connection of its own, because the other one may be waiting for something.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        # torchrun's store may have the words of an earlier start of the same ranks.
+        run = (store.add("halfmesh/starts", 1) - 1) // world_size
+        self._store: Any = dist.PrefixStore(f"halfmesh/{run}", store.clone())  # torch's stubs know no `append`
+        self._store.set_timeout(timedelta(seconds=ANSWER_S))
+        self._rank = rank
+        self._seen: dict[int, RankStatus] = {}
+        self._reason = ""
+        self.is_gone = False
+
+    def report(self, status: RankStatus) -> None:
+        """Tell the others. They can read it when this returns."""
+        self._ask(lambda: self._store.append("log", f"{self._rank} {status}\n"))
+        self.read()
+
+    def read(self) -> dict[int, RankStatus]:
+        """What each rank has told last; when the store is gone, what was known before."""
+        log = self._ask(lambda: self._store.get("log").decode() if self._store.check(["log"]) else "") or ""
+        for line in log.splitlines():
+            rank, status = line.split(" ")
+            self._seen[int(rank)] = RankStatus(status)
+        return self._seen
+
+    def explain(self, reason: str) -> None:
+        """Give the reason of the first failure, if no rank has."""
+        self._reason = self._ask(lambda: self._store.compare_set("reason", "", reason).decode()) or reason
+
+    def reason(self) -> str:
+        """Of the first failure; empty if it is not known."""
+        if not self._reason:
+            self._reason = (
+                self._ask(lambda: self._store.get("reason").decode() if self._store.check(["reason"]) else "") or ""
+            )
+        return self._reason
+
+    def _ask(self, action: Callable[[], T]) -> T | None:
+        if self.is_gone:  # torch would print a stack of its C++ code each time
+            return None
+        try:
+            return action()
+        except Exception:
+            self.is_gone = True
+            return None
+
+
+class FailureWatch:
+    """Exception hook and watching thread of one rank of several; `remove()` ends both.
+
+    Args:
+        statuses: where the ranks tell each other how they end.
+        names: of the ranks, for messages.
+        host: the rank whose process hosts the store; None if the launcher does.
+        timeout_s: the time limit of collectives.
+    """
+
+    def __init__(self, statuses: StatusStore, rank: int, names: RankNames, host: int | None, timeout_s: float) -> None:
+        self._statuses = statuses
+        self._rank, self._host = rank, host
+        self._names = names
+        self._timeout_s = timeout_s
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._process = os.getpid()
+        self._ending = threading.Event()  # this rank ends by itself
+        self._has_reported = False
+        self._hook = self._on_error
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._hook
+        atexit.register(self._on_exit)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
+        self._thread.start()
+
+    def watch(self, engine: Any) -> None:
+        """Write this rank's stacks when `engine` makes no update for `DUMP_AT` of the time limit, while it trains."""
+        self._engines.add(engine)
+
+    def remove(self) -> None:
+        """This rank needs the others no longer. A hook that was installed on top of this one stays."""
+        self._report_end(RankStatus.FINISHED)
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._previous_hook
+
+    def ended(self) -> dict[int, bool]:
+        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
+        well = RankStatus.FINISHED, RankStatus.TIMED_OUT
+        seen = self._statuses.read().items()
+        return {rank: s in well for rank, s in seen if s is not RankStatus.RUNNING and rank != self._rank}
+
+    # --- the end of this rank ---------------------------------------------------------------------------------------
+
+    def _report_end(self, status: RankStatus) -> None:
+        self._ending.set()
+        if not self._has_reported:
+            self._has_reported = True
+            self._statuses.report(status)
+        self._thread.join(POLL_S)  # one that comes back from C++ while the interpreter shuts down aborts the process
+
+    def _on_exit(self) -> None:
+        if os.getpid() == self._process:  # not in a fork
+            self._report_end(RankStatus.FINISHED)
+            self._linger()
+
+    def _linger(self) -> None:
+        until = time.monotonic() + LINGER_S
+        while self._host == self._rank and time.monotonic() < until:
+            ended = [s for s in self._statuses.read().values() if s is not RankStatus.RUNNING]
+            if len(ended) == self._names.world_size:
+                break
+            time.sleep(0.05)
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self._has_reported or os.getpid() != self._process:
+            self._previous_hook(kind, error, trace)
+            return
+        name = self._names.name(self._rank)
+        if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: at shutdown no Python code runs
+            signal.alarm(EXIT_LIMIT_S)
+        if is_echo(error) or is_timeout(error):
+            late = is_timeout(error)
+            self._previous_hook(kind, error, trace)
+            since = time.monotonic()
+            self._report_end(RankStatus.TIMED_OUT if late else RankStatus.LOST)
+            waited = f"waited {self._timeout_s:g} s (config key timeout) for another rank"
+            text = f"[{name}] {waited if late else 'lost the connection to another rank'}; {self._find_reason()}"
+            error.add_note(text)
+            sys.stderr.write(f"{text}\n")  # in one go: other ranks write, too
+            sys.stderr.flush()
+            if _under_torchrun():  # of errors in the same second its summary shows any; it ends this rank before long
+                time.sleep(max(0.0, since + ANSWER_S - time.monotonic()))
+        else:
+            self._statuses.explain(
+                f"the first error was:\n[{name}] {''.join(traceback.format_exception(error)).rstrip()}"
+            )
+            self._report_end(RankStatus.FAILED)
+            if self._names.has_places:
+                error.add_note(f"raised on {name}")
+            self._previous_hook(kind, error, trace)
+        _record_for_torchrun(error)
+
+    def _find_reason(self) -> str:
+        """Who failed first. A rank that has an error of its own says so at once; others take a while to answer."""
+        until = time.monotonic() + ANSWER_S
+        pause = max(0.05, self._names.world_size / 500)  # one store answers all ranks
+        while not self._statuses.reason() and not self._statuses.is_gone and time.monotonic() < until:
+            time.sleep(pause)
+        if not self._statuses.reason():
+            self._statuses.explain(self._guess())
+        return self._statuses.reason()
+
+    def _guess(self) -> str:
+        """The reason by what the ranks have told."""
+        told, names = self._statuses.read(), self._names
+        if self._statuses.is_gone:
+            lost = "the launcher" if self._host is None else names.name(self._host)
+            return f"{lost}, which hosts the store, is gone without an error (killed, out of memory?)"
+        silent = set(range(names.world_size)) - set(told)
+        finished, running, late = (
+            [rank for rank, status in told.items() if status is one]
+            for one in (RankStatus.FINISHED, RankStatus.RUNNING, RankStatus.TIMED_OUT)
+        )
+        if silent:
+            return f"no answer from {names.names(silent)} (killed, out of memory, or stopped?)"
+        if finished:
+            return (
+                f"{names.names(finished)} ended without an error while others waited for it (left its loop early, or "
+                "called engine.close alone?)"
+            )
+        if running and late:
+            return f"did not reach the collective in time (hung or too slow): {names.names(running)}"
+        if late:
+            return "all ranks waited, so for different collectives: each has to run the same ones, in the same order"
+        return "no rank has an error of its own (a broken network?)"
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        steps: list[int] = []
+        since = time.monotonic()
+        while not self._ending.wait(POLL_S):
+            if self._has_failed():
+                self._end_after_grace()
+                return
+            if self._statuses.is_gone:
+                return  # with a launcher or a host that had ended well
+            now = time.monotonic()
+            training = [engine.global_step for engine in list(self._engines) if engine.model.training]
+            if training != steps or not training:
+                steps, since = training, now
+            elif now > since + DUMP_AT * self._timeout_s:
+                self._dump(f"no update for {DUMP_AT * self._timeout_s:g} s, {DUMP_AT:g} x the config key timeout")
+                since = float("inf")
+
+    def _has_failed(self) -> bool:
+        """Whether another rank has."""
+        told = self._statuses.read()
+        if self._statuses.is_gone and self._host is not None and told.get(self._host) is not RankStatus.FINISHED:
+            return True
+        failures = RankStatus.FAILED, RankStatus.LOST, RankStatus.TIMED_OUT
+        return any(status in failures for rank, status in told.items() if rank != self._rank)
+
+    def _end_after_grace(self) -> None:
+        if not self._ending.is_set():
+            self._statuses.report(RankStatus.RUNNING)
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until:
+            self._statuses.reason()  # as long as the store is there
+            if self._ending.wait(POLL_S):
+                return
+        reason = self._statuses.reason() or self._guess()
+        self._dump(f"ended, because another rank has failed and this one went on for {GRACE_S:g} s; {reason}")
+        os._exit(1)
+
+    def _dump(self, why: str) -> None:
+        sys.stdout.flush()
+        sys.stderr.write(f"[{self._names.name(self._rank)}] {why}\nThis rank is at:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=2)
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether `error` only says that another rank is gone."""
+    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error).lower() for words in ECHOES)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether `error` only says that another rank did not come."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIMEOUTS)
+
+
+@contextlib.contextmanager
+def recorded_for_torchrun() -> Iterator[None]:
+    """Errors in this block are shown in torchrun's closing summary, also before there is a `FailureWatch`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_echo(error):
+            _record_for_torchrun(error)
+        raise
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_ERROR_FILE" in os.environ
+
+
+def _record_for_torchrun(error: BaseException) -> None:
+    """Write the error file that torchrun shows in its closing summary, what its `record` decorator does."""
+    if not _under_torchrun():
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    trace = error.__traceback__
+    try:
+        raise error  # the handler formats the exception in flight
+    except BaseException:
+        error.__traceback__ = trace  # without the frame of this function
+        get_error_handler().record_exception(error)
