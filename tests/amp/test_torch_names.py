@@ -42,8 +42,10 @@ def test_the_scale_moves_as_that_of_grad_scaler(start, growth, backoff, interval
 def test_step_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     own = optimizer.register_step_pre_hook(lambda *_: None)
-    assert _torch.has_step_hooks(optimizer)
-    assert _torch.has_step_pre_hooks(optimizer)
+    absent = optimizer.register_step_pre_hook(lambda *_: None)
+    absent.remove()
+    assert _torch.has_step_hooks(optimizer, besides=absent)
+    assert _torch.has_step_pre_hooks(optimizer, besides=absent)
     registers = {
         optimizer.register_step_pre_hook: True,
         optimizer.register_step_post_hook: False,
