@@ -29,7 +29,9 @@ from .division import Division, reduce_options
 from .division_plans import Plans, balance_by_time, make_plans
 from .engine.accumulation import Accumulation
 from .engine.average import WeightAverage
+from .debug.nonfinite import NonFiniteProbes
 from .engine.engine import Engine
+from .engine.loop_checks import CountedBatches, SameInputs
 from .engine.model_guard import ModelGuard
 from .engine.parts import EngineHook, EngineParts
 from .engine.scheduling import LRAdvance
@@ -248,6 +250,11 @@ def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
         sync = SyncCheck(parts)
         parts.executor = sync.compared(parts.executor)
         hooks.append(sync)
+    hooks.append(NonFiniteProbes(parts))
+    if config.gradient_accumulation > 1:
+        hooks.append(CountedBatches(parts))
+    if parts.dataloader is None and context.dp_size > 1:
+        hooks.append(SameInputs(parts))
     if config.checkpoint is not None:
         from .checkpoint.automatic import PreemptionHook
 

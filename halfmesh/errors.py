@@ -9,10 +9,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .debug.diagnosis import Diagnosis
+from typing import Any
 
 EXIT_PREEMPTED = 75
 """Exit status of a process that was told to end and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -94,10 +91,10 @@ class NonFiniteError(HalfmeshError, RuntimeError):
     What to do: read `diagnosis`, which names the layer and what to change.
 
     Attributes:
-        diagnosis: where inf or nan appeared first, if an engine raised it.
+        diagnosis: a `halfmesh.Diagnosis`, where inf or nan appeared first, if an engine raised it; else None.
     """
 
-    diagnosis: Diagnosis | None = None
+    diagnosis: Any = None
 
 
 class SyncError(HalfmeshError, RuntimeError):

@@ -48,7 +48,6 @@ ALLOWED = {
     "data/sharding.py": {"_iterator"},
     "engine/_torch.py": {"_C", "_current_graph_task_id"},
     "engine/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
-    "debug/undisturbed.py": {"_buffers", "_parameters"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/offload.py": {"_base"},
     "parallel/pipeline/tracing.py": {"_buffers"},

@@ -12,16 +12,20 @@ from .grad_norm import Grads, GradStats, first_nonfinite
 from .loss_scaler import LossScaler
 from .step_result import HostCopy, is_captured
 
+_BEFORE_LIMIT = 3
+"""So many updates before the limit a run nears it: on a GPU the host knows that one update later."""
+
 
 class SkipCounter:
     """Counts updates with inf or nan on the device, and ends a run that has `limit` of them in a row.
 
-    The host reads the count only when `limit` may have been reached. On a GPU it reads a copy that was started one
+    The host reads the count only when `limit` may be near. On a GPU it reads a copy that was started one
     update before, so that nothing waits; the run then ends one update later, on all ranks the same.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
+        self._near = max(1, limit - _BEFORE_LIMIT)
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._in_a_row, self._skipped = self._counts.unbind()
         self._known = 0  # in a row, when the host read the count
@@ -29,6 +33,11 @@ class SkipCounter:
         self._unmeasured = 0  # updates since one was measured
         self._late = device.type == "cuda"
         self._copy: HostCopy | None = None  # of the count at the last update
+
+    @property
+    def nears_limit(self) -> bool:
+        """Whether some more updates with inf or nan end the run, as far as the host knows; the same on all ranks."""
+        return self._known >= self._near
 
     @property
     def skipped(self) -> int:
@@ -62,7 +71,7 @@ class SkipCounter:
         if raise_now and bool(stats.found_inf):
             raise NonFiniteError("gradients hold inf or nan" + _explain(grads, scalers))
         self._read_previous()
-        if self._unmeasured or self._at_most >= self.limit:
+        if self._unmeasured or self._at_most >= self._near:
             self._unmeasured = 0
             self._copy = HostCopy([self._in_a_row.clone()])
             if not self._late:

@@ -286,8 +286,9 @@ class Settings(Options):
     timeout: PositiveFloat = 600.0
     """Seconds that a collective may take."""
     checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
-    debug: Literal["sync"] | None = None
-    """"sync": compare after each step what the ranks have in common."""
+    debug: Literal["sync", "nonfinite"] | None = None
+    """"sync": compare after each step what the ranks have in common. "nonfinite": look for the first inf or nan in each
+    module, in every update."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Of the engine, where a program has several: in messages, and in checkpoints, which another one does not load."""
     resume: Folder | None = None

@@ -1,10 +1,10 @@
-"""Floating point operations of a batch, counted at torch's operators while it is computed without a trace."""
+"""Floating point operations of a training step, counted at torch's operators while it runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import has_no_memory
 from ..engine._torch import is_in_backward
+from ..engine.parts import EngineHook, EngineParts
 from ..errors import InputError
-from .parts import Parts
-from .replay import FailedTogether, compute_together, eager
-from .undisturbed import undisturbed
+from .probes import eager
 
 DTYPES = tuple(map(str, (torch.float16, torch.bfloat16, torch.float32, torch.float64)))
 OTHER = "other"
@@ -44,11 +43,12 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return known
 
 
-class FlopCount(TorchDispatchMode):
-    """Counts products of matrices, convolutions and attention, by the dtype of what is multiplied.
+class FlopCounter(TorchDispatchMode, EngineHook):
+    """Counts products of matrices, convolutions and attention, by the dtype of what is multiplied; not those of an
+    optimizer (`before_step` ends the count).
 
-    What backward computes with gradients on is computed again (activation checkpointing), and does not count; nor do
-    the scores that attention's backward computes again.
+    What backward computes with gradients on is computed again (activation checkpointing), and does not count; nor do the
+    scores that attention's backward computes again.
 
     Attributes:
         flops: by name of the dtype.
@@ -63,10 +63,36 @@ class FlopCount(TorchDispatchMode):
         self.unknown: set[str] = set()
         self._formulas = _formulas()
         self._depth = 0
+        self._is_over = False
+
+    def before_step(self) -> None:
+        self._is_over = True
+
+    @contextmanager
+    def without_plan_check(self, parts: EngineParts) -> Iterator[None]:
+        """A scope in which the model that a tensor plan is compared with, in the first backward, does not count."""
+        check = None if parts.division.tensor is None else parts.division.tensor.check
+        if check is None:
+            yield
+            return
+        run = check.run
+
+        def uncounted() -> None:
+            flops, alike = dict(self.flops), dict(self.alike)
+            run()
+            self.flops, self.alike = flops, alike
+
+        check.run = uncounted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del check.run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._is_over:
+            return result
         packet = func.overloadpacket
         formula = self._formulas.get(packet)
         if formula is None:
@@ -116,42 +142,30 @@ def _products_of_backward(packet: Any, factors: list[torch.Tensor]) -> int:
     return sum(factor.requires_grad for factor in two)
 
 
-def count_flops(parts: Parts, compute: Callable[[], Any]) -> dict[str, int]:
-    """Of the loss that `compute()` returns, and its backward; over the ranks that compute this data rank's batch. All
-    ranks together; nothing of the run changes.
+@contextmanager
+def counted(parts: EngineParts, counter: FlopCounter) -> Iterator[dict[str, int]]:
+    """A scope whose operations are counted. All ranks together.
 
-    Returns:
-        By name of the dtype: {"torch.bfloat16": ...}.
+    Yields:
+        A dict that is filled at the end, by name of the dtype: {"torch.bfloat16": ...}, over the ranks that compute
+        this data rank's batch.
 
     Raises:
-        InputError: it cannot be counted.
+        InputError: an operator has no formula.
     """
-    counter = FlopCount()
-    with undisturbed(parts), ExitStack() as stack:
-        enter = stack.enter_context
-        enter(eager(parts))
-        enter(torch.inference_mode(False))
-        enter(torch.enable_grad())
-        enter(counter.within(list(_computed_alike(parts))))
-        enter(counter)
-        try:
-            loss = compute_together(parts, compute)
-        except Exception as error:
-            if parts.context.size > 1 and not isinstance(error, FailedTogether):
-                raise  # other ranks are in the middle of it
-            raise InputError(f"FLOPs cannot be counted: {error}") from error
-        parts.accumulation.backward(parts.executor, loss, is_last_batch=True)
-        parts.accumulation.reduce()
+    flops: dict[str, int] = {}
+    with eager(parts), counter.within(list(_computed_alike(parts))), counter.without_plan_check(parts), counter:
+        yield flops
     unknown = sorted({name for theirs in parts.context.everyone(counter.unknown) for name in theirs})
     if unknown:
         raise InputError(
             f"FLOPs cannot be counted: no formula is known for {', '.join(unknown)}; register one with "
             "torch.utils.flop_counter.register_flop_formula"
         )
-    return _summed(parts, counter)
+    flops.update(_summed(parts, counter))
 
 
-def _summed(parts: Parts, counter: FlopCount) -> dict[str, int]:
+def _summed(parts: EngineParts, counter: FlopCounter) -> dict[str, int]:
     context = parts.context
     size = context.tp_size
     mine = [counter.flops[name] * size - counter.alike[name] * (size - 1) for name in _BINS]
@@ -161,7 +175,7 @@ def _summed(parts: Parts, counter: FlopCount) -> dict[str, int]:
     return {name: flops // size for name, flops in zip(_BINS, sums.tolist(), strict=True) if flops}
 
 
-def _computed_alike(parts: Parts) -> Iterator[nn.Module]:
+def _computed_alike(parts: EngineParts) -> Iterator[nn.Module]:
     """The outermost modules that every rank of a tensor group computes as a whole, of the same inputs."""
     tensor = parts.division.tensor
     if tensor is None:

@@ -1,25 +1,22 @@
-"""What `engine.precision_report()` returns: a value that prints as a table."""
+"""What `engine.precision_report()` gives: a value that prints as a table."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
 
 _COLUMNS = 120
 _NAME = 30
 """Characters of a module's name; of longer ones the end is shown."""
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "": "-"}
-_HEADER = ("module", "params", "output", "|output|", "of max", "|grad|", "of max", "lost", "subn.", "w. lost")
+_HEADER = ("module", "params", "output", "|output|", "of max", "|grad|", "of max", "zero", "subn.", "w.subn.")
 _WIDTHS = (_NAME, 13, 6, 9, 7, 9, 7, 7, 7, 7)
 
 
 @dataclass(frozen=True)
 class LayerPrecision:
-    """One module that has parameters of its own. Shares are from 0 to 1; None: not seen, or not measured.
+    """One module that has parameters of its own. Shares are from 0 to 1; None: not seen, or not in float16.
 
     Attributes:
         name: in the whole model.
@@ -30,11 +27,11 @@ class LayerPrecision:
         gradient_dtype: of the gradient of its output.
         largest_gradient: of that gradient, divided by the loss scale. `gradient_share`: multiplied by it, of the
             largest number of the dtype.
-        lost_gradients: share of that gradient's elements that are zero only because they are too small at this scale.
-        subnormal_gradients: share of elements that have lost some of their digits.
-        lost_weight_gradients: as `lost_gradients`, of the complete gradients of its parameters.
+        zero_gradients, subnormal_gradients: share of that gradient's elements that are zero (as ReLU's are by right, and
+            what is too small for float16 is), or so small, below 6.1e-5, that float16 has lost some of their digits.
+        subnormal_weight_gradients: as `subnormal_gradients`, of the complete gradients of its parameters.
         nonfinite: how many numbers were inf or nan.
-        without_gradient: parameters that are trained, and got no gradient from this batch.
+        without_gradient: parameters that are trained, and got no gradient in this update.
         odd_sizes: its sizes that are no multiples of 8, in half precision ("out_features=10").
     """
 
@@ -48,47 +45,38 @@ class LayerPrecision:
     gradient_dtype: str
     largest_gradient: float | None
     gradient_share: float | None
-    lost_gradients: float | None
+    zero_gradients: float | None
     subnormal_gradients: float | None
-    lost_weight_gradients: float | None
+    subnormal_weight_gradients: float | None
     nonfinite: int
     without_gradient: tuple[str, ...]
     odd_sizes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrecisionReport:
-    """What the config's precision does to the numbers of each layer, in one batch. `print` shows it as a table.
+    """What the config's precision does to the numbers of each layer, in one update; filled when the block of
+    `engine.precision_report()` ends. `print` shows it as a table.
 
     Attributes:
         compute_dtype: of matrix products.
-        loss_scale: of the loss of this batch; None: it is not scaled.
+        loss_scale: of this update (of the first loss); None: it is not scaled.
         is_dynamic: whether the scale moves.
-        skipped: how many of the last `updates` (60 at most) were skipped.
-        factor: by how much larger gradients were computed to see what is lost; None: that was not measured, and
-            `not_measured` says why.
+        skipped: how many of the last `updates` (60 at most, this one included) were skipped.
         room: how many times larger the loss scale could be before a gradient that was seen leaves float16; None: there
             was none, or one has left.
         layers: in the order of the model.
-        notes: what of the batch was not computed as in the loop.
         findings: what is worth a change, and which.
     """
 
     compute_dtype: str
-    loss_scale: float | None
-    is_dynamic: bool
-    skipped: int
-    updates: int
-    factor: float | None
-    not_measured: str | None
-    room: float | None
-    layers: tuple[LayerPrecision, ...]
-    notes: tuple[str, ...]
-    findings: tuple[str, ...]
-
-    def with_findings(self, findings: Sequence[str]) -> PrecisionReport:
-        """The same with other findings."""
-        return replace(self, findings=tuple(findings))
+    loss_scale: float | None = None
+    is_dynamic: bool = False
+    skipped: int = 0
+    updates: int = 0
+    room: float | None = None
+    layers: tuple[LayerPrecision, ...] = ()
+    findings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
@@ -98,9 +86,8 @@ class PrecisionReport:
         """A table of at most 120 columns, then findings."""
         rows = [_HEADER, *map(_cells, self.layers)]
         table = ["  ".join(_fitted(cell, width) for cell, width in zip(row, _WIDTHS, strict=True)) for row in rows]
-        notes = [f"note: {note}" for note in self.notes]
         findings = [f"- {finding}" for finding in self.findings] or ["nothing that is worth a change was found"]
-        first, *rest = [_wrapped(line) for line in [self._first_line(), *notes, *findings]]
+        first, *rest = [_wrapped(line) for line in [self._first_line(), *findings]]
         return "\n".join([first, *map(str.rstrip, table), *rest])
 
     def _first_line(self) -> str:
@@ -109,17 +96,8 @@ class PrecisionReport:
             words.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
         if self.room is not None:
             words.append(f"room above it x{self.room:.0f}")
-        if self.updates:
-            words.append(f"{self.skipped} of the last {self.updates} updates skipped")
-        words.append(
-            f"lost: zero at this scale, not at x{self.factor:.0f}" if self.factor else f"lost: {self.not_measured}"
-        )
+        words.append(f"{self.skipped} of the last {self.updates} updates skipped")
         return ", ".join(words)
-
-
-def name_of(dtype: torch.dtype | None) -> str:
-    """ "float16"; "" for None."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _cells(layer: LayerPrecision) -> tuple[str, ...]:
@@ -132,9 +110,9 @@ def _cells(layer: LayerPrecision) -> tuple[str, ...]:
         _percent(layer.output_share),
         _number(layer.largest_gradient),
         _percent(layer.gradient_share),
-        _percent(layer.lost_gradients),
+        _percent(layer.zero_gradients),
         _percent(layer.subnormal_gradients),
-        _percent(layer.lost_weight_gradients),
+        _percent(layer.subnormal_weight_gradients),
     )
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
-from ..log import get_logger
 from ..parallel.gradients import Reduction
 from ..parallel.trained import SameTrained
 from ..shard import OneRank, Ranks
 
-if TYPE_CHECKING:
-    from ..data.loader import EngineDataLoader
-
 LossReduction = Literal["mean", "sum", "weighted"]
-
-_log = get_logger(__name__)
 
 
 class Backward(Protocol):
@@ -175,16 +167,6 @@ class Accumulation:
         self.index += self.has_backward
         self.has_backward = False
 
-    @contextmanager
-    def magnified(self, factor: float) -> Iterator[None]:
-        """A scope in which backward gives gradients that are `factor` (a power of two) times as large."""
-        divisor = self.seed_divisor
-        self.seed_divisor = divisor / factor
-        try:
-            yield
-        finally:
-            self.seed_divisor = divisor
-
     # -- the update --------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
@@ -289,40 +271,3 @@ def _check_scalar(loss: Any) -> None:
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "
             "parameter that requires gradients was used; compute it outside of no_grad, from what engine(...) returned"
         )
-
-
-class StepWatch:
-    """Warns of a loop that counts its batches itself, beside `gradient_accumulation`: at the second `step` that came
-    after more than one batch.
-
-    Batches are those that `engine.dataloader` gave, of which several losses may come. Where it is not iterated, a
-    training forward with a backward after it counts as one.
-
-    Args:
-        length: the config's `gradient_accumulation`, above 1.
-    """
-
-    def __init__(self, length: int, loader: EngineDataLoader | None) -> None:
-        self._length = length
-        self._loader = loader
-        self._call: Any = None
-        self._batches = self._late_steps = 0
-
-    def before_backward(self, call: Any) -> None:
-        """Count its batch. `call` is what the last training forward was given, another object for each forward."""
-        loader = self._loader
-        self._batches += loader.is_untouched if loader is not None and loader.runs else call is not self._call
-        self._call = call
-
-    def before_step(self) -> None:
-        """What follows belongs to the next step."""
-        batches, self._batches = self._batches, 0
-        self._late_steps += batches > 1
-        if batches > 1 and self._late_steps == 2:
-            _log.warning(
-                "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them "
-                "itself: each call stands for one batch, and every %d calls, or step(last=True), end an update. So "
-                "updates are made of more batches than they are divided by. Delete the `if` around engine.step() and "
-                "call it for each batch; or set gradient_accumulation=1 and divide the loss by %d yourself",
-                *(batches, self._length, self._length, batches),
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -15,12 +15,8 @@ from ..amp.step_result import StepResult
 from ..checkpoint.attached import Stateful
 from ..checkpoint.checkpointer import Checkpointer
 from ..data.loader import EngineDataLoader
-from ..data.sharding import warn_of_same_inputs
-from ..debug import health
-from ..debug.last_batch import LastBatch
 from ..errors import InputError, NonFiniteError
 from ..summary import EffectivePlan
-from .accumulation import StepWatch
 from .average import AveragedModel
 from .parts import EngineHook, EngineParts
 
@@ -54,6 +50,10 @@ class Engine:
         self.plan = plan
         self._parts = parts
         self._checkpointer = checkpointer
+        self._set_hooks(hooks)
+        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
+
+    def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
         self._hooks = tuple(hooks)
         self._before_forward = self._hooks_on("before_forward")
         self._after_backward = self._hooks_on("after_backward")
@@ -61,13 +61,17 @@ class Engine:
         self._after_step = self._hooks_on("after_step")
         self._on_error = self._hooks_on("on_error")
         before_fetch = self._hooks_on("before_fetch")
-        if parts.dataloader is not None and before_fetch:
-            parts.dataloader.before_fetch = lambda: _call(before_fetch)
-        self._last_batch = LastBatch()
-        self._compares_inputs = parts.context.dp_size > 1 and parts.dataloader is None
-        length = parts.accumulation.length
-        self._step_watch = StepWatch(length, parts.dataloader) if length > 1 else None
-        self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
+        if self._parts.dataloader is not None and before_fetch:
+            self._parts.dataloader.before_fetch = lambda: _call(before_fetch)
+
+    @contextmanager
+    def _with_hook(self, hook: EngineHook) -> Iterator[None]:
+        """A scope in which `hook` takes part in the loop, too."""
+        self._set_hooks([*self._hooks, hook])
+        try:
+            yield
+        finally:
+            self._set_hooks(other for other in self._hooks if other is not hook)
 
     def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
         """The hooks' methods for `event`, of those that override it."""
@@ -86,18 +90,12 @@ class Engine:
         parts.refuse_if_closed()
         for hook in self._before_forward:
             hook(args, kwargs)
-        is_training = self.model.training
-        if is_training:
-            self._last_batch.note_forward(args, kwargs)
         try:
             with parts.guard.own_call():
-                output = parts.executor.forward(*args, **kwargs)
+                return parts.executor.forward(*args, **kwargs)
         except RuntimeError as error:
             parts.division.explain(error)
             raise
-        if is_training:
-            self._last_batch.output = output
-        return output
 
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
@@ -107,10 +105,7 @@ class Engine:
         parts = self._parts
         if parts.criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        value = parts.executor.criterion(parts.criterion, *args, **kwargs)
-        if self.model.training:
-            self._last_batch.note_criterion(args, kwargs, value)
-        return value
+        return parts.executor.criterion(parts.criterion, *args, **kwargs)
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -127,9 +122,6 @@ class Engine:
         """
         parts = self._parts
         parts.refuse_if_closed()
-        self._last_batch.note_loss(loss, loss_id, retain_graph)
-        if self._step_watch is not None:
-            self._step_watch.before_backward(self._last_batch.call)
         loader = parts.dataloader
         is_last_batch = loader is not None and loader.at_end
         try:
@@ -139,10 +131,10 @@ class Engine:
         except RuntimeError as error:
             parts.division.explain(error)
             raise
-        if loader is not None:
-            loader.note_training()
         for hook in self._after_backward:
             hook(loss)
+        if loader is not None:
+            loader.note_training()
 
     def step(self, last: bool = False) -> StepResult | None:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
@@ -156,8 +148,7 @@ class Engine:
 
         Raises:
             InputError: no backward since the last step.
-            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis, for
-                which the last batch is computed once more.
+            NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
             SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
             CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
@@ -172,8 +163,6 @@ class Engine:
                 "engine.step() was called before engine.backward(loss): there is nothing to step with; call that first "
                 "(loss.backward() does not count)"
             )
-        if self._step_watch is not None:
-            self._step_watch.before_step()
         updates, is_last_batch = last or accumulation.is_last_microbatch, accumulation.is_last_batch
         accumulation.count_microbatch()
         if not updates:
@@ -185,7 +174,6 @@ class Engine:
         except BaseException as error:
             accumulation.clear()
             if isinstance(error, NonFiniteError):
-                health.explain(parts, self._last_batch, error)
                 for on_error in self._on_error:
                     on_error(error)
             raise
@@ -197,9 +185,6 @@ class Engine:
         if parts.average.values:
             parts.average.after_step()
         parts.lr.after(result)
-        if self._compares_inputs:
-            self._compares_inputs = False
-            warn_of_same_inputs(self._last_batch.call, self.context)
         for after_step in self._after_step:
             after_step(result)
         return result
@@ -237,15 +222,11 @@ class Engine:
         """Put the model into training mode."""
         self.model.train(mode)
         if not mode:
-            self._last_batch.let_go()
             self._parts.statistics.look()
         return self
 
     def eval(self) -> Engine:
-        """Put the model into evaluation mode, and free what is left of the last training forward's graph.
-
-        No communication: the ranks' BatchNorm statistics are already equal.
-        """
+        """Put the model into evaluation mode. No communication: the ranks' BatchNorm statistics are already equal."""
         return self.train(False)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -358,47 +339,61 @@ class Engine:
 
     # -- reports -----------------------------------------------------------------------------------------------
 
-    def precision_report(self) -> PrecisionReport:
-        """What the config's precision does to the numbers of each layer, measured on the last batch that went forward
-        in training mode, which is computed twice more. All ranks together; nothing of the run changes.
+    @contextmanager
+    def precision_report(self) -> Iterator[PrecisionReport]:
+        """What the config's precision does to the numbers of each layer, measured in a real update:
 
-        Returns:
-            The report, the same on all ranks: `print(report)` shows a table, `report.to_dict()` gives plain values.
+            with engine.precision_report() as report:
+                loss = engine.criterion(engine(images), labels)
+                engine.backward(loss)
+                engine.step()
+            print(report)
+
+        All ranks together; with accumulation go through a whole cycle. Nothing of the run changes, but compiled modules
+        run uncompiled in it, and each module is waited for.
+
+        Yields:
+            The report, filled at the end of the block, the same on all ranks; `report.to_dict()` gives plain values.
 
         Raises:
-            InputError: before the first training forward, within an accumulation cycle, in evaluation mode, or for a
-                batch that cannot be computed once more.
+            InputError: within an accumulation cycle; or no step was taken in the block.
         """
         self._parts.before_call("engine.precision_report()")
-        return health.precision_report(self._parts, self._last_batch)
+        from ..debug.precision import PrecisionSurvey
 
-    def count_flops(self, compute: Callable[[], Any]) -> dict[str, int]:
+        survey = PrecisionSurvey(self._parts)
+        survey.attach()
+        try:
+            with self._with_hook(survey):
+                yield survey.report
+        finally:
+            survey.detach()
+        survey.finish()
+
+    @contextmanager
+    def count_flops(self) -> Iterator[dict[str, int]]:
         """Floating point operations of forward, criterion and backward, a multiplication and an addition being two:
 
-            flops = engine.count_flops(lambda: engine.criterion(engine(images), labels))
+            with engine.count_flops() as flops:
+                engine.backward(engine.criterion(engine(images), labels))
 
-        Products of matrices, convolutions and attention are counted while the batch is computed once, uncompiled; what
-        is computed again for activation checkpointing is not. All ranks together; nothing of the run changes.
+        Products of matrices, convolutions and attention are counted while they run; what is computed again for
+        activation checkpointing, and what comes after the first `engine.step`, is not. All ranks together. Nothing of
+        the run changes, but compiled modules run uncompiled in it.
 
-        Args:
-            compute: gives the loss. It is called on each rank with what `engine(...)` is called with there.
-
-        Returns:
-            By dtype, {"torch.bfloat16": 12345}, of all the ranks that compute this data rank's batch.
+        Yields:
+            By dtype, {"torch.bfloat16": 12345}, of all the ranks that compute this data rank's batch; filled at the end
+            of the block.
 
         Raises:
             InputError: within an accumulation cycle; or it cannot be counted (an operator without a formula).
         """
         self._parts.before_call("engine.count_flops()")
-        from ..debug.flops import count_flops
-        from ..debug.parts import Parts
+        from ..debug.flops import FlopCounter, counted
 
-        hooks, last_batch = self._before_forward, self._last_batch
-        self._before_forward, self._last_batch = (), LastBatch()
-        try:
-            return count_flops(Parts.of(self._parts), compute)
-        finally:
-            self._before_forward, self._last_batch = hooks, last_batch
+        counter = FlopCounter()
+        with self._with_hook(counter), counted(self._parts, counter) as flops:
+            yield flops
 
     # -- saving and loading ------------------------------------------------------------------------------------
 
@@ -598,7 +593,6 @@ class Engine:
             parts.division.follow()
         parts.accumulation.clear()
         parts.average.values.clear()
-        self._last_batch.forget()
         parts.closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
         parts.guard.remove()

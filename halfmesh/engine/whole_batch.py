@@ -12,7 +12,6 @@ from torch import nn
 
 from ..amp.precision import Precision
 from ..amp.recipe import HALF
-from ..debug.contents import contents
 from ..errors import InputError
 from ..log import get_logger
 from ..parallel.pipeline.pieces import Call
@@ -127,13 +126,14 @@ def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
 def _as_it_was(criterion: Any) -> Iterator[None]:
     """What a call changes on the modules of `criterion` is put back."""
     modules = list(criterion.modules()) if isinstance(criterion, nn.Module) else []
-    undo = list(contents([buffer for module in modules for buffer in module.buffers(recurse=False)], {}))
+    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:
         with unchanged(modules):
             yield
     finally:
-        for put_back in undo:
-            put_back()
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

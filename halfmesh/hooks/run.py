@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..report.folder import RunFolder
 from ..trainer.hook import Hook, Record
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
+    from ..debug.precision_report import PrecisionReport
     from ..trainer.trainer import Trainer
 
 
@@ -21,20 +23,36 @@ class RunHook(Hook):
 
     Args:
         directory: the folder; see RunFolder for what happens if it is there.
-        precision_report: keep `engine.precision_report()` of the last batch, too.
+        precision_report: keep `engine.precision_report()` of the first update of each epoch, the last one of them.
     """
 
     def __init__(self, directory: str | Path, precision_report: bool = False) -> None:
         self._directory = Path(directory)
         self._wants_precision = precision_report
         self._run: RunFolder | None = None
+        self._is_due = False
+        self._measuring = ExitStack()
+        self._report: PrecisionReport | None = None
 
     def before_fit(self, trainer: Trainer) -> None:
         self._run = RunFolder(trainer.engine, self._directory)
 
+    def before_epoch(self, trainer: Trainer) -> None:
+        self._is_due = self._wants_precision
+
+    def before_batch(self, trainer: Trainer, batch: Any) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._report = self._measuring.enter_context(trainer.engine.precision_report())
+
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._run is not None:
-            self._run.note(result)
+        if self._run is None:
+            return
+        self._run.note(result)
+        if self._report is not None:
+            self._measuring.close()  # fills it
+            self._run.save_precision_report(self._report)
+            self._report = None
 
     def before_save(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -44,11 +62,10 @@ class RunHook(Hook):
         if self._run is not None:
             self._run.write(record)
 
-    def after_fit(self, trainer: Trainer) -> None:
-        if self._run is not None and self._wants_precision:
-            self._run.save_precision_report()
-
     def close(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.close(sys.exception())
             self._run = None
+        error = sys.exception()
+        self._measuring.__exit__(type(error) if error else None, error, None)
+        self._report = None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..errors import InputError
 from ..log import get_logger
-from ..tensors import map_tensors
 from ..trainer.hook import Hook
 from .peaks import least_seconds
 
@@ -36,10 +37,10 @@ class ThroughputHook(Hook):
     Args:
         tokens: how many tokens a batch has, from the Outcome.
         flops_per_sample: floating point operations of forward and backward of one sample, a multiplication and an
-            addition being two; recomputed ones do not count. "auto": counted in the first batch
-            (`engine.count_flops`), which is computed once more for that; samples of other lengths need others. None:
-            not measured. A number (a transformer without embeddings: 6 x parameters x tokens, Kaplan et al. 2020,
-            https://arxiv.org/abs/2001.08361) is taken to be of the config's precision.
+            addition being two; recomputed ones do not count. "auto": counted in the first batch, by
+            `engine.count_flops`; samples of other lengths need others. None: not measured. A number (a transformer
+            without embeddings: 6 x parameters x tokens, Kaplan et al. 2020, https://arxiv.org/abs/2001.08361) is taken
+            to be of the config's precision.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class ThroughputHook(Hook):
         """Of a sample, by dtype."""
         self._counted_for = -1
         self._is_due = False
+        self._counting = ExitStack()
+        self._counted: dict[str, int] | None = None
         self._window = [0.0, 0.0, 0.0]
         """Seconds, of these waited for data, and batches."""
         self._waited_before = 0.0
@@ -94,14 +97,23 @@ class ThroughputHook(Hook):
         if self._is_due:
             self._is_due = False
             self._left = time.perf_counter()
-            self._flops = self._counted(trainer, batch)
-            self._come_back()
+            self._counted = self._counting.enter_context(trainer.engine.count_flops())
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
+        if self._counted is not None:
+            self._flops = self._per_sample(trainer, outcome.rows, self._counted)
+            self._counted = None
+            self._come_back()  # the first batch is slower than others
+            return
         self._count[0] += outcome.rows
         self._window[2] += 1
         if self._tokens is not None:
             self._count[1] += self._tokens(outcome)
+
+    def close(self, trainer: Trainer) -> None:
+        error = sys.exception()
+        self._counting.__exit__(type(error) if error else None, error, None)
+        self._counted = None
 
     def before_eval(self, trainer: Trainer) -> None:
         self._left = time.perf_counter()
@@ -156,18 +168,11 @@ class ThroughputHook(Hook):
                 *(trainer.engine.dataloader.num_workers, os.cpu_count()),
             )
 
-    def _counted(self, trainer: Trainer, batch: Any) -> dict[str, float]:
-        """Of a sample, over all data ranks; the same on all ranks. Empty if it cannot be counted."""
-        engine, rows = trainer.engine, 0
-
-        def compute() -> Any:
-            nonlocal rows
-            outcome = trainer.compute(engine, map_tensors(torch.clone, batch))  # a forward may write into its inputs
-            rows = outcome.rows
-            return outcome.loss
-
+    def _per_sample(self, trainer: Trainer, rows: int, flops: dict[str, int]) -> dict[str, float]:
+        """Over all data ranks; the same on all ranks. Empty if it cannot be counted."""
+        engine = trainer.engine
         try:
-            flops = engine.count_flops(compute)
+            self._counting.close()  # fills `flops`
         except InputError as error:
             _log.warning("model FLOP/s are not measured: give ThroughputHook flops_per_sample (or None). %s", error)
             return {}

@@ -9,6 +9,7 @@ import math
 import platform
 import sys
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import HalfmeshError, InputError, Preempted, cut
+from ..engine.parts import EngineHook
+from ..errors import InputError, Preempted, cut
 from ..log import Listener, get_logger
 from ..run_files import RecordFile, begin_together, replace_file, set_aside
 from ..trainer.outcome import count_rows
@@ -25,6 +27,7 @@ from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
+    from ..debug.precision_report import PrecisionReport
     from ..engine.engine import Engine
 
 _log = get_logger(__name__)
@@ -67,8 +70,10 @@ class RunFolder:
         self._sessions: list[dict[str, Any]] = []
         ranks = engine.context.everyone(describe_ranks(engine))
         begin_together(engine.context, self.directory, "folder", lambda: self._begin(ranks))
+        self._first_batch = contextlib.ExitStack()
         if self._writes:
             logging.getLogger("halfmesh").addHandler(self._listener)
+            self._first_batch.enter_context(engine._with_hook(_FirstBatch(engine, self._note_rows)))
 
     # -- while it trains ---------------------------------------------------------------------------------------
 
@@ -81,7 +86,6 @@ class RunFolder:
         if result is not None and self._writes and self._noted != self._engine.global_step:
             self._noted, self._last = self._engine.global_step, result
             self._results.append((self._noted, result))
-            self._count_rows()
             if len(self._results) > _MOST_UNREAD:
                 self._read(_MOST_UNREAD // 2)
         return result
@@ -127,16 +131,10 @@ class RunFolder:
             if self._skipped or self._warnings:
                 self.write({"step": self._engine.global_step})
 
-    def save_precision_report(self) -> None:
-        """Keep `engine.precision_report()`, or why there is none. All ranks together, outside accumulation cycles."""
-        content: dict[str, Any] = {"step": self._engine.global_step}
-        try:
-            content["report"] = make_plain(self._engine.precision_report().to_dict())
-        except HalfmeshError as error:
-            content["problem"] = str(error)
-            _log.warning("%s has no precision report: %s", self.directory, error)
+    def save_precision_report(self, report: PrecisionReport) -> None:
+        """Keep what `with engine.precision_report() as report:` has measured."""
         if self._writes:
-            self._put(PRECISION, content)
+            self._put(PRECISION, {"step": self._engine.global_step, "report": make_plain(report.to_dict())})
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -145,6 +143,7 @@ class RunFolder:
         if not self._is_open:
             return
         logging.getLogger("halfmesh").removeHandler(self._listener)
+        self._first_batch.close()
         if self._writes:
             with contextlib.suppress(RuntimeError):  # the device is of no use after some errors
                 self.flush()
@@ -206,11 +205,11 @@ class RunFolder:
     def _hear(self, record: logging.LogRecord) -> None:
         self._warnings.append((self._engine.global_step, record.getMessage().removeprefix("[rank 0] ")))
 
-    def _count_rows(self) -> None:
-        """Once: the size of the batch that came, which a loader need not tell."""
-        call = self._engine._last_batch.call
-        if call is not None and "batch_rows" not in self._sessions[-1]:
-            self._sessions[-1]["batch_rows"] = count_rows(call)
+    def _note_rows(self, rows: int) -> None:
+        """Once: the size of the first batch, which a loader need not tell."""
+        self._first_batch.close()
+        if self._writes:
+            self._sessions[-1]["batch_rows"] = rows
             self._put(CONFIG, {"sessions": self._sessions})
 
     def _read(self, count: int | None = None) -> None:
@@ -222,6 +221,16 @@ class RunFolder:
 
     def _put(self, name: str, content: dict[str, Any]) -> None:
         replace_file(self.directory / name, json.dumps({"format": 1, **content}, indent=1) + "\n")
+
+
+class _FirstBatch(EngineHook):
+    def __init__(self, engine: Engine, note: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._note = note
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._engine.training:
+            self._note(count_rows((args, kwargs)))
 
 
 _LISTS = ((CONFIG, "sessions"), (PLAN, "plans"))

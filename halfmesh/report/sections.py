@@ -155,9 +155,7 @@ def config(runs: Sequence[Run]) -> Html:
 def _precision_of(content: dict[str, Any]) -> Html:
     report = content.get("report")
     if not isinstance(report, dict):
-        problem = content.get("problem")
-        asked = "Not asked for: RunHook(directory, precision_report=True), or run.save_precision_report()"
-        return _absent(f"There is none: {problem}" if problem else asked)
+        return _absent("Not asked for: RunHook(directory, precision_report=True), or run.save_precision_report(report)")
     findings = report.get("findings")
     findings = findings if isinstance(findings, list) else []
     said = [f"after update {content.get('step')}: {report.get('compute_dtype')}"]
@@ -178,11 +176,17 @@ _COLUMNS = {
     "output_share": "of max",
     "largest_gradient": "largest gradient",
     "gradient_share": "of max",
-    "lost_gradients": "lost",
+    "zero_gradients": "zero",
     "subnormal_gradients": "subnormal",
-    "lost_weight_gradients": "weights lost",
+    "subnormal_weight_gradients": "weights subnormal",
 }
-_SHARES = ("output_share", "gradient_share", "lost_gradients", "subnormal_gradients", "lost_weight_gradients")
+_SHARES = (
+    "output_share",
+    "gradient_share",
+    "zero_gradients",
+    "subnormal_gradients",
+    "subnormal_weight_gradients",
+)
 
 
 def _layers(content: dict[str, Any]) -> Html | None:

@@ -126,7 +126,7 @@ MISTAKES = [
     ({"clip_grad_norm": math.nan}, "clip_grad_norm: nan is not a number >= 0"),
     ({"clip_grad_norm": "1e-3"}, "clip_grad_norm: '1e-3' is not a number >= 0; write 1e-3 without quotes"),
     ({"fused": True}, "fused: True is not one of 'auto', False"),
-    ({"debug": "snyc"}, "debug: 'snyc' is not 'sync' or None; did you mean 'sync'?"),
+    ({"debug": "snyc"}, "debug: 'snyc' is not one of 'sync', 'nonfinite' or None; did you mean 'sync'?"),
     ({"compile": {"scope": "block"}}, "compile.scope: 'block' is not one of 'auto', 'model', 'blocks'; did you mean"),
     ({"compile": {"mode": "fast"}}, "compile.mode: 'fast' is not one of 'default', 'reduce-overhead', 'max-autotune'"),
     ({"compile": {"backend": "inducter"}}, "compile.backend: 'inducter' is not a backend of torch.compile here; usual"),

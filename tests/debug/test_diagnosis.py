@@ -10,10 +10,11 @@ import halfmesh
 from tests.support.models import make_data
 from tests.support.ranks import run_ranks
 
-RAISE = {"on_nonfinite": "raise"}
+RAISE = {"on_nonfinite": "raise", "debug": "nonfinite"}
 TORCH = {"fp16": {"mode": "torch", "init_scale": 16.0}, **RAISE}
 NAIVE = {"fp16": {"mode": "naive", "initial_scale": 16.0}, **RAISE}
 AGAIN = {"activation_checkpoint": {"patterns": ["1"]}, **RAISE}
+COMPILED = {"compile": {"backend": "aot_eager"}, **RAISE}
 INF = float("inf")
 
 
@@ -100,6 +101,10 @@ def total(engine, output):
     return output.sum()
 
 
+def log_of_total(engine, output):
+    return (output * 0).sum().log()
+
+
 NAN_WEIGHT = "the weight '1.last.weight', before the forward: 1 nan of 64 numbers"
 BAD_BATCH = "the batch: argument 'input' of the model holds 1 inf and 1 nan of 32 numbers"
 CAST = "what the model was given, in float16, by the cast of a batch that is finite: 32 inf of 32"
@@ -116,7 +121,9 @@ FAULTS = {  # model, config, how it is run, kind and name of the fault, words
     "a backward, naive": (net(Root()), NAIVE, {}, ("gradient", "1.first"), ROOT),
     "computed again": (net(Root()), AGAIN, {}, ("gradient", "1.first"), ROOT),
     "the loss": (net(), RAISE, {"criterion": log_of_0}, ("loss", "the criterion"), "in float32: 1 inf of 1 numbers"),
-    "a loss of the loop's own": (net(Root()), RAISE, {"criterion": None, "loss": total}, None, "only the forward was"),
+    "a loss of the loop's own": (net(Root()), RAISE, {"criterion": None, "loss": total}, ("gradient", "1.first"), ROOT),
+    "its value": (net(), RAISE, {"criterion": None, "loss": log_of_total}, ("loss", ""), "that engine.backward was given"),
+    "compiled": (net(Times(INF)), COMPILED, {}, ("output", "1.inner.0"), "the output of '1.inner.0' (Times)"),
 }
 
 
@@ -138,26 +145,57 @@ def test_the_course_of_the_scale():
     assert "loss scale: 16 -> 8 -> 4 -> 2\n" in str(error)
 
 
-class Twice(nn.Module):
-    """Cannot be computed a second time."""
+def test_unwatched_updates_say_how_to_watch_them():
+    error = fail(net(Times(INF)), {"on_nonfinite": "raise"})
+    assert str(error).startswith("gradients hold inf or nan; the first parameter with a non-finite gradient is '")
+    assert "set debug='nonfinite' in the config" in str(error)
+    assert (error.diagnosis.fault, error.diagnosis.was_watched) == (None, False)
 
-    def __init__(self):
-        super().__init__()
-        self.calls = []
+
+class Switch(nn.Module):
+    factor = 1.0
 
     def forward(self, x):
-        self.calls.append(1)
-        if len(self.calls) > 1:
-            raise KeyError("no more data")
-        return x / 0
+        return x * self.factor
 
 
-def test_a_diagnosis_that_fails_does_not_hide_the_error():
-    error = fail(net(Twice()), RAISE)
-    assert str(error).startswith("gradients hold inf or nan; the first parameter with a non-finite gradient is")
-    assert "the last batch was not computed once more: KeyError: 'no more data'" in str(error)
-    assert error.diagnosis.fault is None
-    assert "Traceback" in error.__notes__[0]
+def test_modules_are_watched_only_while_a_run_of_skips_nears_its_limit():
+    model = net(switch := Switch())
+    config = {"fp16": {"mode": "torch"}, "max_consecutive_skips": 6}
+    engine = halfmesh.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), cross_entropy, config=config, device="cpu"
+    )
+    x, y = make_data(4)
+    watched = []
+    for factor in (1.0, INF, INF, INF, INF, 1.0, 1.0, INF, INF, INF, INF, INF):
+        switch.factor = factor
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        watched.append(bool(switch._forward_hooks))
+    assert watched == [False, False, False, True, True, False, False, False, False, True, True, True]
+    engine.backward(engine.criterion(engine(x), y))
+    with pytest.raises(halfmesh.NonFiniteError) as caught:
+        engine.step()
+    assert caught.value.diagnosis.fault.name == "1.inner.0"
+    engine.close()
+    assert not switch._forward_hooks
+
+
+def test_the_first_microbatch_of_a_cycle_is_told():
+    model = net(switch := Switch())
+    config = {**RAISE, "gradient_accumulation": 2}
+    engine = halfmesh.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), cross_entropy, config=config, device="cpu"
+    )
+    x, y = make_data(4)
+    switch.factor = INF
+    engine.backward(engine.criterion(engine(x), y))
+    engine.step()
+    switch.factor = 1.0
+    engine.backward(engine.criterion(engine(x), y))
+    with pytest.raises(halfmesh.NonFiniteError) as caught:
+        engine.step()
+    assert caught.value.diagnosis.fault.name == "1.inner.0"
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,12 @@ def engine_of(model, criterion=nn.functional.cross_entropy, **config):
 
 
 def counted(engine, inputs, target):
-    return engine.count_flops(lambda: engine.criterion(engine(inputs), target))
+    try:
+        with engine.count_flops() as flops:
+            engine.backward(engine.criterion(engine(inputs), target))
+    finally:
+        engine.zero_grad()
+    return flops
 
 
 def text(samples):
@@ -109,6 +114,19 @@ def test_an_operator_without_a_formula_is_refused_and_trained_all_the_same(caplo
     assert "give ThroughputHook flops_per_sample" in caplog.text
 
 
+def test_an_optimizer_that_multiplies_matrices_does_not_count():
+    model = layers()
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    engine = halfmesh.initialize(
+        model, torch.optim.Muon(matrices, lr=0.1), nn.functional.cross_entropy, config={}, device="cpu"
+    )
+    samples, target = make_data(6)
+    with engine.count_flops() as flops:
+        engine.backward(engine.criterion(engine(samples), target))
+        engine.step()
+    assert flops == {FP32: 6 * (2 * FIRST + 3 * SECOND)}
+
+
 GPTS = [{"tensor": 2}, {"tensor": {"size": 2, "sequence_parallel": True}}, {"pipeline": {"size": 2, "microbatches": 2}}]
 
 
@@ -142,8 +160,19 @@ def test_every_layout_has_those_of_one_process(ranks, cells, gpts):
 
 
 class Reports(halfmesh.Hook):
-    def after_step(self, trainer, *_):
-        trainer.engine.precision_report()
+    """Of each update."""
+
+    def before_fit(self, trainer):
+        self._block = None
+
+    def before_batch(self, trainer, batch):
+        if self._block is None:
+            self._block = trainer.engine.precision_report()
+            self._block.__enter__()
+
+    def after_step(self, trainer, result):
+        self._block.__exit__(None, None, None)
+        self._block = None
 
 
 def with_and_without(rank, world_size, cells):

@@ -58,8 +58,10 @@ def test_calls_that_are_meant_so_are_not_told(mode, caplog):
     x = X.to(engine.model.first.weight.dtype)
     for _ in range(2):
         step_on(engine, X, Y)
-    engine.precision_report()
-    engine.count_flops(lambda: engine.criterion(engine(X), Y))
+    with engine.precision_report():
+        step_on(engine, X, Y)
+    with engine.count_flops():
+        step_on(engine, X, Y)
     with torch.no_grad():
         engine.model(x)
     engine.eval()

@@ -1,4 +1,4 @@
-"""What the elements of a tensor are like: how many are inf, nan or zero, and how large the others are."""
+"""Statistics of a tensor's elements: how many are inf, nan or zero, and how large the others are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-_PIECE = 2**24
-"""Elements that are looked at together: copies of a whole activation may not fit."""
+_CHUNK = 2**24
+"""Elements that are measured at a time: a copy of a whole activation may not fit into memory."""
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TensorStats:
     """Counts of elements; `largest` is the largest finite magnitude."""
 
     count: int = 0
@@ -24,8 +24,8 @@ class Numbers:
     """Not zero, but below the smallest number that the dtype has in full precision."""
     largest: float = 0.0
 
-    def __add__(self, other: Numbers) -> Numbers:
-        return Numbers(
+    def __add__(self, other: TensorStats) -> TensorStats:
+        return TensorStats(
             self.count + other.count,
             self.inf + other.inf,
             self.nan + other.nan,
@@ -35,29 +35,29 @@ class Numbers:
         )
 
     @property
-    def bad(self) -> int:
+    def nonfinite(self) -> int:
         """How many are inf or nan."""
         return self.inf + self.nan
 
 
 @torch.no_grad()
-def look_at(tensor: torch.Tensor) -> Numbers:
-    """The numbers of what this rank holds of `tensor` (reads the host). None where they are not floating-point."""
-    found = Numbers()
+def measure(tensor: torch.Tensor) -> TensorStats:
+    """Of what this rank holds of `tensor` (reads the host); empty if it is not floating-point."""
+    found = TensorStats()
     values = _values(tensor)
-    for piece in () if values is None else values.split(_PIECE):
-        size = piece.abs()
+    for chunk in () if values is None else values.split(_CHUNK):
+        size = chunk.abs()
         finite = size < math.inf  # nan is not
-        tiny = torch.finfo(piece.dtype).tiny
+        tiny = torch.finfo(chunk.dtype).tiny
         counts = [size == math.inf, size.isnan(), size == 0, (size > 0) & (size < tiny)]
         largest = torch.where(finite, size, torch.zeros_like(size)).max()
         inf, nan, zeros, subnormal, most = torch.stack([*(c.sum().double() for c in counts), largest.double()]).tolist()
-        found += Numbers(piece.numel(), int(inf), int(nan), int(zeros), int(subnormal), most)
+        found += TensorStats(chunk.numel(), int(inf), int(nan), int(zeros), int(subnormal), most)
     return found
 
 
 @torch.no_grad()
-def is_fine(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
     """Whether there is no inf and no nan in what this rank holds of it (reads the host)."""
     values = _values(tensor)
     return values is None or bool(values.isfinite().all())
@@ -66,6 +66,11 @@ def is_fine(tensor: torch.Tensor) -> bool:
 def largest_number(dtype: torch.dtype) -> float:
     """The largest finite number of a floating-point dtype; inf of others."""
     return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    """ "float16"; "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _values(tensor: Any) -> torch.Tensor | None:

@@ -1,0 +1,65 @@
+"""Warnings of mistakes in the user's loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..amp.step_result import StepResult
+from ..data.sharding import warn_of_same_inputs
+from ..log import get_logger
+from .parts import EngineHook, EngineParts
+
+_log = get_logger(__name__)
+
+
+class CountedBatches(EngineHook):
+    """Warns of a loop that counts its batches itself, beside `gradient_accumulation`: at the second `step` that came
+    after more than one batch.
+
+    Batches are those that `engine.dataloader` gave, of which several losses may come. Where it is not iterated, a
+    training forward with a backward after it counts as one.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._is_new_forward = False
+        self._batches = self._late_steps = 0
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_new_forward |= self._parts.model.training
+
+    def after_backward(self, loss: Any) -> None:
+        loader = self._parts.dataloader
+        self._batches += loader.is_untouched if loader is not None and loader.runs else self._is_new_forward
+        self._is_new_forward = False
+
+    def before_step(self) -> None:
+        batches, self._batches = self._batches, 0
+        self._late_steps += batches > 1
+        if batches > 1 and self._late_steps == 2:
+            length = self._parts.accumulation.length
+            _log.warning(
+                "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them "
+                "itself: each call stands for one batch, and every %d calls, or step(last=True), end an update. So "
+                "updates are made of more batches than they are divided by. Delete the `if` around engine.step() and "
+                "call it for each batch; or set gradient_accumulation=1 and divide the loss by %d yourself",
+                *(batches, length, length, batches),
+            )
+
+
+class SameInputs(EngineHook):
+    """Warns after the first update if a loader of the user's own gives all data ranks the same batches."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._inputs: Any = None
+        self._is_over = False
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_over and self._parts.model.training:
+            self._inputs = args, kwargs
+
+    def after_step(self, result: StepResult) -> None:
+        if not self._is_over:
+            warn_of_same_inputs(self._inputs, self._parts.context)
+            self._is_over, self._inputs = True, None
