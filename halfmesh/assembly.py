@@ -22,6 +22,7 @@ from .amp.statistics import StatisticsCheck
 from .checkpoint.checkpointer import Checkpointer
 from .data.loader import EngineDataLoader
 from .data.sharding import ShardedLoader
+from .debug.nonfinite import NonFiniteProbes
 from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
@@ -29,7 +30,6 @@ from .division import Division, reduce_options
 from .division_plans import Plans, balance_by_time, make_plans
 from .engine.accumulation import Accumulation
 from .engine.average import WeightAverage
-from .debug.nonfinite import NonFiniteProbes
 from .engine.engine import Engine
 from .engine.loop_checks import CountedBatches, SameInputs
 from .engine.model_guard import ModelGuard
@@ -152,7 +152,7 @@ def _prepare(
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
     if config.checkpoint is not None:
-        from .checkpoint.automatic import make_folder
+        from .checkpoint.preemption import make_folder
 
         make_folder(config.checkpoint, context)
     plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
@@ -256,7 +256,7 @@ def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
     if parts.dataloader is None and context.dp_size > 1:
         hooks.append(SameInputs(parts))
     if config.checkpoint is not None:
-        from .checkpoint.automatic import PreemptionHook
+        from .checkpoint.preemption import PreemptionHook
 
         checkpointer.preemption = PreemptionHook(parts, checkpointer, config.checkpoint)
         hooks.append(checkpointer.preemption)
@@ -308,7 +308,7 @@ def _resume(engine: Engine) -> None:
     """Go on from what the config says."""
     if engine.config.resume is None:
         return
-    from .checkpoint.automatic import find_resumed
+    from .checkpoint.preemption import find_resumed
 
     try:
         place = find_resumed(engine.config, engine.context)

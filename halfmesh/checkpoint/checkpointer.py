@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..errors import InputError
+import torch
+
+from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
 from ..log import get_logger
-from . import rng, validate
-from .attached import Attached, Stateful
+from ..parallel.random import CPU, SharedRandomness, random_state, set_random_state
+from . import rng, storage, validate
+from .collective import run_on_all_ranks
 from .lock import FolderLocks
+from .snapshot import BackgroundWriter, Snapshot, Stored, failed, open_stored, write_snapshot
+from .state import (
+    AVERAGE,
+    MODEL,
+    ShardedState,
+    describe,
+    find_tensors,
+    join_groups,
+    refuse_differing,
+    without_empty,
+)
 
 if TYPE_CHECKING:
     from ..engine.parts import EngineParts
-    from .automatic import PreemptionHook
-    from .background import Background
-    from .contents import Holding
-    from .run import Run
+    from .preemption import PreemptionHook
+
+# .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
 
 _log = get_logger(__name__)
+
+_SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
+
+
+class Stateful(Protocol):
+    """What has state of its own, of plain values and tensors."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Checkpointer:
@@ -27,73 +54,304 @@ class Checkpointer:
 
     Attributes:
         preemption: what saves without being called, with the config key `checkpoint`.
+        locks: of the folders that were saved into.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self.preemption: PreemptionHook | None = None
-        self._parts = parts
-        self._attached = Attached()
         self.locks = FolderLocks()
-        self._background: Background | None = None
+        self._parts = parts
+        self._writer = BackgroundWriter(parts.context.device)
+        self._attached: dict[str, Stateful] = {}
+        self._unclaimed: dict[str, Any] = {}
+        """What was loaded for names that nobody has attached yet: it waits for them, and is saved on."""
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    @property
+    def sharded_state(self) -> ShardedState:
+        """This rank's tensors under the whole model's names."""
+        parts = self._parts
+        return ShardedState(parts.model, parts.update, parts.division, parts.average)
+
+    # -- saving ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path, keep: int | None, in_background: bool) -> Path:
         """`Engine.save`."""
-        # torch.distributed.checkpoint: only when there is something to save.
-        from .background import Background
-        from .run import save
-
-        parts = self._parts
+        parts, context = self._parts, self._parts.context
         parts.statistics.look()
         self.wait()
-        if in_background and self._background is None:
-            self._background = Background(parts.context)
-        background = self._background if in_background else None
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise InputError(
+                f"engine.save: keep={keep!r} is not a number of checkpoints; give 1 or more, or None for all"
+            )
+        if not context.agree(json.dumps([str(directory), keep, in_background])):
+            raise InputError(
+                "engine.save was called with different arguments on each rank; give the same on all of them"
+            )
         with parts.guard.own_call():
-            return save(self._run, directory, parts.global_step, keep, background)
+            snapshot = self._snapshot()
+            if in_background:
+                copied = run_on_all_ranks(context, "engine.save", lambda: self._writer.copy(snapshot.boxes))
+                snapshot = replace(snapshot, boxes=copied)
+            place = self._begin(directory)
+            if in_background:
+                group = context.saving_group
+                self._writer.start(lambda: write_snapshot(place, snapshot, keep, context, group))
+            else:
+                write_snapshot(place, snapshot, keep, context)
+        return storage.final_place(place)
 
     def wait(self) -> None:
         """Until nothing is being saved in the background; raises CheckpointError if that failed."""
-        if self._background is not None:
-            self._background.wait()
+        self._writer.wait()
 
-    def before_step(self) -> None:
-        """Raise what a save in the background has failed with."""
-        if self._background is not None:
-            self._background.before_step()
+    def _snapshot(self) -> Snapshot:
+        """All that is saved; the tensors are not copied. All ranks together.
+
+        Raises:
+            InputError: state that cannot be saved, on some rank; raised on all of them.
+        """
+        parts, context, state = self._parts, self._parts.context, self.sharded_state
+
+        def collect() -> tuple[Any, ...]:
+            state.update.sync_param_groups()  # groups added since the last step
+            shards, plain = state.optimizer_state()
+            shards |= {MODEL + name: shard for name, shard in state.weights().items()} | state.averages()
+            return shards, plain, state.groups(), state.extras()
+
+        parts.lr.settle()
+        shards, plain, groups, extras = run_on_all_ranks(context, "engine.save", collect)
+        averages = parts.average.decay is not None
+        mine = describe(shards), [group["params"] for group in groups], plain, extras, averages
+        shapes, names, plain_state, all_extras, all_averages = zip(*context.everyone(mine), strict=True)
+        _refuse_single_averages(all_averages)
+        refuse_differing(parts.update.optimizer, plain_state)
+        tensors = find_tensors(shapes, spread=True)
+        model = sorted((name, tensor.shape) for name, tensor in tensors.items() if name.startswith(MODEL))
+        scheduler = parts.lr.scheduler
+        common = {
+            "global_step": parts.global_step,
+            "scalers": parts.update.loss_scales.state_dict(),
+            "skips": parts.update.skip_counter.state_dict(),
+            "lr_scheduler": parts.lr.state_dict(),
+            "lr_class": None if scheduler is None else validate.class_name(scheduler),
+            "optimizer": validate.class_name(parts.update.optimizer),
+            "groups": [group | {"params": p} for group, p in zip(groups, join_groups(names), strict=True)],
+            "plain_state": _merged(plain_state),
+            "extras": _merged(all_extras),
+            "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
+        }
+        about = {
+            "step": parts.global_step,
+            "layout": self._axes,
+            "device": context.device.type,
+            "model": common["model"],
+            "config": parts.config.model_dump(mode="json"),
+            "versions": _versions(),
+        }
+
+        def as_bytes() -> tuple[bytes, bytes]:
+            attached = self._attached_state()
+            for name, value in attached.items():
+                storage.refuse_objects(f"{name!r} (engine.attach)", value)
+            dataloader = None if parts.dataloader is None else parts.dataloader.state_dict()
+            random = rng.rank_random(context, parts.division)
+            own = {"random": random, "dataloader": dataloader, "attached": attached}
+            return storage.as_bytes(common), storage.as_bytes(own)
+
+        plain_files = run_on_all_ranks(context, "engine.save", as_bytes)
+        tensors = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
+        written = [(name, box) for name, tensor in tensors.items() for box in tensor.boxes if box.rank == context.rank]
+        boxes = {(name, box.at): shards[name].box(box.at) for name, box in written}
+        return Snapshot(tensors, boxes, *plain_files, about)
+
+    def _begin(self, directory: Path) -> Path:
+        """Make the folder that a checkpoint is written into. All ranks together."""
+        context, what = self._parts.context, failed(directory, self._parts.global_step)
+
+        def begun() -> Path | None:
+            if context.rank != 0:
+                return None
+            self.locks.take(directory)
+            return storage.begin(directory, self._parts.global_step)
+
+        place: Path = context.from_first(run_on_all_ranks(context, what, begun))
+
+        def refuse_unseen() -> None:
+            if not place.is_dir():
+                raise CheckpointError(
+                    f"{place}, which rank 0 has made, is not there on this machine; give a folder that all machines "
+                    "share"
+                )
+
+        try:
+            run_on_all_ranks(context, what, refuse_unseen)
+        except HalfmeshError:
+            if context.rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            raise
+        return place
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        return dict(zip(("pipeline", "data", "tensor"), self._parts.context.shape, strict=True))
+
+    # -- loading -----------------------------------------------------------------------------------------------
 
     def load(self, directory: Path) -> Path:
-        """`Engine.load`."""
-        from .run import load
-
-        parts = self._parts
+        """`Engine.load`. Nothing changes before all of it is known to fit."""
         self.wait()
+        parts, context = self._parts, self._parts.context
         with parts.guard.own_call():
-            place, parts.global_step = load(self._run, directory)
+            stored = open_stored(*storage.find(directory, context), context)
+            self._refuse_other(stored)
+            parts.accumulation.clear()
+            self._load_tensors(stored)
+            shared = SharedRandomness(context.from_first(random_state(CPU)))
+            notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared)))
+            self._note_buffers()
+        parts.global_step = stored.common["global_step"]
+        title = f"loaded step {parts.global_step} from {stored.folder}"
+        _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
         self._forget()
-        return place
+        return stored.folder
+
+    def _refuse_other(self, stored: Stored) -> None:
+        """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
+        parts, context, state, common = self._parts, self._parts.context, self.sharded_state, stored.common
+        saved_name, name = stored.manifest.engine_name, parts.config.name
+        if None not in (saved_name, name) and saved_name != name:
+            raise InputError(
+                f"{stored.folder} was saved by the engine named {saved_name!r}, and this is {name!r}; give each engine "
+                "a folder of its own, or load the checkpoint that is meant by its own folder"
+            )
+        scheduler, saved_class = parts.lr.scheduler, common["lr_class"]
+        if saved_class is not None and scheduler is not None and saved_class != validate.class_name(scheduler):
+            raise InputError(
+                f"{stored.folder} was saved with the lr_scheduler {saved_class}, and this is "
+                f"{validate.class_name(scheduler)}; use the same class, or give initialize none"
+            )
+        run_on_all_ranks(context, f"loading {stored.folder} failed", state.update.sync_param_groups)
+        shapes = {n: tuple(shard.placement.shape) for n, shard in without_empty(state.weight_targets()).items()}
+        mine = shapes, [group["params"] for group in state.groups()], list(state.extras())
+        everyone = context.everyone(mine)
+        model = {name: shape for theirs, *_ in everyone for name, shape in theirs.items()}
+        saved = {n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)}
+        extras = {name for *_, names in everyone for name in names}
+        groups = join_groups([names for _, names, _ in everyone])
+        scheduled = scheduler is not None and common["lr_scheduler"] is not None
+        problems = [
+            *validate.model_problems(model, saved, "the checkpoint"),
+            *validate.extra_problems(extras, common["extras"].keys()),
+            *validate.optimizer_problems(parts.update.optimizer, groups, common, scheduled),
+        ]
+        if problems:
+            raise InputError(
+                bullet_list(f"{stored.folder} does not fit the model and optimizer of this engine:", problems)
+            )
+
+    def _load_tensors(self, stored: Stored) -> None:
+        """Write the weights into masters and model, their average, and give the optimizer its state."""
+        from . import dcp
+
+        state, context, average = self.sharded_state, self._parts.context, self._parts.average
+        targets = {MODEL + name: shard for name, shard in state.weight_targets().items()}
+        of_optimizer, values = state.state_targets(stored.tensors, stored.common["plain_state"])
+        averages = state.average_targets(stored.tensors)
+        shards = without_empty(targets | of_optimizer | averages)
+        run_on_all_ranks(context, stored.too_late, lambda: dcp.read(shards, stored.metadata, stored.folder))
+        groups = stored.common["groups"]
+        run_on_all_ranks(context, stored.too_late, lambda: state.load_optimizer(values, groups))
+        state.tell()
+        if average.values:
+            average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
+
+    def _load_rest(self, stored: Stored, shared: SharedRandomness) -> Iterator[str]:
+        """All but the tensors of model and optimizer. Yields what begins anew.
+
+        Args:
+            shared: rank 0's random numbers as they are now. In another layout, ranks that have the same go on with
+                those that rank 0 had, from which the order of the next epochs is drawn; others keep their own.
+        """
+        parts, context, common, about = self._parts, self._parts.context, stored.common, stored.manifest.about
+        self.sharded_state.set_extras(common["extras"])
+        parts.update.skip_counter.load_state_dict(common["skips"])
+        losses, scalers = parts.update.loss_scales, common["scalers"]
+        if len(scalers) == len(losses.scalers):
+            losses.load_state_dict(scalers)
+        elif losses.scalers:
+            yield f"it has {len(scalers)} loss scale(s), and this run {len(losses.scalers)}: they begin anew"
+        if parts.lr.scheduler is not None and common["lr_scheduler"] is None:
+            yield "it has no learning-rate scheduler: this run's stays where it is"
+        parts.lr.load_state_dict(common["lr_scheduler"])
+        same_layout = about["layout"] == self._axes and stored.own is not None
+        same = same_layout and about["device"] == context.device.type
+        own = stored.own or stored.first
+        if not same:
+            rng.seed_anew(parts.config.seed + _SEED_STEP * common["global_step"], context, parts.division)
+            with shared:
+                set_random_state(stored.first["random"], CPU)
+            where = "on another kind of device" if same_layout else "in another layout"
+            yield f"it was saved {where}: random numbers (dropout) are seeded anew"
+        if parts.dataloader is not None:
+            note: str | None = "it has no place in the data: they begin anew"
+            if own["dataloader"] is not None:
+                note = parts.dataloader.load_state_dict(own["dataloader"], own=same)
+            yield from [] if note is None else [note]
+        if same:
+            rng.set_rank_random(own["random"], context, parts.division)
+        if parts.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
+            yield "it has no average of the weights (engine.averaged_model): that begins anew, with these weights"
+        yield from self._load_attached((own if same_layout else stored.first).get("attached", {}))
+
+    def _note_buffers(self) -> None:
+        if self._parts.accumulation.reducer is not None:
+            self._parts.accumulation.reducer.note_buffers()
+
+    def _forget(self) -> None:
+        self._parts.results.clear()
+        if self.preemption is not None:
+            self.preemption.forget()
+
+    # -- state of the loop's own -------------------------------------------------------------------------------
 
     def attach(self, name: str, holder: Stateful) -> None:
         """`Engine.attach`."""
-        self._attached.attach(name, holder)
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(holder, method, None)):
+                raise InputError(
+                    f"engine.attach({name!r}, {type(holder).__name__}): an object with state_dict() and "
+                    f"load_state_dict(state) is expected, and this one has no {method}"
+                )
+        if name in self._attached:
+            raise InputError(
+                f"engine.attach({name!r}, ...): the name is taken by a {type(self._attached[name]).__name__}; give "
+                "another one, or call engine.detach first"
+            )
+        if name in self._unclaimed:
+            holder.load_state_dict(self._unclaimed[name])
+            del self._unclaimed[name]
+        self._attached[name] = holder
 
     def detach(self, name: str, keep: bool) -> None:
         """`Engine.detach`."""
-        self._attached.detach(name, keep)
+        if name not in self._attached:
+            names = ", ".join(self._attached) or "-"
+            raise InputError(f"engine.detach({name!r}): nothing of that name is attached, only: {names}")
+        holder = self._attached.pop(name)
+        if keep:
+            self._unclaimed[name] = copy.deepcopy(dict(holder.state_dict()))
 
-    def preempt(self) -> None:
-        """`Engine.preempt`."""
-        if self.preemption is None:
-            raise InputError(
-                "engine.preempt(): the config does not say where to save; set checkpoint='checkpoints', or call "
-                "engine.save and end the loop yourself"
-            )
-        self.preemption.ask()
+    def _attached_state(self) -> dict[str, Any]:
+        return self._unclaimed | {name: dict(holder.state_dict()) for name, holder in self._attached.items()}
 
-    def close(self) -> None:
-        """Others may use the folders."""
-        self.locks.release()
+    def _load_attached(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """Yields what stays as it is, because the state of it was not saved."""
+        self._unclaimed = dict(state)
+        for name, holder in self._attached.items():
+            if name in self._unclaimed:
+                holder.load_state_dict(self._unclaimed.pop(name))
+            else:
+                yield f"it has no state of {name!r} (engine.attach), which stays as it is"
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -110,8 +368,8 @@ class Checkpointer:
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
             "random": rng.rank_random(parts.context, parts.division),
-            "layout": self._layout,
-            "attached": self._attached.state_dict(),
+            "layout": validate.layout(parts.context, parts.division.cuts_updates),
+            "attached": self._attached_state(),
             "average": parts.average.state_dict(),
         }
 
@@ -119,7 +377,7 @@ class Checkpointer:
         """`Engine.load_state_dict`."""
         parts = self._parts
         validate.refuse_unfit(state, len(parts.update.loss_scales.scalers))
-        validate.refuse_other_part(state["layout"], self._layout)
+        validate.refuse_other_part(state["layout"], validate.layout(parts.context, parts.division.cuts_updates))
         parts.accumulation.clear()
         parts.model.load_state_dict(state["model"])
         parts.update.load_state_dict(state["update"])
@@ -131,57 +389,67 @@ class Checkpointer:
             note = parts.dataloader.load_state_dict(state["dataloader"], same_rank)
             if note is not None:
                 _log.warning("%s", note)
-        if parts.accumulation.reducer is not None:
-            parts.accumulation.reducer.note_buffers()
+        self._note_buffers()
         rng.set_rank_random(state["random"], parts.context, parts.division)
-        for note in self._attached.load_state_dict(state.get("attached", {})):
+        for note in self._load_attached(state.get("attached", {})):
             _log.info("%s", note)
         self._forget()
-
-    def _forget(self) -> None:
-        self._parts.results.clear()
-        if self.preemption is not None:
-            self.preemption.forget()
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        return validate.layout(self._parts.context, self._parts.division.cuts_updates)
 
     # -- weights -----------------------------------------------------------------------------------------------
 
     def save_weights(self, path: str | Path, format: Literal["safetensors", "torch"], max_file_gb: float) -> None:
         """`Engine.save_weights`."""
-        from .weights import save_weights
+        from .export import save_weights
 
         parts = self._parts
         parts.statistics.look()
         with parts.guard.own_call():
-            save_weights(self.holding, parts.context, path, format, max_file_gb)
+            save_weights(self.sharded_state, parts.context, Path(path), format, max_file_gb)
 
     def load_weights(self, path: Path) -> None:
         """`Engine.load_weights`."""
-        from .weight_loading import load_weights
+        from .export import load_weights
 
         parts = self._parts
         with parts.guard.own_call():
-            load_weights(self.holding, parts.context, path)
+            load_weights(self.sharded_state, parts.context, path)
         if parts.average.values:
             parts.average.begin_anew()
             _log.info("the average of the weights begins anew, with those of %s", path)
-        if parts.accumulation.reducer is not None:
-            parts.accumulation.reducer.note_buffers()
+        self._note_buffers()
 
-    @property
-    def holding(self) -> Holding:
-        """This rank's tensors under the whole model's names."""
-        return self._run.holding
+    # -- the end -----------------------------------------------------------------------------------------------
 
-    @property
-    def _run(self) -> Run:
-        from .run import Run
+    def preempt(self) -> None:
+        """`Engine.preempt`."""
+        if self.preemption is None:
+            raise InputError(
+                "engine.preempt(): the config does not say where to save; set checkpoint='checkpoints', or call "
+                "engine.save and end the loop yourself"
+            )
+        self.preemption.ask()
 
-        parts = self._parts
-        holding = parts.model, parts.update, parts.division
-        loop = parts.accumulation, parts.lr, parts.dataloader
-        own = self._attached, self.locks, parts.average
-        return Run(*holding, parts.context, parts.config, *loop, *own)
+    def close(self) -> None:
+        """Others may use the folders."""
+        self.locks.release()
+
+
+def _refuse_single_averages(averages: tuple[bool, ...]) -> None:
+    """Raise InputError, on all ranks, if some average the weights and some do not: each has only a part of that."""
+    if len(set(averages)) > 1:
+        ranks = [rank for rank, has in enumerate(averages) if has]
+        raise InputError(
+            f"engine.averaged_model was called on rank(s) {ranks} only; call it on every rank, also to save the average"
+        )
+
+
+def _merged(parts: Any) -> dict[str, Any]:
+    """Of what several ranks have, the first one's."""
+    return {key: value for part in reversed(parts) for key, value in part.items()}
+
+
+def _versions() -> dict[str, str]:
+    """Of what wrote a checkpoint."""
+    from .. import __version__
+
+    return {"halfmesh": __version__, "torch": torch.__version__}

@@ -1,4 +1,4 @@
-"""One job saves into a folder: a second one would remove the unfinished saves of the first, and its checkpoints."""
+"""One job saves into a folder: it is locked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..log import get_logger
 
 _log = get_logger(__name__)
 
-NAME = ".lock"
+LOCK = ".lock"
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class FolderLocks:
-    """The folders that one engine saves into, locked until `release` or the end of the process, however it ends.
+    """The folders that one engine saves into, locked until `release` or the end of the process, however it ends: a
+    second job would remove the unfinished saves of the first, and its checkpoints.
 
     These are POSIX locks, which belong to a process: several engines of one process share a folder, and forked workers
     of a DataLoader that outlive it do not keep it locked (with `flock` it would be the other way round).
@@ -38,7 +39,7 @@ class FolderLocks:
         """
         folder = folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / NAME
+        path = folder / LOCK
         file = self._files.get(folder)
         if folder in self._files and file is None:
             return
@@ -59,7 +60,9 @@ class FolderLocks:
             return
         with contextlib.suppress(OSError):  # on a full disk it is locked without a name
             file.truncate(0)
-            file.write(_own_name())
+            job = next((f"{key} {os.environ[key]}, " for key in _JOB_IDS if key in os.environ), "")
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"{job}process {os.getpid()} on {socket.gethostname()}, since {since}")
             file.flush()
 
     def release(self) -> None:
@@ -67,8 +70,8 @@ class FolderLocks:
         for folder, file in self._files.items():
             if file is not None:
                 with contextlib.suppress(OSError), file:
-                    if _is_at(file, folder / NAME):
-                        (folder / NAME).unlink()
+                    if _is_at(file, folder / LOCK):
+                        (folder / LOCK).unlink()
         self._files.clear()
 
 
@@ -79,15 +82,10 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _own_name() -> str:
-    job = next((f"{key} {os.environ[key]}, " for key in _JOB_IDS if key in os.environ), "")
-    return f"{job}process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-
-
 def _refusal(folder: Path, file: IO[str]) -> str:
     file.seek(0)
     return (
         f"another job saves into {folder} ({cut(file.read(200)) or 'its name is not there'}), and each would remove "
         "checkpoints of the other; end that job first, or give this one another folder. (If that job is gone, and its "
-        f"machine with it, remove {folder / NAME}.)"
+        f"machine with it, remove {folder / LOCK}.)"
     )

@@ -1,182 +1,184 @@
-"""A run that is told to end: all ranks learn of it, and agree on the step after which they save.
-
-The word comes to one rank, or to several, at different steps. A thread of each rank looks at a key of the store that
-the ranks met in, which is the only way to ask others that wait for nothing. Then, in keys of their own:
-1. Each rank says that its thread listens. Until all have, nobody waits: a rank that is gone holds up nothing here.
-2. Each holds its count of steps, and tells it, with what came to it.
-3. Rank 0 answers: the largest count, after which every rank saves; or that it is given up, because one has closed its
-   engine or has not told its count in time.
-"""
+"""Automatic checkpoints: periodic, and on preemption."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import json
+import contextlib
+import os
+import signal
+import sys
 import threading
-import time
-import uuid
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from ..config.automatic import AutomaticConfig
+from ..data.sharding import ShardedLoader
+from ..engine.parts import EngineHook, EngineParts
+from ..errors import CheckpointError, Preempted
 from ..log import get_logger
 from ..parallel.context import ParallelContext
-from .last_step import LastStep
+from ..parallel.objects import is_alone
+from . import storage
+from .collective import run_on_rank_zero
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from .checkpointer import Checkpointer
 
 _log = get_logger(__name__)
 
-POLL_S = 0.25
-"""Between two looks at the store; more with thousands of ranks, which share it."""
-SOON_S = 0.02
-"""The same once there is something to agree on."""
-LIMIT_S = 15.0
-"""How long a rank that listens may take to tell its count, which needs no more than Python's lock."""
-PARTING_S = 1.0
 
+class PreemptionHook(EngineHook):
+    """Saves at the boundaries of its optimizer steps.
 
-class Preemption:
-    """Whether the run is to end, for all ranks after the same step.
+    A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that
+    is not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
+    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. A loop that
+    asks for its next batch between backward and step passes it at the forward for that batch.
 
-    Args:
-        came: what came to this rank; it grows, at any time.
+    In evaluation there is none: the loop is not through with the step then. All ranks pass the same boundaries. At each
+    they begin to tell each other, over gloo, whether a signal has come to any of them, and read the answer at the next
+    one: so nobody waits, and all of them save there.
     """
 
-    def __init__(self, context: ParallelContext, came: list[str]) -> None:
-        self._came = came
-        self._agreement = Agreement.begin(context, came) if context.size > 1 else None
-
-    @property
-    def reason(self) -> str:
-        """What came, and where."""
-        return self._agreement.reason if self._agreement is not None else say_where([self._came])
-
-    def is_due(self, steps: int) -> bool:
-        """So many steps are complete since the last call; whether to save and end now."""
-        if self._agreement is None:
-            return bool(self._came)
-        return not self._agreement.steps.advance(steps)
-
-    def stop(self) -> None:
-        """Nobody asks any more."""
-        if self._agreement is not None:
-            self._agreement.stop()
-
-
-class Agreement:
-    """One rank's thread.
-
-    Args:
-        store: one of their own, the same for all ranks.
-        came: what came to this rank.
-
-    Attributes:
-        steps: those that this rank has completed.
-        reason: when ranks have agreed: what came, and where.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, came: list[str]) -> None:
-        self.steps = LastStep()
-        self.reason = ""
-        self._store = store
-        self._rank, self._size = rank, size
-        self._came = came
-        self._answered = 0  # of what came
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="halfmesh preemption")
-        # A thread that came back from C++ during the shutdown of the interpreter would abort the process.
-        atexit.register(self.stop)
-        self._thread.start()
-
-    @staticmethod
-    def begin(context: ParallelContext, came: list[str]) -> Agreement:
-        """That of all ranks of `context`, which call this together."""
-        group: Any = dist.group.WORLD
-        store = group.get_group_store().clone()  # a connection of its own: the other one may be waiting for something
-        store.set_timeout(timedelta(seconds=LIMIT_S))
-        name = context.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
-        return Agreement(dist.PrefixStore(f"halfmesh/preemption/{name}", store), context.rank, context.size, came)
-
-    def stop(self) -> None:
-        """End the thread. May be called twice."""
-        atexit.unregister(self.stop)
-        self._stopped.set()
-        self._thread.join(PARTING_S)
-
-    def _run(self) -> None:
-        try:
-            for attempt in itertools.count():
-                if not self._await_all(f"{attempt}/"):
-                    return
-                if self._agree(f"{attempt}/"):
-                    return
-        except Exception as error:  # the store has ended with the rank that hosts it, and with it the run
-            if self._came and not self._stopped.is_set():
-                _log.warning("the other ranks cannot be told that the run is to end: %s", error, ranks=None)
-        finally:
-            self._stopped.set()
-
-    def _await_all(self, attempt: str) -> bool:
-        """Return when some rank has asked, and all listen; False: stopped."""
-        asked, listening = f"{attempt}asked", self._keys(f"{attempt}listens")
-        said = False
-        while not self._stopped.wait(SOON_S if said else max(POLL_S, self._size / 4000)):
-            if not said and (len(self._came) > self._answered or self._store.check([asked])):
-                self._store.set(asked, "")
-                self._store.set(listening[self._rank], "")
-                said = True
-            if said and self._store.check(listening):
-                return True
-        if said:
-            self._store.set(self._keys(f"{attempt}count")[self._rank], "null")
-        return False
-
-    def _agree(self, attempt: str) -> bool:
-        """Whether there is a last step now. Not: it is not reached on some rank, or not known."""
-        counts, answer, came = self._keys(f"{attempt}count"), f"{attempt}answer", list(self._came)
-        last = None
-        mine = self.steps.hold()
-        try:
-            self._store.set(counts[self._rank], json.dumps([mine, came]))
-            if self._rank == 0:
-                self._store.set(answer, json.dumps(self._answer(counts)))
-            if self._await([answer], 2 * LIMIT_S):
-                last, self.reason = json.loads(self._store.get(answer))
-        finally:
-            self.steps.release(last)
-        self._answered = len(came)
-        if last is None and self._rank == 0 and not self._stopped.is_set():
+    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, options: AutomaticConfig) -> None:
+        self._parts = parts
+        self._checkpointer = checkpointer
+        self._options = options
+        self._directory = folder_of(options)
+        self._step = self._tried = parts.global_step
+        self._ended = self._locked = False
+        self._handled = sys.exception()
+        self._several = parts.context.size > 1 and not is_alone()  # a dry run is alone
+        self._group = parts.context.host_group if self._several else None
+        self._flag: tuple[dist.Work, torch.Tensor] | None = None
+        self._signals = StopSignals(options.signals)
+        for loader in (parts.dataloader, parts.eval_dataloader):
+            if loader is not None:
+                shelter_workers(loader.loader, self._signals.handled)
+        if self._signals.others:
             _log.warning(
-                "the run was told to end, and some rank has ended or has not answered within %g s: training goes on, "
-                "and the next signal is tried again",
-                LIMIT_S,
+                "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "
+                "call engine.preempt() from that handler, or leave the signal out",
+                ", ".join(self._signals.others),
+                ranks=None,
             )
-        return last is not None
 
-    def _answer(self, counts: Sequence[str]) -> tuple[int | None, str]:
-        """Rank 0: the last step, and what came where."""
-        if not self._await(counts, LIMIT_S):
-            return None, ""
-        told = [json.loads(self._store.get(key)) for key in counts]
-        if None in told:
-            return None, ""
-        return max(count for count, _ in told), say_where([came for _, came in told])
+    def ask(self) -> None:
+        """The run is to end, as if a signal had come. May be called by a handler of signals."""
+        self._signals.came.append("engine.preempt()")
 
-    def _await(self, keys: Sequence[str], limit_s: float) -> bool:
-        """Whether all `keys` have come, within the time."""
-        until = time.monotonic() + limit_s
-        while not self._store.check(list(keys)):
-            if time.monotonic() > until or self._stopped.wait(SOON_S):
-                return False
-        return True
+    def forget(self) -> None:
+        """What comes next is not a boundary: the state was loaded."""
+        self._read_flag()
+        self._step = self._tried = self._parts.global_step
 
-    def _keys(self, name: str) -> list[str]:
-        return [f"{name}/{rank}" for rank in range(self._size)]
+    def before_fetch(self) -> None:
+        """The loop asks for a batch."""
+        self._handled = sys.exception()
+        if torch.is_grad_enabled():
+            self._pass_boundary()
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The loop calls the engine."""
+        parts = self._parts
+        self._handled = sys.exception()
+        if parts.model.training and torch.is_grad_enabled():
+            loader = parts.dataloader
+            if loader is None or not loader.runs or loader.is_untouched:
+                self._pass_boundary()
+
+    def close(self, error: BaseException | None) -> None:
+        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere. One that is handled
+        now, but was not when the loop went on, counts, too."""
+        try:
+            handled = sys.exception()
+            if error is None and not self._ended and (handled is None or handled is self._handled):
+                self._end_together()
+        finally:  # signals are as they were, unless they are ignored because one ends the process
+            self._handled = None
+            self._signals.remove()
+            self._checkpointer.preemption = None
+
+    def _pass_boundary(self) -> None:
+        parts, before = self._parts, self._step
+        if not self._locked:  # not earlier: an evaluation beside the run that trains saves nothing
+            what = f"checkpoint.directory={self._options.directory!r}"
+            run_on_rank_zero(parts.context, what, lambda: self._checkpointer.locks.take(self._directory))
+            self._locked = True
+        step = parts.global_step
+        if step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
+            return
+        self._step = step
+        if self._is_due():
+            came = parts.context.everyone(list(self._signals.came))
+            place = self._save_last(_say_where(came), f", and ends with status {Preempted().code}")
+            self._ended = True
+            self._signals.ignore()
+            raise Preempted(place)
+        self._save_if_due(before)
+
+    def _is_due(self) -> bool:
+        """Whether a signal had come to some rank by the boundary before; to the only one, by this one."""
+        if not self._several:
+            return bool(self._signals.came)
+        due = self._read_flag()
+        if not due:
+            flag = torch.tensor(int(bool(self._signals.came)))
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._flag = work, flag
+        return due
+
+    def _read_flag(self) -> bool:
+        """What the ranks have told each other since the last boundary, if they have."""
+        pending, self._flag = self._flag, None
+        if pending is None:
+            return False
+        pending[0].wait()
+        return bool(pending[1].item())
+
+    def _end_together(self) -> None:
+        """All ranks close: what came to any of them after the last boundaries counts as well."""
+        parts, before = self._parts, self._step
+        self._read_flag()
+        told = parts.context.everyone((list(self._signals.came), parts.accumulation.holds_gradients))
+        reason = _say_where([came for came, _ in told])
+        if any(holds for _, holds in told):
+            if reason:
+                _log.warning("told to end (%s), but not saved: gradients are left that no step has used", reason)
+        elif reason and parts.global_step != self._tried:
+            self._save_last(reason)
+        else:
+            self._save_if_due(before)
+        if reason:
+            _log.info("stop signal arrived after training; exiting normally")
+
+    def _save_if_due(self, before: int) -> None:
+        """With `every`: the last save was decided on after step `before`."""
+        step, every = self._parts.global_step, self._options.every
+        if every is not None and step // every > before // every:
+            self._tried = step
+            self._save(self._options.in_background)
+
+    def _save_last(self, reason: str, then: str = "") -> Path:
+        self._tried = self._parts.global_step
+        with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
+            self._checkpointer.wait()
+        place = self._save()
+        _log.info("told to end (%s): saved to %s%s", reason, place, then)
+        return place
+
+    def _save(self, in_background: bool = False) -> Path:
+        self._parts.before_call("engine.save()")
+        return self._checkpointer.save(self._directory, self._options.keep, in_background)
 
 
-def say_where(came: Sequence[Sequence[str]]) -> str:
+def _say_where(came: Sequence[Sequence[str]]) -> str:
     """What came, and to which ranks; `came` is what came to each."""
     where: dict[str, list[int]] = {}
     for rank, names in enumerate(came):
@@ -185,3 +187,139 @@ def say_where(came: Sequence[Sequence[str]]) -> str:
     if len(came) == 1:
         return ", ".join(where)
     return "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in where.items())
+
+
+# -- what the config says ----------------------------------------------------------------------------------------------
+
+
+def folder_of(options: AutomaticConfig) -> Path:
+    """`checkpoint.directory`, wherever the program goes later."""
+    return Path(options.directory).expanduser().absolute()
+
+
+def make_folder(options: AutomaticConfig, context: ParallelContext) -> None:
+    """Make `checkpoint.directory`, so that a run does not learn after hours that it cannot. All ranks together.
+
+    Raises:
+        CheckpointError: it cannot be made, or not written to.
+    """
+    folder = folder_of(options)
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{folder} cannot be written to; give another folder, or change its permissions")
+
+    run_on_rank_zero(context, f"checkpoint.directory={options.directory!r}", make)
+
+
+def find_resumed(config: Config, context: ParallelContext) -> Path | None:
+    """What the config's `resume` says to load, None if there is nothing yet. All ranks together.
+
+    Raises:
+        CheckpointError, InputError: as `engine.load`; or some ranks do not see the folder that others see.
+    """
+    path, options = config.resume, config.checkpoint
+    if path is None:
+        return None
+    if path != "auto" or options is None:
+        return Path(path).expanduser()
+    folder = folder_of(options)
+    if storage.holds_any(folder, context):
+        return folder
+    _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", folder)
+    return None
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+class StopSignals:
+    """Handlers of signals that tell a run to end: they note that the signal came, and do nothing else.
+
+    A handler runs between any two instructions of the main thread, so it takes no lock and talks to nobody. Where the
+    user, or a library, handles a signal already, that stays; `others` names these signals. `remove` puts back what was
+    there before.
+
+    Attributes:
+        came: names of what came, in order; append to it to say the same in another way.
+        handled: the signals that are handled here.
+        others: the names of those that are not.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.came: list[str] = []
+        self.others: list[str] = []
+        self.handled: list[signal.Signals] = []
+        for name in names:
+            if _is_free(signal.Signals[name]):
+                signal.signal(signal.Signals[name], self)
+                self.handled.append(signal.Signals[name])
+            else:
+                self.others.append(name)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came.append(signal.Signals(number).name)
+
+    def remove(self) -> None:
+        """Restore what was there before, where nobody has taken this one's place."""
+        self._replace(signal.SIG_DFL)
+
+    def ignore(self) -> None:
+        """Ignore the signals until the process has ended. A handler in Python would not do: the interpreter takes it
+        away when it shuts down, and a launcher's second signal would end the process with another status."""
+        self._replace(signal.SIG_IGN)
+
+    def _replace(self, handler: signal.Handlers) -> None:
+        if _in_main_thread():
+            for number in self.handled:
+                if signal.getsignal(number) is self:
+                    signal.signal(number, handler)
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether nobody handles the signal, in Python or, where /proc says so, in C (faulthandler)."""
+    if not _in_main_thread() or signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    with contextlib.suppress(OSError, StopIteration):
+        with open("/proc/self/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+        return not int(caught.split()[1], 16) >> (number - 1) & 1
+    return True
+
+
+def _in_main_thread() -> bool:
+    """Python allows handlers nowhere else."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def shelter_workers(sharded: ShardedLoader, signals: Iterable[signal.Signals]) -> None:
+    """Let workers outlive `signals`: torchrun and SLURM send them to a whole group of processes, and a DataLoader that
+    has lost a worker raises an error."""
+    loader = sharded.loader
+    if signals and loader.num_workers:
+        loader.worker_init_fn = ShelteredWorker(signals, loader.worker_init_fn)
+
+
+class ShelteredWorker:
+    """`worker_init_fn` of a DataLoader whose workers outlive `signals`. Those of the worker's parent end it, as ever.
+
+    Args:
+        then: the `worker_init_fn` that there was.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals], then: Callable[[int], object] | None) -> None:
+        self._signals = frozenset(signals)
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        # A handler of Python's does not learn who has sent the signal; a thread that waits for it does.
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        threading.Thread(target=self._wait, args=(os.getppid(),), daemon=True).start()
+        if self._then is not None:
+            self._then(worker)
+
+    def _wait(self, parent: int) -> None:
+        while signal.sigwaitinfo(self._signals).si_pid != parent:
+            pass
+        os._exit(0)

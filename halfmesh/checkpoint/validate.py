@@ -1,15 +1,23 @@
-"""Parts of an engine's state that are neither the update's nor the loop's."""
+"""Whether a state or a checkpoint is of this engine: compared before anything changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, find_near, shorten
 from ..parallel.context import ParallelContext
 
 UPDATE_KEYS = ("optimizer", "masters", "scalers", "skips")
 KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random", "layout")
+
+
+def class_name(value: object) -> str:
+    """The class of `value`, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
 
 
 def refuse_unfit(state: Mapping[str, Any], scalers: int) -> None:
@@ -68,4 +76,68 @@ def _words(layout: Mapping[str, int]) -> str:
     words += f"{layout['pp_size']} of the model"
     return words + (
         f", and part {layout['dp_rank']} of {layout['dp_size']} of it (zero1 or fsdp)" if "dp_rank" in layout else ""
+    )
+
+
+# -- checkpoints and files of weights ----------------------------------------------------------------------------------
+
+
+def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> Iterator[str]:
+    """What of a model is not as it was saved in `source`: names and shapes of the whole tensors."""
+    missing, unexpected = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
+    if missing:
+        near = {name: find_near(name, unexpected) for name in missing}
+        yield f"{source} has no {shorten([f'{name} (but {n})' if n else name for name, n in near.items()])}"
+    if unexpected:
+        yield f"the model has no {shorten(unexpected)}"
+    other = [
+        f"{name} ({saved[name]} in {source}, {model[name]} here)"
+        for name in sorted(model.keys() & saved.keys())
+        if saved[name] != model[name]
+    ]
+    if other:
+        yield f"other shapes: {shorten(other)}"
+
+
+def extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
+    """What modules give and take with `get_extra_state` and `set_extra_state`."""
+    if mine - saved:
+        yield f"the checkpoint has no {shorten(sorted(mine - saved))} (of get_extra_state)"
+    if saved - mine:
+        yield f"the model has no {shorten(sorted(saved - mine))} (of get_extra_state)"
+
+
+def optimizer_problems(
+    optimizer: object, groups: list[list[str]], common: Mapping[str, Any], scheduled: bool
+) -> Iterator[str]:
+    """What of an optimizer is not as it was saved.
+
+    Args:
+        groups: the names of the parameters of each of its groups, in the whole model.
+        common: of the checkpoint.
+        scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
+    """
+    own = class_name(optimizer)
+    if common["optimizer"] != own:
+        yield (
+            f"it was saved with the optimizer {common['optimizer']}, and this is {own}; use the same class, or load "
+            "the weights alone: engine.load_weights"
+        )
+        return
+    mine, theirs = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
+    if sorted(mine) == sorted(theirs):
+        if scheduled and mine != theirs:
+            order = [str(theirs.index(group)) for group in mine]
+            yield (
+                f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
+                "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
+                "order of then, or give initialize no lr_scheduler"
+            )
+        return
+    here, there = ({name for names in each for name in names} for each in (mine, theirs))
+    only = {"here": here - there, "in the checkpoint": there - here}
+    words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
+    yield (
+        f"its optimizer has groups of {list(map(len, theirs))} parameters, and this one of {list(map(len, mine))} "
+        f"({'; '.join(words) or 'the same parameters, in other groups'}); build the groups as they were then"
     )

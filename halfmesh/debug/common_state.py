@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..amp.step_result import StepResult
-from ..checkpoint.contents import Holding
+from ..checkpoint.state import ShardedState
 from ..data.loader import EngineDataLoader
 from ..division import Division
 from ..parallel.context import ParallelContext, is_plain, plain_settings
@@ -23,7 +23,7 @@ _AVERAGED = (*STATISTICS, "num_batches_tracked")
 
 
 def common_state(
-    holding: Holding, context: ParallelContext, step: int, result: StepResult, dataloader: EngineDataLoader | None
+    sharded: ShardedState, context: ParallelContext, step: int, result: StepResult, dataloader: EngineDataLoader | None
 ) -> Iterator[Common]:
     """All of it that this rank has, causes before what follows from them. It reads the device.
 
@@ -33,12 +33,12 @@ def common_state(
     """
     parts = (
         _progress(step, dataloader),
-        _random(holding.division, context),
-        _verdict(holding, result),
-        _settings(holding),
-        _weights(holding),
-        _buffers(holding, context),
-        _optimizer_state(holding),
+        _random(sharded.division, context),
+        _verdict(sharded, result),
+        _settings(sharded),
+        _weights(sharded),
+        _buffers(sharded, context),
+        _optimizer_state(sharded),
     )
     for order, part in enumerate(parts):
         for common in part:
@@ -51,18 +51,18 @@ def _progress(step: int, dataloader: EngineDataLoader | None) -> Iterator[Common
         yield Common("the place in engine.dataloader (epoch, batches trained on)", dataloader.place)
 
 
-def _verdict(holding: Holding, result: StepResult) -> Iterator[Common]:
+def _verdict(sharded: ShardedState, result: StepResult) -> Iterator[Common]:
     yield Common("whether the step was skipped", result.skipped)
-    for number, state in enumerate(holding.update.loss_scales.state_dict()):
+    for number, state in enumerate(sharded.update.loss_scales.state_dict()):
         of = f" of loss {number}" if number else ""
         yield from (Common(f"{key} of the loss scaler{of}", value) for key, value in state.items())
-    yield from (Common(f"{key} of the skip counter", v) for key, v in holding.update.skip_counter.state_dict().items())
+    yield from (Common(f"{key} of the skip counter", v) for key, v in sharded.update.skip_counter.state_dict().items())
     yield Common("the gradient norm", result.grad_norm)  # it is divided by the scale
 
 
-def _settings(holding: Holding) -> Iterator[Common]:
+def _settings(sharded: ShardedState) -> Iterator[Common]:
     """Of the optimizer's groups, learning rates first."""
-    groups = [dict(plain_settings(group)) for group in holding.update.optimizer.param_groups]
+    groups = [dict(plain_settings(group)) for group in sharded.update.optimizer.param_groups]
     for number, group in enumerate(groups):
         if "lr" in group:
             yield Common(f"lr of parameter group {number}", group["lr"])
@@ -72,13 +72,13 @@ def _settings(holding: Holding) -> Iterator[Common]:
                 yield Common(f"{key} of parameter group {number}", value)
 
 
-def _weights(holding: Holding) -> Iterator[Common]:
+def _weights(sharded: ShardedState) -> Iterator[Common]:
     """What the model computes with, then the masters."""
-    division, masters = holding.division, holding.update.master_weights.masters
-    for shard, name in holding.names():
+    division, masters = sharded.division, sharded.update.master_weights.masters
+    for shard, name in sharded.names():
         whole = _gathered(shard, division)
         yield Common(f"the weight {name}", whole.param.detach(), division.placement(whole))
-    for shard, name in holding.names():
+    for shard, name in sharded.names():
         if shard.param in masters:
             yield Common(f"the fp32 master of {name}", masters[shard.param].detach(), division.placement(shard))
 
@@ -88,21 +88,21 @@ def _gathered(shard: ParamShard, division: Division) -> ParamShard:
     return shard if division.slices is None or shard.source is None else shard.source
 
 
-def _buffers(holding: Holding, context: ParallelContext) -> Iterator[Common]:
+def _buffers(sharded: ShardedState, context: ParallelContext) -> Iterator[Common]:
     """Those that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
-    first = holding.division.first_names(holding.model)
-    for name, buffer in holding.model.named_buffers():
+    first = sharded.division.first_names(sharded.model)
+    for name, buffer in sharded.model.named_buffers():
         among = None if name.rpartition(".")[2] in _AVERAGED else context.dp_rank
         yield Common(f"the buffer {first.get(name, name)}", buffer.detach(), among)
 
 
-def _optimizer_state(holding: Holding) -> Iterator[Common]:
-    optimizer = holding.update.optimizer
-    for shard, name in holding.trained():
-        placement = holding.division.placement(shard)
+def _optimizer_state(sharded: ShardedState) -> Iterator[Common]:
+    optimizer = sharded.update.optimizer
+    for shard, name in sharded.trained():
+        placement = sharded.division.placement(shard)
         if not placement.regions:  # nothing of it is here
             continue
-        state = optimizer.state.get(holding.update.master_weights.target(shard), {})
+        state = optimizer.state.get(sharded.update.master_weights.target(shard), {})
         yield Common(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) or is_plain(value):

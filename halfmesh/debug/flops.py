@@ -47,8 +47,8 @@ class FlopCounter(TorchDispatchMode, EngineHook):
     """Counts products of matrices, convolutions and attention, by the dtype of what is multiplied; not those of an
     optimizer (`before_step` ends the count).
 
-    What backward computes with gradients on is computed again (activation checkpointing), and does not count; nor do the
-    scores that attention's backward computes again.
+    What backward computes with gradients on is computed again (activation checkpointing), and does not count; nor do
+    the scores that attention's backward computes again.
 
     Attributes:
         flops: by name of the dtype.

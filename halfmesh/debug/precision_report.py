@@ -27,8 +27,8 @@ class LayerPrecision:
         gradient_dtype: of the gradient of its output.
         largest_gradient: of that gradient, divided by the loss scale. `gradient_share`: multiplied by it, of the
             largest number of the dtype.
-        zero_gradients, subnormal_gradients: share of that gradient's elements that are zero (as ReLU's are by right, and
-            what is too small for float16 is), or so small, below 6.1e-5, that float16 has lost some of their digits.
+        zero_gradients: share of that gradient's elements that are zero, by right (ReLU) or as too small for float16;
+            `subnormal_gradients`: that are so small, below 6.1e-5, that float16 has lost some of their digits.
         subnormal_weight_gradients: as `subnormal_gradients`, of the complete gradients of its parameters.
         nonfinite: how many numbers were inf or nan.
         without_gradient: parameters that are trained, and got no gradient in this update.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..amp.step_result import StepResult
-from ..checkpoint.contents import Holding
+from ..checkpoint.state import ShardedState
 from ..engine.executor import Executor
 from ..engine.parts import EngineHook, EngineParts
 from ..errors import SyncError
@@ -38,7 +38,7 @@ class SyncCheck(EngineHook):
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._holding = Holding(parts.model, parts.update, parts.division)
+        self._sharded = ShardedState(parts.model, parts.update, parts.division)
         self._context = context = parts.context
         pp, _, tp = context.shape
         names = RankNames(context.size, pp, tp)
@@ -48,12 +48,12 @@ class SyncCheck(EngineHook):
 
     def compared(self, executor: Executor) -> ComparedExecutor:
         """`executor`, which compares what it is given before it computes."""
-        return ComparedExecutor(executor, self, self._holding.model)
+        return ComparedExecutor(executor, self, self._sharded.model)
 
     def after_step(self, result: StepResult) -> None:
         """Compare everything. All ranks together."""
         step = self._parts.global_step
-        state = common_state(self._holding, self._context, step, result, self._parts.dataloader)
+        state = common_state(self._sharded, self._context, step, result, self._parts.dataloader)
         drift = find_drift(state, self._context.device)
         if drift is not None:
             before = f"after step {self._steps} they did not" if self._steps else "this is the first comparison"

@@ -164,14 +164,14 @@ class AveragedModel:
         parts, average = self._parts, self._average
         parts.refuse_if_closed()
         parts.accumulation.refuse_averaged("average.applied()")
-        holding = self._checkpointer.holding
+        state = self._checkpointer.sharded_state
         average.begin_anew(besides=average.values)
-        written = holding.written()
+        written = state.written()
         kept = [tensor.clone() for tensor in written]
         with torch.no_grad():
-            for shard in holding.update.master_weights.trained:
-                holding.update.master_weights.target(shard).copy_(average.values[shard])
-        holding.tell()
+            for shard in state.update.master_weights.trained:
+                state.update.master_weights.target(shard).copy_(average.values[shard])
+        state.tell()
         parts.accumulation.averaged = True
         try:
             yield
@@ -179,7 +179,7 @@ class AveragedModel:
             parts.accumulation.averaged = False
             with torch.no_grad():
                 foreach_copy_(written, kept)
-            holding.tell(others=False)  # they do the same; after an error here they may be elsewhere
+            state.tell(others=False)  # they do the same; after an error here they may be elsewhere
 
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0

@@ -12,8 +12,7 @@ from torch import nn, optim
 
 from ..amp.o1 import CastTable
 from ..amp.step_result import StepResult
-from ..checkpoint.attached import Stateful
-from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.checkpointer import Checkpointer, Stateful
 from ..data.loader import EngineDataLoader
 from ..errors import InputError, NonFiniteError
 from ..summary import EffectivePlan
@@ -150,11 +149,9 @@ class Engine:
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
             SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
-            CheckpointError: a save in the background has failed. No step was taken: call this again to go on.
         """
         parts = self._parts
         parts.refuse_if_closed()
-        self._checkpointer.before_step()
         for hook in self._before_step:
             hook()
         accumulation = parts.accumulation
@@ -433,7 +430,7 @@ class Engine:
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
             CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact. In the
-                background it is raised by the next `step` on all ranks, or by what waits before that.
+                background it is logged, and raised by the next `save`, `load`, `wait_for_save` or `close`.
         """
         self._parts.before_call("engine.save()")
         return self._checkpointer.save(Path(directory), keep, in_background)
@@ -493,8 +490,9 @@ class Engine:
         self._checkpointer.detach(name, keep)
 
     def preempt(self) -> None:
-        """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: after the current step all ranks
-        save, and raise `Preempted`, which ends the process with status 75. May be called by a handler of signals.
+        """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: all ranks save after this step
+        or one of the next two, and raise `Preempted`, which ends the process with status 75. May be called by a handler
+        of signals.
 
         Raises:
             InputError: the config has no `checkpoint`.
@@ -511,8 +509,7 @@ class Engine:
         Args:
             path: the file. What is larger than `max_file_gb` goes into several, with an index, as Hugging Face names
                 them: model-00001-of-00002.safetensors, model.safetensors.index.json.
-            format: "torch" is what `torch.save(model.state_dict(), path)` writes. A path that ends with .safetensors,
-                .pt, .pth or .bin has to fit it.
+            format: "torch" is what `torch.save(model.state_dict(), path)` writes.
 
         Raises:
             CheckpointError: it could not be written. InputError: an argument is wrong.
@@ -526,8 +523,8 @@ class Engine:
         names; each rank reads its part. The optimizer's state stays as it is. All ranks together.
 
         Raises:
-            CheckpointError: it cannot be read. InputError: names, shapes or kinds of numbers differ (floating point,
-                complex, integer, bool; formats of one kind are cast). Nothing has changed then.
+            CheckpointError: it cannot be read. InputError: names or shapes differ, or values are beyond fp16 where the
+                model computes in it. Nothing has changed then.
         """
         self._parts.before_call("engine.load_weights()")
         self._checkpointer.load_weights(Path(path))

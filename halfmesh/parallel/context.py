@@ -126,9 +126,17 @@ class ParallelContext:
     def host_group(self) -> dist.ProcessGroup | None:
         """All ranks, over gloo, for what hosts do beside training. Made when first asked for, by all ranks together;
         None in a world of one rank."""
-        if self.size > 1 and "host" not in self._axis_groups:
-            self._axis_groups["host"] = dist.new_group(backend="gloo", timeout=self._timeout)
-        return self._axis_groups.get("host")
+        return self._gloo_group("host")
+
+    @property
+    def saving_group(self) -> dist.ProcessGroup | None:
+        """As `host_group`, for a thread that saves: what it sends meets nothing of the main thread's."""
+        return self._gloo_group("saving")
+
+    def _gloo_group(self, key: str) -> dist.ProcessGroup | None:
+        if self.size > 1 and key not in self._axis_groups:
+            self._axis_groups[key] = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._axis_groups.get(key)
 
     @property
     def stage_ranks(self) -> list[int]:

@@ -123,7 +123,7 @@ def test_told_to_end_after_the_last_boundary_it_is_saved_by_close(every, tmp_pat
         engine.close()
     assert steps_in(tmp_path) == [12]
     assert (f"told to end (SIGTERM): saved to {tmp_path / 'step-00000012'}" in caplog.text) == (every is None)
-    assert "told to end, but training is over: the program goes on to its end" in caplog.text
+    assert "stop signal arrived after training; exiting normally" in caplog.text
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -128,20 +128,15 @@ def save_that_fails(engine, folder, patch):
 FAILED = r"saving step 1 to .* failed, and what was saved before is as it was: OSError: .*no room"
 
 
-def test_an_error_comes_with_the_next_step(tmp_path, monkeypatch, caplog):
+def test_an_error_is_logged_at_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
     engine = made()
     train(engine, 1)
     save_that_fails(engine, tmp_path, monkeypatch)
-    assert "saving step 1 to" in caplog.text  # at once: there may be no step
-    x, y = next(iter(engine.dataloader))
-    engine.backward(engine.criterion(engine(x), y))
-    before = weights(engine)
+    assert "saving step 1 to" in caplog.text
+    train(engine, 1)
     with pytest.raises(CheckpointError, match=FAILED):
-        engine.step()
-    assert engine.global_step == 1
-    assert differing(weights(engine), before) == []
-    assert engine.step() is not None  # said once; nothing was lost
-    assert engine.global_step == 2
+        engine.wait_for_save()
+    engine.wait_for_save()  # said once
 
 
 @pytest.mark.parametrize("tells", ["close", "load", "save", "wait_for_save"])

@@ -90,17 +90,10 @@ def test_lists_numbers_and_other_shapes_of_whole_parameters_come_back(tmp_path):
     assert ours["note"] == 3
 
 
-@pytest.mark.parametrize(
-    ("entries", "own", "words"),
-    [
-        ({"ema.fast": torch.zeros_like}, {}, "Keeps keeps state of first.weight under 'ema.fast', which cannot"),
-        ({}, {"all": {"k": 1}}, "Keeps keeps state of no parameter, 'all', which cannot be saved"),
-    ],
-)
-def test_state_that_has_no_place_is_refused(tmp_path, entries, own, words):
-    engine = made(optimizer=lambda params: Keeps(params, entries, own))
+def test_state_of_no_parameter_is_refused(tmp_path):
+    engine = made(optimizer=lambda params: Keeps(params, {}, {"all": {"k": 1}}))
     train(engine, 1)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match="Keeps keeps state of no parameter, 'all', which cannot be saved"):
         engine.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

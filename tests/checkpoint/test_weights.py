@@ -163,20 +163,9 @@ def test_an_earlier_save_leaves_nothing(tmp_path):
             assert index.keys() == Net().state_dict().keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("w", {"format": "safetensor"}, r"format='safetensor' is not one of .*; did you mean 'safetensors'"),
-        ("w", {"max_file_gb": 0}, "max_file_gb=0 is not a size of files in GiB; give a number above 0"),
-        ("w.pt", {}, r"w.pt ends like a file of the format 'torch'.*; give format='torch'"),
-        ("w.safetensors", {"format": "torch"}, r"ends like a file of the format 'safetensors'"),
-        ("", {}, r"is a folder; give the name of a file in it, such as .*model.safetensors"),
-        ("new/", {}, r"new is a folder; give the name of a file in it, such as .*new/model.safetensors"),
-    ],
-)
-def test_saves_that_are_refused(name, arguments, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        small().save_weights(f"{tmp_path}/{name}", **arguments)
+def test_an_unknown_format_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"format='safetensor' is not one of .*; did you mean 'safetensors'"):
+        small().save_weights(tmp_path / "w", format="safetensor")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -224,7 +213,7 @@ def test_values_beyond_fp16_are_refused_on_all_ranks_before_anything_is_changed(
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_numbers_of_another_kind_are_refused_and_other_precisions_cast(name, tmp_path):
+def test_other_precisions_are_cast(name, tmp_path):
     engine, save = small(), torch.save if name == "m.pt" else safetensors.save_file
     before = weights(engine)
 
@@ -232,13 +221,6 @@ def test_numbers_of_another_kind_are_refused_and_other_precisions_cast(name, tmp
         save({**before, key: value}, tmp_path / name)
         engine.load_weights(tmp_path / name)
 
-    for dtype, kind in ((torch.int64, "integer"), (torch.bool, "bool"), (torch.complex64, "complex")):
-        words = rf"other kinds of numbers: head.bias \({kind} in the file, floating point here\); convert them"
-        with pytest.raises(InputError, match=words):
-            load("head.bias", before["head.bias"].to(dtype))
-    with pytest.raises(InputError, match=r"num_batches_tracked \(floating point in the file, integer here\)"):
-        load("norm.num_batches_tracked", torch.tensor(2.5))
-    assert differing(weights(engine), before) == []
     for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn):
         load("head.bias", before["head.bias"].to(dtype))
         assert torch.equal(engine.model.head.bias, before["head.bias"].to(dtype).float())

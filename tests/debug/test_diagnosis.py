@@ -122,7 +122,7 @@ FAULTS = {  # model, config, how it is run, kind and name of the fault, words
     "computed again": (net(Root()), AGAIN, {}, ("gradient", "1.first"), ROOT),
     "the loss": (net(), RAISE, {"criterion": log_of_0}, ("loss", "the criterion"), "in float32: 1 inf of 1 numbers"),
     "a loss of the loop's own": (net(Root()), RAISE, {"criterion": None, "loss": total}, ("gradient", "1.first"), ROOT),
-    "its value": (net(), RAISE, {"criterion": None, "loss": log_of_total}, ("loss", ""), "that engine.backward was given"),
+    "its value": (net(), RAISE, {"criterion": None, "loss": log_of_total}, ("loss", ""), "that engine.backward was"),
     "compiled": (net(Times(INF)), COMPILED, {}, ("output", "1.inner.0"), "the output of '1.inner.0' (Times)"),
 }
 

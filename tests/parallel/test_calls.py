@@ -32,7 +32,9 @@ def unlike_calls(rank, world_size, folder):
         step_on(engine, X, Y)
         words = [said(engine.save, folder) if rank == 0 else said(engine.load, folder)]
         words += [
-            said(engine.save_weights, f"{folder}/w.pt", format="torch") if rank else said(engine.precision_report().__enter__)
+            said(engine.save_weights, f"{folder}/w.pt", format="torch")
+            if rank
+            else said(engine.precision_report().__enter__)
         ]
         if layout != "dp":  # which sends nothing to close
             words += [said(engine.close) if rank else said(engine.load_weights, f"{folder}/w.pt")]

@@ -43,7 +43,7 @@ PRELOAD += ["halfmesh.assembly", "halfmesh.config.load", "halfmesh.parallel.tens
 PRELOAD += [
     "halfmesh.parallel.sharding.zero1",
     "halfmesh.engine.pipeline_executor",
-    "halfmesh.checkpoint.run",
+    "halfmesh.checkpoint.dcp",
 ]
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a rank sees when a *peer* is gone: never the reason of a failure, only its echo.

@@ -1,0 +1,148 @@
+"""The files of tensors, by torch.distributed.checkpoint (DCP). Each rank writes and reads boxes by itself."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..errors import CheckpointError
+from ..parallel.regions import Shape
+from .state import Boxes, Shards, WholeTensor
+
+COPIED_AHEAD = 10_000_000
+"""Bytes that are copied from a GPU before they are written: torch's default."""
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, boxes: Boxes) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = boxes
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._boxes[index.fqn, _place(index)]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._shards = shards
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._shards[index.fqn].box(_place(index))
+
+
+def _place(index: MetadataIndex) -> Shape:
+    assert index.offset is not None
+    return tuple(index.offset)
+
+
+def write(boxes: Boxes, tensors: Mapping[str, WholeTensor], folder: Path, rank: int) -> list[Any]:
+    """Write what this rank writes of `tensors`. Returns what rank 0 gives `finish`."""
+    items = [
+        WriteItem(
+            MetadataIndex(name, at),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(at), box.shape),
+                TensorProperties(dtype=box.dtype),
+                torch.Size(tensors[name].shape),
+            ),
+        )
+        for (name, at), box in boxes.items()
+    ]
+    # Copies from a GPU that go ahead wait for its stream, all 10 MB: with nothing to copy, for the training beside it.
+    ahead = COPIED_AHEAD if any(box.is_cuda for box in boxes.values()) else 0
+    writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=ahead)
+    plan = writer.prepare_global_plan([SavePlan(items)] * (rank + 1))[rank]  # by which the file has the rank's name
+    return writer.write_data(plan, _SavePlanner(boxes)).wait() if items else []
+
+
+def finish(tensors: Mapping[str, WholeTensor], results: Sequence[list[Any]], folder: Path) -> None:
+    """Write `.metadata`: which tensors there are, and where. On rank 0.
+
+    Args:
+        results: what `write` returned on each rank.
+    """
+    described: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.sizes)) for box in tensor.boxes],
+        )
+        for name, tensor in tensors.items()
+    }
+    dcp.FileSystemWriter(folder, sync_files=True).finish(Metadata(described), list(results))
+
+
+_PATHS = ("Path", "PosixPath")
+_IN_METADATA = {"torch.serialization": ("_get_layout",), "pathlib": _PATHS, "pathlib._local": _PATHS}  # Python 3.13
+_OF_METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes plain data of what DCP writes into `.metadata`, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _OF_METADATA:  # dataclasses and enums of values
+            found = super().find_class(module, name)
+            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        is_plain = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        if not is_plain and name not in _IN_METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """What `finish` wrote. DCP itself reads it with a plain `pickle.load`, which runs what stands in it.
+
+    Args:
+        files: those that belong to the checkpoint.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else.
+        CheckpointError: it names files that are not the checkpoint's.
+    """
+    path = folder / ".metadata"
+    with open(path, "rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    outside = {info.relative_path for info in metadata.storage_data.values()} - set(files)
+    if outside:
+        raise CheckpointError(
+            f"{path} says that tensors are in {sorted(map(str, outside))}, which are not files of this checkpoint; "
+            "it was changed, or does not belong here: take another checkpoint"
+        )
+    return metadata
+
+
+@torch.no_grad()
+def read(shards: Shards, metadata: Metadata, folder: Path) -> None:
+    """Read what this rank holds, in place, from whatever boxes the tensors were saved in."""
+    items = []
+    for name, shard in shards.items():
+        saved = metadata.state_dict_metadata[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        boxes = [ChunkStorageMetadata(torch.Size(r.at), torch.Size(r.sizes)) for r in shard.placement.regions]
+        items += create_read_items_for_chunk_list(name, saved, boxes)
+    reader = dcp.FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(LoadPlan(items), _LoadPlanner(shards)).wait()
