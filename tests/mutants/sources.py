@@ -30,6 +30,7 @@ class Fault:
 OPTIMIZER = "amp/optimizer.py"
 EXACT, RULES, SCALER = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "update_rules", "loss_scaler"))
 MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("master_weights", "fused", "grad_norm"))
+DIAGNOSIS = "tests/debug/test_diagnosis.py"
 CYCLE, DATA_PARALLEL = "tests/engine/test_cycle.py", "tests/engine/test_data_parallel.py"
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
@@ -174,116 +175,147 @@ UPDATE = (
 CHECKPOINT = (
     Fault(
         "loss scales are not restored",
-        "checkpoint/run.py",
-        "        losses.load_state_dict(saved)\n",
-        "        pass\n",
+        "checkpoint/checkpointer.py",
+        "            losses.load_state_dict(scalers)\n",
+        "            pass\n",
         (RESUME, "tests/checkpoint/test_contents.py"),
     ),
     Fault(
         "skip counts are not restored",
-        "checkpoint/run.py",
-        '    run.update.skip_counter.load_state_dict(common["skips"])\n',
+        "checkpoint/checkpointer.py",
+        '        parts.update.skip_counter.load_state_dict(common["skips"])\n',
         "",
         (RESUME, "tests/checkpoint/test_contents.py"),
     ),
     Fault(
         "the scheduler is not restored",
-        "checkpoint/run.py",
-        '    run.lr.load_state_dict(common["lr_scheduler"])\n',
+        "checkpoint/checkpointer.py",
+        '        parts.lr.load_state_dict(common["lr_scheduler"])\n',
         "",
         (RESUME, "tests/checkpoint/test_contents.py"),
     ),
     Fault(
         "random numbers are not restored",
-        "checkpoint/run.py",
-        '        rng.set_rank_random(own["random"], run.context, run.division)\n',
-        "        pass\n",
+        "checkpoint/checkpointer.py",
+        '            rng.set_rank_random(own["random"], context, parts.division)\n',
+        "            pass\n",
         (RESUME,),
     ),
     Fault(
         "the position in the data is not restored",
-        "checkpoint/run.py",
-        "note = run.dataloader.load_state_dict(place, own=same)",
+        "checkpoint/checkpointer.py",
+        'note = parts.dataloader.load_state_dict(own["dataloader"], own=same)',
         "note = None",
         (RESUME,),
     ),
     Fault(
         "attached state is not restored",
-        "checkpoint/run.py",
-        'yield from run.attached.load_state_dict(own.get("attached", {}))',
+        "checkpoint/checkpointer.py",
+        'yield from self._load_attached((own if same_layout else stored.first).get("attached", {}))',
         "yield from ()",
         ("tests/checkpoint/test_contents.py",),
     ),
     Fault(
         "loaded masters do not reach the model",
-        "checkpoint/contents.py",
+        "checkpoint/state.py",
         "        masters.publish(masters.trained)\n",
         "",
         (RESUME,),
     ),
     Fault(
         "a background save writes what training changes meanwhile",
-        "checkpoint/run.py",
-        "snapshot = replace(snapshot, pieces=copied)",
+        "checkpoint/checkpointer.py",
+        "snapshot = replace(snapshot, boxes=copied)",
         "snapshot = replace(snapshot)",
         ("tests/checkpoint/test_background.py",),
     ),
     Fault(
         "an error of a background save is lost",
-        "checkpoint/background.py",
-        "        self._error = error\n        self._steps.release(last)",
-        "        self._steps.release(last)",
+        "checkpoint/snapshot.py",
+        "            self._error = error\n",
+        "",
         ("tests/checkpoint/test_background.py",),
     ),
     Fault(
         "a checkpoint has its name before it is complete",
-        "checkpoint/folder.py",
+        "checkpoint/storage.py",
         '    unfinished = folder / f".step-{step:08d}{again}.tmp"\n',
         '    unfinished = folder / f"step-{step:08d}{again}"\n',
         (SAVING,),
     ),
     Fault(
         "a changed file is loaded",
-        "checkpoint/folder.py",
+        "checkpoint/storage.py",
         "elif describe(folder, [name])[name][1] != digest:",
         "elif False:",
         (DAMAGE,),
     ),
     Fault(
         "a save removes checkpoints of another model",
-        "checkpoint/folder.py",
+        "checkpoint/storage.py",
         "if path != final and _model(path) == model]",
         "if path != final]",
         (SAVING,),
     ),
     Fault(
         "a truncated newest checkpoint ends the run in place of the one before",
-        "checkpoint/finding.py",
+        "checkpoint/storage.py",
         "if named or len(candidates) == 1:",
         "if True:",
         (DAMAGE,),
     ),
     Fault(
         "a failed save leaves its files",
-        "checkpoint/saving.py",
+        "checkpoint/snapshot.py",
         "            shutil.rmtree(place, ignore_errors=True)\n",
         "            pass\n",
         (SAVING,),
     ),
     Fault(
         "exported weights are those of the half-precision model",
-        "checkpoint/contents.py",
+        "checkpoint/state.py",
         "value = current_value(shard.param, masters[shard.param])",
         "value = shard.param",
         ("tests/checkpoint/test_weights.py", RESUME),
     ),
     Fault(
         "optimizer settings begin anew",
-        "checkpoint/loading.py",
+        "checkpoint/state.py",
         'return next((group for group in saved if names and names[0] in group["params"]), saved[index])',
         'return {"params": list(names)}',
         (RESUME, "tests/checkpoint/test_layouts.py"),
     ),
 )
 
-FAULTS = UPDATE + CHECKPOINT
+NONFINITE = (
+    Fault(
+        "modules are not watched before the limit of skips",
+        "debug/nonfinite.py",
+        "        elif nears_limit:\n            self.attach()\n",
+        "",
+        (DIAGNOSIS,),
+    ),
+    Fault(
+        "modules are watched for ever",
+        "debug/nonfinite.py",
+        "                self.detach()\n",
+        "                pass\n",
+        (DIAGNOSIS,),
+    ),
+    Fault(
+        "the fault of the last rank is told",
+        "debug/nonfinite.py",
+        "first = min(found, key=lambda fault: fault.key)",
+        "first = found[-1]",
+        (DIAGNOSIS,),
+    ),
+    Fault(
+        "the optimizer's products count as the model's",
+        "debug/flops.py",
+        "        self._is_over = True\n",
+        "        pass\n",
+        ("tests/debug/test_flops.py",),
+    ),
+)
+
+FAULTS = UPDATE + CHECKPOINT + NONFINITE
