@@ -18,7 +18,7 @@ SUBJECTS = {
     "What initialize is given": "inputs.py assembly.py conversion.py stage_checks.py",
     "The loop": "engine/engine.py engine/accumulation.py engine/parts.py",
     "Data": "data/",
-    "Schedulers": "engine/scheduling.py engine/lr_schedulers.py",
+    "Schedulers": "engine/lr.py",
     "Precision": "amp/",
     "Inf and nan": "debug/",
     "Tensor parallelism": "parallel/tensor parallel/style.py parallel/layer_plans.py parallel/attention.py "

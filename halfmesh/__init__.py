@@ -22,13 +22,12 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .debug.precision_report import PrecisionReport
     from .deferred.creation import deferred_init, model_creation
     from .engine.engine import Engine
-    from .engine.lr_schedulers import (
+    from .engine.lr import (
         CosineAnnealingWarmupLR,
         LinearWarmupLR,
         MultiStepWarmupLR,
         PolynomialWarmupLR,
     )
-    from .engine.registries import HOOKS
     from .errors import (
         EXIT_PREEMPTED,
         CheckpointError,
@@ -62,6 +61,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .report.page import write_report
     from .trainer.hook import Hook
     from .trainer.loaders import shard_dataloader
+    from .trainer.named_hooks import HOOKS
     from .trainer.outcome import Outcome, compute_batch
     from .trainer.trainer import Trainer
 
@@ -81,13 +81,12 @@ _NAMES = {
     "engine.engine": ("Engine",),
     "debug.diagnosis": ("Diagnosis",),
     "debug.precision_report": ("PrecisionReport",),
-    "engine.lr_schedulers": (
+    "engine.lr": (
         "CosineAnnealingWarmupLR",
         "LinearWarmupLR",
         "MultiStepWarmupLR",
         "PolynomialWarmupLR",
     ),
-    "engine.registries": ("HOOKS",),
     "errors": (
         "EXIT_PREEMPTED",
         "CheckpointError",
@@ -121,6 +120,7 @@ _NAMES = {
     "report.page": ("write_report",),
     "trainer.hook": ("Hook",),
     "trainer.loaders": ("shard_dataloader",),
+    "trainer.named_hooks": ("HOOKS",),
     "trainer.outcome": ("Outcome", "compute_batch"),
     "trainer.trainer": ("Trainer",),
 }

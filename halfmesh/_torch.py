@@ -83,6 +83,11 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs and calls this: from a hook, or where activations are computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def assigns(local_metadata: dict[str, Any]) -> bool:
     """Whether a load hook runs in `load_state_dict(..., assign=True)`."""
     return bool(local_metadata.get("assign_to_params_buffers", False))

@@ -32,9 +32,9 @@ from .engine.accumulation import Accumulation
 from .engine.average import WeightAverage
 from .engine.engine import Engine
 from .engine.loop_checks import CountedBatches, SameInputs
+from .engine.lr import LRAdvance
 from .engine.model_guard import ModelGuard
 from .engine.parts import EngineHook, EngineParts
-from .engine.scheduling import LRAdvance
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of

@@ -27,10 +27,12 @@ OF_OBJECTS = {name for thing in OBJECTS for name in dir(thing) if name.startswit
 DOCUMENTED = {"_python_dispatch", "_pytree"}  # modules, by torch's notes on extending it
 ALLOWED = {
     "_torch.py": {
+        "_C",
         "_amp_foreach_non_finite_check_and_unscale_",
         "_backward_hooks",
         "_backward_pre_hooks",
         "_compiled_call_impl",
+        "_current_graph_task_id",
         "_foreach_copy_",
         "_forward_hooks",
         "_forward_pre_hooks",
@@ -46,7 +48,6 @@ ALLOWED = {
     "deferred/adoption.py": {"_buffers", "_parameters"},
     "deferred/recording.py": {"_schema"},
     "data/sharding.py": {"_iterator"},
-    "engine/_torch.py": {"_C", "_current_graph_task_id"},
     "engine/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/offload.py": {"_base"},

@@ -97,13 +97,16 @@ class MasterWeights:
 
     def mark_published(self) -> None:
         """The model's weights are the rounded masters."""
-        self._stamps = self._current_stamps()
+        if self.masters:
+            self._stamps = self._current_stamps()
 
     def adopt_external_writes(self) -> None:
         """Copy to the masters what others wrote into the model since the last `publish`; the next would undo it.
 
         Not seen are writes through `param.data`, as in `param.data.clamp_()`: torch keeps no count of those.
         """
+        if not self.masters:
+            return
         now = self._current_stamps()
         for param, old, new in zip(self.masters, self._stamps, now, strict=True):
             if old != new:

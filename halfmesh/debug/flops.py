@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import has_no_memory
-from ..engine._torch import is_in_backward
+from .._torch import has_no_memory, is_in_backward
 from ..engine.parts import EngineHook, EngineParts
 from ..errors import InputError
 from .probes import eager

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import is_compiled
-from ..engine._torch import is_in_backward
+from .._torch import is_compiled, is_in_backward
 from ..engine.parts import EngineParts
 from ..tensors import tensors_of
 

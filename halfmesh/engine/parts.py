@@ -19,8 +19,8 @@ from ..parallel.context import ParallelContext
 from .accumulation import Accumulation
 from .average import WeightAverage
 from .executor import Executor
+from .lr import LRAdvance
 from .model_guard import ModelGuard
-from .scheduling import LRAdvance
 
 if TYPE_CHECKING:
     from ..config import Config

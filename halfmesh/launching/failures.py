@@ -8,9 +8,9 @@ No collective is used for any of this.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -146,7 +146,8 @@ class FailureWatch:
         self._hook = self._on_error
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
-        atexit.register(self._on_exit)
+        # Forked processes of multiprocessing call this, and nothing that is registered with atexit.
+        multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
         self._thread.start()
 

@@ -5,9 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.registries import HOOKS
 from ..errors import InputError
+from ..registry import Registry
 from .hook import Hook
+
+
+def _no_hook(obj: Any) -> str | None:
+    if not callable(obj):
+        return f"{obj!r} makes no hook; expected a subclass of halfmesh.Hook, or a function that returns one"
+    return None
+
+
+HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks", _no_hook)
+for _name, _reference in {
+    "metric": "metrics:MetricHook",
+    "lr_scheduler": "lr_scheduler:LRSchedulerHook",
+    "progress": "progress:ProgressHook",
+    "throughput": "throughput:ThroughputHook",
+    "memory": "memory:MemoryHook",
+    "checkpoint": "checkpoint:CheckpointHook",
+    "early_stop": "early_stop:EarlyStopHook",
+    "tensorboard": "writers:TensorBoardHook",
+    "csv": "writers:CSVHook",
+    "jsonl": "writers:JSONLHook",
+    "run": "run:RunHook",
+}.items():
+    HOOKS.register_lazy(_name, f"halfmesh.hooks.{_reference}")
 
 HookLike = Hook | str | Mapping[str, Any]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from halfmesh import _torch
 from halfmesh.data.sharding import copy_loader
-from halfmesh.engine import _torch
 from halfmesh.engine.average import _lerp_
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 
 from halfmesh.launching.failures import is_echo, is_timeout
 from tests.faults.launches import LIMIT_S, TORCHRUN, UNDER_TORCHRUN, Case, failed_at, run_case, started, write_program
+from tests.support.ranks import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -141,6 +143,37 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failures")
     with ThreadPoolExecutor(3) as pool:
         yield {name: pool.submit(run_case, case, folder / name) for name, (case, _) in CASES.items()}
+
+
+FORKED = """
+import sys, time
+import torch
+import torch.multiprocessing as mp
+import halfmesh
+from torch import nn
+
+def train(rank, port):
+    halfmesh.launch({"timeout": 30}, rank, 2, "127.0.0.1", port, device="cpu", verbose=False)
+    model = nn.Linear(2, 2)
+    engine = halfmesh.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"timeout": 30})
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    if rank == 1:
+        time.sleep(10)
+        print("rank 1 has done its work", flush=True)
+
+if __name__ == "__main__":
+    mp.start_processes(train, (int(sys.argv[1]),), 2, start_method="forkserver")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_of_multiprocessing_that_ends_early_without_close_takes_no_other_with_it(tmp_path):
+    """Forked ones call nothing that is registered with atexit."""
+    (tmp_path / "train.py").write_text(FORKED)
+    with started(sys.executable, str(tmp_path / "train.py"), str(free_port())) as process:
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, "rank 1 has done its work" in output) == (0, True), output
 
 
 @pytest.mark.slow
