@@ -16,15 +16,14 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 SUBJECTS = {
     "Config": "config/ options.py compat.py key_checks.py registry.py",
     "What initialize is given": "inputs.py assembly.py conversion.py stage_checks.py",
-    "The loop": "engine/engine.py engine/accumulation.py engine/parts.py",
+    "The loop": "engine.py loop/accumulation.py loop/parts.py",
     "Data": "data/",
-    "Schedulers": "engine/lr.py",
+    "Schedulers": "loop/lr.py",
     "Precision": "amp/",
     "Inf and nan": "debug/",
     "Tensor parallelism": "parallel/tensor parallel/style.py parallel/layer_plans.py parallel/attention.py "
     "parallel/gradients.py parallel/sequence parallel/same_calls.py parallel/split.py",
-    "Pipeline parallelism": "parallel/pipeline/ engine/pipeline_executor.py engine/handles.py engine/last_stage.py "
-    "division",
+    "Pipeline parallelism": "parallel/pipeline/ loop/pipeline_executor.py loop/handles.py loop/last_stage.py division",
     "Data parallelism, zero1 and fsdp": "parallel/sharding/ parallel/reducer.py parallel/buckets.py "
     "parallel/elementwise.py",
     "Memory and compile": "activation.py parallel/recompute.py parallel/offload.py compilation.py memory.py",

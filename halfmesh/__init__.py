@@ -21,13 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .debug.diagnosis import Diagnosis
     from .debug.precision_report import PrecisionReport
     from .deferred.creation import deferred_init, model_creation
-    from .engine.engine import Engine
-    from .engine.lr import (
-        CosineAnnealingWarmupLR,
-        LinearWarmupLR,
-        MultiStepWarmupLR,
-        PolynomialWarmupLR,
-    )
+    from .engine import Engine
     from .errors import (
         EXIT_PREEMPTED,
         CheckpointError,
@@ -50,6 +44,12 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         launch_from_torch,
     )
     from .log import get_logger
+    from .loop.lr import (
+        CosineAnnealingWarmupLR,
+        LinearWarmupLR,
+        MultiStepWarmupLR,
+        PolynomialWarmupLR,
+    )
     from .options import Options
     from .parallel.context import ParallelContext
     from .parallel.pipeline.block_partition import BlockPartition
@@ -78,10 +78,10 @@ _NAMES = {
     "conversion": ("convert_to_amp",),
     "deferred.creation": ("deferred_init", "model_creation"),
     "data.loader": ("get_dataloader",),
-    "engine.engine": ("Engine",),
+    "engine": ("Engine",),
     "debug.diagnosis": ("Diagnosis",),
     "debug.precision_report": ("PrecisionReport",),
-    "engine.lr": (
+    "loop.lr": (
         "CosineAnnealingWarmupLR",
         "LinearWarmupLR",
         "MultiStepWarmupLR",

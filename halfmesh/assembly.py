@@ -28,13 +28,7 @@ from .deferred.creation import build
 from .deferred.late import Late, arrange
 from .division import Division, reduce_options
 from .division_plans import Plans, balance_by_time, make_plans
-from .engine.accumulation import Accumulation
-from .engine.average import WeightAverage
-from .engine.engine import Engine
-from .engine.loop_checks import CountedBatches, SameInputs
-from .engine.lr import LRAdvance
-from .engine.model_guard import ModelGuard
-from .engine.parts import EngineHook, EngineParts
+from .engine import Engine
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
@@ -42,6 +36,12 @@ from .launching import launch as launching
 from .launching.failures import recorded_for_torchrun
 from .launching.launch import Launch
 from .log import get_logger
+from .loop.accumulation import Accumulation
+from .loop.average import WeightAverage
+from .loop.loop_checks import CountedBatches, SameInputs
+from .loop.lr import LRAdvance
+from .loop.model_guard import ModelGuard
+from .loop.parts import EngineHook, EngineParts
 from .parallel.context import AxisRanks, ParallelContext
 from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
 from .parallel.objects import is_alone

@@ -21,10 +21,10 @@ from .amp.recipe import FP32, Recipe, UpdateOptions
 from .amp.step_result import StepResult
 from .checkpoint import validate
 from .deferred.recording import recording_of
-from .engine.accumulation import Accumulation
-from .engine.executor import DirectBackward
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .key_checks import recipe_of
+from .loop.accumulation import Accumulation
+from .loop.executor import DirectBackward
 from .shard import OneRank, ParamShard
 
 

@@ -18,9 +18,9 @@ from .amp.recipe import Recipe
 from .compilation import uncompile
 from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
-from .engine.accumulation import Accumulation
-from .engine.executor import DirectExecutor, Executor
 from .launching.failures import is_timeout
+from .loop.accumulation import Accumulation
+from .loop.executor import DirectExecutor, Executor
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
 from .parallel.random import CommonRandom, OwnRandomness, model_seed
@@ -224,7 +224,7 @@ class Division:
         over_tensor = None if self.tensor is None else SameCalls(self._context.tp_group, "tensor group")
         if self.plans.partition is None or self._skeleton is None:
             return DirectExecutor(model, precision, update, accumulation, self._around_call(model), over_tensor)
-        from .engine.pipeline_executor import PipelineExecutor, PipelineOptions
+        from .loop.pipeline_executor import PipelineExecutor, PipelineOptions
         from .parallel.pipeline.runner import Pipeline
         from .parallel.pipeline.stage import Surroundings
         from .parallel.registries import SCHEDULES

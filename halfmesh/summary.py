@@ -20,7 +20,7 @@ from .parallel.tensor import TensorParallel
 from .parallel.tensor_plans import generalise
 
 if TYPE_CHECKING:
-    from .engine.parts import EngineParts
+    from .loop.parts import EngineParts
     from .parallel.pipeline.partition import Partition
 
 

@@ -48,7 +48,7 @@ ALLOWED = {
     "deferred/adoption.py": {"_buffers", "_parameters"},
     "deferred/recording.py": {"_schema"},
     "data/sharding.py": {"_iterator"},
-    "engine/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
+    "loop/average.py": {"_foreach_add_", "_foreach_lerp_", "_foreach_sub"},
     "parallel/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/offload.py": {"_base"},
     "parallel/pipeline/tracing.py": {"_buffers"},

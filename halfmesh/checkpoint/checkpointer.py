@@ -32,8 +32,7 @@ from .state import (
 )
 
 if TYPE_CHECKING:
-    from ..engine.parts import EngineParts
-    from .preemption import PreemptionHook
+    from ..loop.parts import EngineParts
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
 
@@ -49,6 +48,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+class Preemption(Protocol):
+    """`halfmesh.checkpoint.preemption.PreemptionHook`, which saves without being called."""
+
+    def ask(self) -> None: ...
+    def forget(self) -> None: ...
+
+
 class Checkpointer:
     """Saves and loads for one engine.
 
@@ -58,7 +64,7 @@ class Checkpointer:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.preemption: PreemptionHook | None = None
+        self.preemption: Preemption | None = None
         self.locks = FolderLocks()
         self._parts = parts
         self._writer = BackgroundWriter(parts.context.device)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ..config.automatic import AutomaticConfig
 from ..data.sharding import ShardedLoader
-from ..engine.parts import EngineHook, EngineParts
 from ..errors import CheckpointError, Preempted
 from ..log import get_logger
+from ..loop.parts import EngineHook, EngineParts
 from ..parallel.context import ParallelContext
 from ..parallel.objects import is_alone
 from . import storage

@@ -17,7 +17,7 @@ from ..parallel.regions import Placement, Shape, whole
 from ..shard import ParamShard, compute_dtype
 
 if TYPE_CHECKING:
-    from ..engine.average import WeightAverage
+    from ..loop.average import WeightAverage
 
 MODEL = "model."
 STATE = "optimizer."

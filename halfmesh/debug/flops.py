@@ -13,8 +13,8 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import has_no_memory, is_in_backward
-from ..engine.parts import EngineHook, EngineParts
 from ..errors import InputError
+from ..loop.parts import EngineHook, EngineParts
 from .probes import eager
 
 DTYPES = tuple(map(str, (torch.float16, torch.bfloat16, torch.float32, torch.float64)))

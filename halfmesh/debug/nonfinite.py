@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..amp.step_result import StepResult
-from ..engine.parts import EngineHook, EngineParts
 from ..errors import NonFiniteError
+from ..loop.parts import EngineHook, EngineParts
 from ..parallel.pipeline.microbatches import parameter_names
 from ..shard import compute_dtype
 from ..tensors import tensors_of

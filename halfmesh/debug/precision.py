@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..amp.recipe import HALF, Recipe
-from ..engine.parts import EngineHook, EngineParts
 from ..errors import InputError, shorten
+from ..loop.parts import EngineHook, EngineParts
 from ..shard import ParamShard, compute_dtype
 from .precision_report import LayerPrecision, PrecisionReport
 from .probes import Probes, Visit

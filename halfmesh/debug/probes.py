@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._torch import is_compiled, is_in_backward
-from ..engine.parts import EngineParts
+from ..loop.parts import EngineParts
 from ..tensors import tensors_of
 
 CRITERION = "the criterion"

@@ -12,10 +12,10 @@ import torch
 
 from ..amp.step_result import StepResult
 from ..checkpoint.state import ShardedState
-from ..engine.executor import Executor
-from ..engine.parts import EngineHook, EngineParts
 from ..errors import SyncError
 from ..launching.env import RankNames
+from ..loop.executor import Executor
+from ..loop.parts import EngineHook, EngineParts
 from ..parallel.drift import Common, describe, find_drift
 from ..tensors import tensors_of
 from .common_state import common_state
@@ -81,7 +81,7 @@ class SyncCheck(EngineHook):
 
 
 class ComparedExecutor:
-    """`halfmesh.engine.executor.Executor` that compares what it is given in training, before it computes."""
+    """`halfmesh.loop.executor.Executor` that compares what it is given in training, before it computes."""
 
     def __init__(self, executor: Executor, sync: SyncCheck, model: torch.nn.Module) -> None:
         self._sync = sync

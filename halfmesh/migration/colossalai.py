@@ -20,7 +20,7 @@ from ..assembly import initialize as _initialize
 from ..compat import get_layout
 from ..conversion import convert_to_amp
 from ..data.loader import get_dataloader
-from ..engine.engine import Engine
+from ..engine import Engine
 from ..errors import InputError
 from ..launching import launch as launching
 from ..launching.launch import Launch, get_default_parser

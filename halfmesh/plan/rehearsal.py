@@ -24,7 +24,7 @@ from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..engine.engine import Engine
+    from ..engine import Engine
     from .subject import Subject
 
 PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")

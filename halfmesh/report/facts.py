@@ -12,7 +12,7 @@ from ..errors import show
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..engine.engine import Engine
+    from ..engine import Engine
 
 _MOST_NAMES = 12
 _MOST_LEVELS = 20

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.parts import EngineHook
 from ..errors import InputError, Preempted, cut
 from ..log import Listener, get_logger
+from ..loop.parts import EngineHook
 from ..run_files import RecordFile, begin_together, replace_file, set_aside
 from ..trainer.outcome import count_rows
 from .facts import describe_ranks, describe_settings, make_plain
@@ -28,7 +28,7 @@ from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
     from ..debug.precision_report import PrecisionReport
-    from ..engine.engine import Engine
+    from ..engine import Engine
 
 _log = get_logger(__name__)
 _MOST_UNREAD = 1000

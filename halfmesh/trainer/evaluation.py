@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..engine.engine import Engine
-from ..engine.handles import Handle
+from ..engine import Engine
 from ..errors import InputError
+from ..loop.handles import Handle
 from ..tensors import map_tensors, tensors_of
 from .hook import Hook, Record, add_measured
 from .loaders import shard_dataloader

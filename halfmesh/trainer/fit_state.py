@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.engine import Engine
+from ..engine import Engine
 from .evaluation import MeanLoss
 from .hook import Hook, refuse_nothing
 

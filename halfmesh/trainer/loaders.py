@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader, copied
-from ..engine.engine import Engine
+from ..engine import Engine
 from ..errors import InputError
 from ..inputs import refuse_uneven_evaluation
 

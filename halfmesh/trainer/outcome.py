@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..engine.engine import Engine
-from ..engine.handles import Handle
+from ..engine import Engine
 from ..errors import InputError
+from ..loop.handles import Handle
 from ..tensors import tensors_of
 
 TARGETS = ("labels", "label", "targets", "target")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..amp.step_result import StepResult
 from ..debug.precision import judge_scale
-from ..engine.engine import Engine
+from ..engine import Engine
 from ..errors import InputError, refuse_below
 from ..log import get_logger
 from .evaluation import MeanLoss, evaluate, predict

@@ -14,7 +14,7 @@ from halfmesh.amp import optimizer as amp_optimizer
 from halfmesh.amp.loss_scales import LossScales
 from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
-from halfmesh.engine.lr import LRAdvance
+from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel import collectives
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.parallel.gradients import TensorGradients

@@ -97,7 +97,7 @@ def test_files_and_commands_that_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES[:-1]:
         text = page.read_text()
-        rooms = "halfmesh|amp|engine|parallel|tests|benchmarks|configs|examples"  # amp/: within halfmesh/
+        rooms = "halfmesh|amp|loop|parallel|tests|benchmarks|configs|examples"  # amp/: within halfmesh/
         named = set(re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/]+\.\w+)", text)) - new
         exists = {name for name in named if (ROOT / name).exists() or (ROOT / "halfmesh" / name).exists()}
         assert named - exists == set(), page

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from halfmesh import _torch
 from halfmesh.data.sharding import copy_loader
-from halfmesh.engine.average import _lerp_
+from halfmesh.loop.average import _lerp_
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -42,7 +42,7 @@ PRELOAD += ["torch.distributed.pipelining", "torch.distributed.checkpoint", "num
 PRELOAD += ["halfmesh.assembly", "halfmesh.config.load", "halfmesh.parallel.tensor", "halfmesh.parallel.sharding.fsdp"]
 PRELOAD += [
     "halfmesh.parallel.sharding.zero1",
-    "halfmesh.engine.pipeline_executor",
+    "halfmesh.loop.pipeline_executor",
     "halfmesh.checkpoint.dcp",
 ]
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

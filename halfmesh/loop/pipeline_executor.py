@@ -56,7 +56,7 @@ class PipelineOptions:
 
 
 class PipelineExecutor:
-    """`halfmesh.engine.executor.Executor` of a rank that has some stages of the model.
+    """`halfmesh.loop.executor.Executor` of a rank that has some stages of the model.
 
     Args:
         model: the user's, of which the training mode counts.

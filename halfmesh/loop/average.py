@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .._torch import foreach_copy_, foreach_mul_
+from .._torch import foreach_mul_
 from ..amp.master_weights import bucket_bytes, by_bytes
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.recipe import HALF
-from ..errors import InputError, show
 from ..log import get_logger
 from ..shard import ParamShard
 
 if TYPE_CHECKING:
-    from ..checkpoint.checkpointer import Checkpointer
-    from .parts import EngineParts
+    pass
 
 _log = get_logger(__name__)
 
@@ -113,78 +109,3 @@ def _lerp_(targets: list[torch.Tensor], sources: Sequence[torch.Tensor], weight:
     differences = torch._foreach_sub(wide, targets)
     foreach_mul_(differences, weight)
     torch._foreach_add_(targets, differences)
-
-
-class AveragedModel:
-    """The model with an exponential moving average of its weights, as `Engine.averaged_model` gives it:
-
-        average = engine.averaged_model(decay=0.999)
-        ...  # train
-        with average.applied():
-            evaluate(engine)
-        average.save_weights("average.safetensors")
-
-    After each update that was taken, average = decay x average + (1 - decay) x weights. Each rank averages what it
-    steps, the fp32 masters where there are any; that takes 4 bytes for each of these. Buffers are the model's own.
-    Checkpoints hold the average, in every layout and precision.
-    """
-
-    def __init__(self, parts: EngineParts, checkpointer: Checkpointer, decay: float) -> None:
-        self._parts = parts
-        self._checkpointer = checkpointer
-        self._average = parts.average
-        self.decay = decay
-
-    @property
-    def decay(self) -> float:
-        """How much of the average each update keeps: 0 <= decay < 1. May be set at any time, as for a warmup:
-        `average.decay = min(0.999, (1 + step) / (10 + step))`."""
-        assert self._average.decay is not None
-        return self._average.decay
-
-    @decay.setter
-    def decay(self, decay: float) -> None:
-        if type(decay) not in (int, float) or not 0 <= decay < 1:
-            raise InputError(
-                f"decay={show(decay)} is not a share of the average that each update keeps; give 0 <= decay < 1, such "
-                "as 0.999"
-            )
-        self._average.decay = decay
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """A scope in which the model computes with the averaged weights, for evaluation. All ranks together.
-
-        Afterwards the weights are those of before, bit for bit. In between they are held aside: 4 bytes for each that
-        this rank steps, under zero1 also the model's.
-
-        Raises:
-            InputError: within itself. In the scope: of `step`, and of what saves or loads training.
-        """
-        parts, average = self._parts, self._average
-        parts.refuse_if_closed()
-        parts.accumulation.refuse_averaged("average.applied()")
-        state = self._checkpointer.sharded_state
-        average.begin_anew(besides=average.values)
-        written = state.written()
-        kept = [tensor.clone() for tensor in written]
-        with torch.no_grad():
-            for shard in state.update.master_weights.trained:
-                state.update.master_weights.target(shard).copy_(average.values[shard])
-        state.tell()
-        parts.accumulation.averaged = True
-        try:
-            yield
-        finally:
-            parts.accumulation.averaged = False
-            with torch.no_grad():
-                foreach_copy_(written, kept)
-            state.tell(others=False)  # they do the same; after an error here they may be elsewhere
-
-    def save_weights(
-        self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
-    ) -> None:
-        """Write the whole model with the averaged weights, as `Engine.save_weights` does. All ranks together."""
-        with self.applied():
-            self._parts.context.agree_on_call("engine.save_weights")
-            self._checkpointer.save_weights(path, format, max_file_gb)

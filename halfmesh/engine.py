@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn, optim
 
-from ..amp.o1 import CastTable
-from ..amp.step_result import StepResult
-from ..checkpoint.checkpointer import Checkpointer, Stateful
-from ..data.loader import EngineDataLoader
-from ..errors import InputError, NonFiniteError
-from ..summary import EffectivePlan
-from .average import AveragedModel
-from .parts import EngineHook, EngineParts
+from .amp.o1 import CastTable
+from .amp.step_result import StepResult
+from .averaged_model import AveragedModel
+from .checkpoint.checkpointer import Checkpointer, Stateful
+from .data.loader import EngineDataLoader
+from .errors import InputError, NonFiniteError
+from .loop.parts import EngineHook, EngineParts
+from .summary import EffectivePlan
 
 if TYPE_CHECKING:
-    from ..debug.precision_report import PrecisionReport
+    from .debug.precision_report import PrecisionReport
 
 
 class Engine:
@@ -356,7 +356,7 @@ class Engine:
             InputError: within an accumulation cycle; or no step was taken in the block.
         """
         self._parts.before_call("engine.precision_report()")
-        from ..debug.precision import PrecisionSurvey
+        from .debug.precision import PrecisionSurvey
 
         survey = PrecisionSurvey(self._parts)
         survey.attach()
@@ -386,7 +386,7 @@ class Engine:
             InputError: within an accumulation cycle; or it cannot be counted (an operator without a formula).
         """
         self._parts.before_call("engine.count_flops()")
-        from ..debug.flops import FlopCounter, counted
+        from .debug.flops import FlopCounter, counted
 
         counter = FlopCounter()
         with self._with_hook(counter), counted(self._parts, counter) as flops:

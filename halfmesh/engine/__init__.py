@@ -1,1 +1,0 @@
-"""TIME: when each thing happens in a step."""
