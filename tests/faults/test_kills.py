@@ -41,7 +41,7 @@ class Kill:
     def draw(chance: random.Random) -> Kill:
         saving = chance.random() < 0.5
         count = chance.randint(1, 4) if saving else chance.randint(0, 20)
-        return Kill(saving, count, chance.random() * (0.03 if saving else 0.02), chance.choice([(0,), (1,), (0, 1)]))
+        return Kill(saving, count, chance.random() * (0.01 if saving else 0.02), chance.choice([(0,), (1,), (0, 1)]))
 
 
 @dataclass
