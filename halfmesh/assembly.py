@@ -38,6 +38,7 @@ from .launching.launch import Launch
 from .log import get_logger
 from .loop.accumulation import Accumulation
 from .loop.average import WeightAverage
+from .loop.executor import make_executor
 from .loop.loop_checks import CountedBatches, SameInputs
 from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
@@ -202,7 +203,7 @@ def _convert(
     dp = AxisRanks(context, "dp")
     cycle = config.gradient_accumulation, config.loss_reduction
     accumulation = Accumulation(update, precision, *cycle, dp, reducer, SameTrained(context))
-    executor = division.make_executor(given.model, precision, update, accumulation, update.recipe)
+    executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
     division.checkpoint_and_compile(given.model)
     place: dict[str, Any] = {"context": context, "seed": config.seed}
     dataloader = None

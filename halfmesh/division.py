@@ -12,22 +12,17 @@ import torch
 from torch import nn, optim
 
 from ._torch import move_module
-from .amp.optimizer import MixedPrecisionOptimizer
-from .amp.precision import Precision, cast_model
 from .amp.recipe import Recipe
 from .compilation import uncompile
 from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .launching.failures import is_timeout
-from .loop.accumulation import Accumulation
-from .loop.executor import DirectExecutor, Executor
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
 from .parallel.random import CommonRandom, OwnRandomness, model_seed
 from .parallel.recompute import Checkpointed
 from .parallel.reducer import ReduceOptions
 from .parallel.regions import Placement, whole
-from .parallel.same_calls import SameCalls
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_axis import TensorAxis
 from .shard import ParamShard
@@ -83,7 +78,7 @@ class Division:
         self._context = context
         self.tensor: TensorParallel | None = None
         self.cut: StageCut | None = None
-        self._skeleton: Skeleton | None = None
+        self.skeleton: Skeleton | None = None
         self.compiled: list[nn.Module] = []
         self.slices: Slices | None = None
         self.sharded: FullyShard | None = None
@@ -101,7 +96,7 @@ class Division:
             from .parallel.pipeline.cut import StageCut
             from .parallel.pipeline.skeleton import Skeleton
 
-            self._skeleton = Skeleton(model)
+            self.skeleton = Skeleton(model)
             self.cut = StageCut(model, optimizer, plans.partition, context)
 
     def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> list[ParamShard]:
@@ -212,48 +207,8 @@ class Division:
         weight = 1 / copies if self.tensor is None else self.tensor.weight(param, copies)
         return weight if self.cut is None else weight * self.cut.weight(param)
 
-    def make_executor(
-        self,
-        model: nn.Module,
-        precision: Precision,
-        update: MixedPrecisionOptimizer,
-        accumulation: Accumulation,
-        recipe: Recipe,
-    ) -> Executor:
-        """How the engine computes. `model` is cast already."""
-        over_tensor = None if self.tensor is None else SameCalls(self._context.tp_group, "tensor group")
-        if self.plans.partition is None or self._skeleton is None:
-            return DirectExecutor(model, precision, update, accumulation, self._around_call(model), over_tensor)
-        from .loop.pipeline_executor import PipelineExecutor, PipelineOptions
-        from .parallel.pipeline.runner import Pipeline
-        from .parallel.pipeline.stage import Surroundings
-        from .parallel.registries import SCHEDULES
-
-        cast_model(self._skeleton.model, recipe)
-        # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
-        dtype = torch.float32 if recipe.autocast else None
-        context, config = self._context, self._config.parallel.pipeline
-        options = PipelineOptions(
-            config.microbatches or 1, config.non_split, config.keep_outputs, config.eval_outputs == "all"
-        )
-        pipeline = Pipeline(
-            model,
-            self._skeleton,
-            self.plans.partition,
-            SCHEDULES.get(config.schedule),
-            context,
-            Surroundings(
-                precision.autocast,
-                lambda: self._drawing(model),
-                dtype,
-                lambda: self.host_random,
-                self._saving(model),
-            ),
-        )
-        return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, over_tensor)
-
     @contextmanager
-    def _drawing(self, model: nn.Module) -> Iterator[None]:
+    def drawing(self, model: nn.Module) -> Iterator[None]:
         """Around the forward of a stage: it draws the model's own random numbers."""
         assert self.random is not None
         settle: Callable[[], Any] = (lambda: None) if self.tensor is None else self.tensor.axis.settle
@@ -265,9 +220,9 @@ class Division:
             settle()
             self.random.leave()
 
-    def _around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-        """What is around a forward of the whole model: its own random numbers in training, and `_saving`."""
-        saving = self._saving(model)
+    def around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+        """What is around a forward of the whole model: its own random numbers in training, and `saving`."""
+        saving = self.saving(model)
         if self.random is None:
             return saving
         own, axis = partial(self.random.around, model), None if self.tensor is None else self.tensor.axis
@@ -283,7 +238,7 @@ class Division:
 
         return around
 
-    def _saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
         """What is around a forward of `model`, or of a stage, for what autograd saves of it."""
         if self.offload is None or self.plans.activations is not None:
             return nullcontext

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.precision import Precision
+from ..amp.precision import Precision, cast_model
+from ..parallel.context import ParallelContext
 from ..parallel.gradients import Reduction
 from ..parallel.same_calls import SameCalls
 from ..tensors import tensors_of
 from .accumulation import Accumulation, Backward
 
 if TYPE_CHECKING:
+    from ..config.schema import PipelineConfig
+    from ..division import Division
     from ..parallel.pipeline.stage import StageModule
 
 
@@ -103,3 +106,39 @@ class DirectExecutor(DirectBackward):
 
     def close(self) -> None:
         """Nothing is under way."""
+
+
+def make_executor(
+    division: Division,
+    model: nn.Module,
+    precision: Precision,
+    update: MixedPrecisionOptimizer,
+    accumulation: Accumulation,
+    context: ParallelContext,
+    options: PipelineConfig,
+) -> Executor:
+    """How the engine computes with a model that was cast and divided."""
+    over_tensor = None if division.tensor is None else SameCalls(context.tp_group, "tensor group")
+    if division.plans.partition is None or division.skeleton is None:
+        return DirectExecutor(model, precision, update, accumulation, division.around_call(model), over_tensor)
+    from ..parallel.pipeline.runner import Pipeline
+    from ..parallel.pipeline.stage import Surroundings
+    from ..parallel.registries import SCHEDULES
+    from .pipeline_executor import PipelineExecutor, PipelineOptions
+
+    cast_model(division.skeleton.model, update.recipe)
+    # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
+    dtype = torch.float32 if update.recipe.autocast else None
+    surroundings = Surroundings(
+        precision.autocast,
+        lambda: division.drawing(model),
+        dtype,
+        lambda: division.host_random,
+        division.saving(model),
+    )
+    schedule = SCHEDULES.get(options.schedule)
+    pipeline = Pipeline(model, division.skeleton, division.plans.partition, schedule, context, surroundings)
+    own = PipelineOptions(
+        options.microbatches or 1, options.non_split, options.keep_outputs, options.eval_outputs == "all"
+    )
+    return PipelineExecutor(model, pipeline, own, context, precision, update, accumulation, over_tensor)
