@@ -75,6 +75,8 @@ class GradientWatch:
             divisor: the step that follows divides them by it, and by the loss scale; None: another backward follows.
         """
         trained, receivers, before, old_versions = self._noted
+        if not receivers:
+            return
         self._noted = _NOTHING
         now = [shard.param.grad for shard in receivers]
         now_versions = versions(now)
