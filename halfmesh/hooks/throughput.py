@@ -138,6 +138,8 @@ class ThroughputHook(Hook):
         rows, tokens, total = counts.tolist()
         seconds = total / context.dp_size
         self._reset()
+        if not rows:  # the batch whose operations were counted, which is slower
+            return {}
         measured = {"samples_per_s": rows / seconds}
         if self._tokens is not None:
             measured["tokens_per_s"] = tokens / seconds

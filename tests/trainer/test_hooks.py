@@ -178,6 +178,13 @@ def test_throughput_and_memory():
     assert 50 < record["memory_mib"] < 50_000
 
 
+def test_the_batch_whose_operations_are_counted_is_not_timed():
+    results = Results()
+    halfmesh.Trainer(linear_engine(), log_every=1).fit(max_steps=3, hooks=["throughput", results])
+    assert ["samples_per_s" in record for record in results.records] == [False, True, True, False]  # the last: no batch
+    assert all(record["model_flops_per_s"] > 0 for record in results.records[1:3])
+
+
 def test_evaluation_is_not_counted_in_throughput(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
