@@ -83,7 +83,7 @@ def count_ops(step, steps=1):
 
 @pytest.mark.parametrize(
     ("precision", "clip", "share"),
-    [("fp32", 0.0, 1.32), ("bf16", 0.0, 1.45), ("fp16", 0.0, 1.42), ("fp16", 1.0, 0.96)],
+    [("fp32", 0.0, 1.01), ("bf16", 0.0, 1.15), ("fp16", 0.0, 1.2), ("fp16", 1.0, 0.82)],
 )
 def test_calls_of_python(precision, clip, share):
     """As a share of those of the loop by hand; nothing that is added to a step may go unnoticed.
@@ -110,7 +110,7 @@ def update_calls(mode, depth):
     return min(counts[3:])
 
 
-@pytest.mark.parametrize(("mode", "calls"), [("torch", 18), ("naive", 28)])
+@pytest.mark.parametrize(("mode", "calls"), [("torch", 12), ("naive", 24)])
 def test_an_update_calls_little_for_each_tensor(mode, calls):
     """A part of them is torch's own, in the optimizer's step."""
     assert update_calls(mode, 13) - update_calls(mode, 3) <= calls * 2 * (13 - 3) * 2
