@@ -28,10 +28,17 @@ _ATTENTION = {
 }
 """Operators, and the place of `dropout_p` among their arguments."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""By these names Hugging Face's blocks are given keys and values to add to."""
+"""The names by which Hugging Face's blocks take a cache before transformers 5.24. Since then it is `cache`, a name that
+models of one's own use for other things: there its class decides."""
 
 Place = tuple[str, str]
 """The path of a module, and a name of its."""
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    if name == "cache":
+        return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+    return name in _CACHES and value is not None
 
 
 class Checkpointed:
@@ -103,8 +110,8 @@ class Checkpointed:
         return getattr, (self._module, "forward")
 
     def _refuse_caches(self, kwargs: dict[str, Any]) -> None:
-        for name in _CACHES:
-            if kwargs.get(name) is not None:
+        for name, value in kwargs.items():
+            if _is_cache(name, value):
                 raise InputError(
                     f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would "
                     "add its keys and values twice; training needs none: call the model with use_cache=False, or set "

@@ -314,6 +314,15 @@ def test_a_cache_is_refused_in_training():
     engine.eval()(torch.zeros(2), cache=[])
 
 
+def test_a_cache_of_transformers_is_refused_by_whatever_name():
+    hf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=8))
+    engine = make_engine(FULL, model=model)
+    with pytest.raises(InputError, match=r"LlamaDecoderLayer was called with (cache|past_key_values).*use_cache=False"):
+        engine(torch.zeros(1, 2, dtype=torch.long), use_cache=True)
+
+
 # -- with others -----------------------------------------------------------------------------------------------------
 
 

@@ -70,7 +70,8 @@ def _make_mask(maker: str, model: Any, input_ids: torch.Tensor, attention_mask: 
         "input_embeds": features,  # the name before transformers 5
         "attention_mask": attention_mask,
         "cache_position": torch.arange(input_ids.shape[1], device=input_ids.device),
-        "past_key_values": None,
+        "cache": None,
+        "past_key_values": None,  # the name before transformers 5.24
         "position_ids": position_ids,
     }
     make = getattr(masking_utils, maker)
@@ -101,7 +102,7 @@ def _llama_share(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _call_llama_layer(layer: nn.Module, x: torch.Tensor, shared: dict[str, Any]) -> Any:
-    return layer(x, past_key_values=None, use_cache=False, **shared)
+    return layer(x, **shared)
 
 
 def _llama_end(model: Any, hidden: torch.Tensor) -> Any:
@@ -138,7 +139,7 @@ def _gpt2_share(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _call_gpt2_block(block: nn.Module, x: torch.Tensor, shared: dict[str, Any]) -> Any:
-    output = block(x, past_key_values=None, use_cache=False, **shared)
+    output = block(x, **shared)
     return output[0] if isinstance(output, tuple) else output  # a tuple before transformers 5
 
 
