@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import error_page, picture, public_names
+from . import picture, public_names
 
-for module in (picture, error_page, public_names):
+for module in (picture, public_names):
     module.main()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import error_page, picture, public_names
+from docs_tools import picture, public_names
 from tests.support.pages import DOCS, ROOT, find_blocks, read_page
 
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -143,7 +143,6 @@ def test_every_public_name_is_in_the_reference():
 
 
 GENERATED = {
-    "docs_tools.error_page": (error_page.PAGE, error_page.render),
     "docs_tools.public_names": (public_names.FROZEN, public_names.render),
     "docs_tools.picture": (picture.PATH, picture.render),
 }
