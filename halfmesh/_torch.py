@@ -37,13 +37,13 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target and convert its dtype; one launch for each pair of dtypes."""
     # With several dtypes in one list CUDA launches a copy per tensor; before torch 2.11 it wrote wrong values.
-    by_dtypes: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        same = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
-        same[0].append(target)
-        same[1].append(source)
-    for same in by_dtypes.values():
-        torch._foreach_copy_(*same)
+    pairs = [(target.dtype, source.dtype) for target, source in zip(targets, sources, strict=True)]
+    if len(set(pairs)) <= 1:
+        torch._foreach_copy_(targets, sources)
+        return
+    for pair in dict.fromkeys(pairs):
+        places = [place for place, other in enumerate(pairs) if other == pair]
+        torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:

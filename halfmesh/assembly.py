@@ -14,7 +14,7 @@ from torch import nn, optim
 from . import compat, compilation, inputs
 from .amp._torch import has_step_hooks
 from .amp.convert import convert
-from .amp.gradient_watch import IN_PARTS, UNDIVIDED
+from .amp.gradient_watch import SHARDED, UNDIVIDED
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
@@ -196,7 +196,7 @@ def _convert(
         )
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     if division.tensor is not None or division.cut is not None:
-        update.gradient_watch.why = IN_PARTS
+        update.gradient_watch.why = SHARDED
     elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = _make_reduction(given.model, update, context, config, division)

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch.utils.hooks import RemovableHandle
 
 from ..tensors import is_dense
-from ._torch import has_step_hooks
 from .recipe import HALF
 
 # When fused, these read the attributes `grad_scale` and `found_inf` of the optimizer. Every other optimizer of torch
@@ -69,11 +67,9 @@ def takes_grad_scale(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def can_step_in_buckets(optimizer: optim.Optimizer, guard: RemovableHandle) -> bool:
-    """Whether several calls of `step`, each with some of the gradients, do what one call does. (Hooks, `guard` not
-    counted, expect one call with all of them.)"""
-    known = type(optimizer) in _ELEMENTWISE and _has_own_step(optimizer)
-    return known and not has_step_hooks(optimizer, guard)
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether several calls of `step`, each with some of the gradients, do what one call with all of them does."""
+    return type(optimizer) in _ELEMENTWISE and _has_own_step(optimizer)
 
 
 def seed_momentum(optimizer: optim.Optimizer, params: Iterable[torch.Tensor]) -> None:

@@ -15,13 +15,12 @@ from .master_weights import MasterWeights
 
 _log = get_logger(__name__)
 
-
 SCALED = "where they are still multiplied by the loss scale"
 UNDIVIDED = (
     "where they still have to be divided: a cycle of fewer batches than gradient_accumulation, or weighted losses, get "
     "their own divisor in the step"
 )
-IN_PARTS = "of which each rank has only its part of the model's, so that a norm over them is not the model's"
+SHARDED = "where each rank has its shards of them only, so that a norm over them is not the model's"
 
 _STRAY = (
     "gradients of %s were there before the first engine.backward of an update: a loss.backward() of your own, or "
@@ -32,28 +31,23 @@ _CHANGED = (
     "gradients were changed between engine.backward and engine.step (of %s), %s; to clip them use clip_grad_norm in "
     "the config, or engine.clip_grad_norm_(max_norm), and in place of loss.backward() call engine.backward(loss)"
 )
-_DROPPED = (
-    "param.grad of %s was set to None between two backwards of one update: what the earlier ones gave is lost; "
-    "engine.zero_grad() begins each update, and leaves the gradients of one that is not complete alone"
-)
-
 
 _Noted = tuple[Sequence[ParamShard], Sequence[ParamShard], list[torch.Tensor | None], list[int]]
 _NOTHING: _Noted = ((), (), [], [])
 
 
 class GradientWatch:
-    """Remembers which gradients the last backward left, and their versions. Tells each kind of mistake once.
+    """Remembers which gradients the last backward left, and their versions. Warns once of each kind of mistake.
 
     Attributes:
-        why: what is special about the gradients, so that it is a mistake to change them; None: nothing.
+        why: what makes it a mistake to change gradients before the step; None: nothing.
     """
 
     def __init__(self, master_weights: MasterWeights, is_scaled: bool) -> None:
         self._master_weights = master_weights
         self.why = SCALED if is_scaled else None
         self._is_scaled = is_scaled
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._noted: _Noted = _NOTHING
 
     def forget(self) -> None:
@@ -61,18 +55,18 @@ class GradientWatch:
         self._noted = _NOTHING
 
     def note(self) -> None:
-        """After a backward, and the reduction if it was the last: warn if these gradients are modified from now on."""
+        """After a backward, and the reduction if it was the last: `check` compares with the gradients as they are now."""
         masters = self._master_weights
         if self.why is None and masters.receivers == masters.trained:
-            return  # a loop by hand may change its gradients, too, and no part of them is kept elsewhere
+            return  # as in a loop by hand, where gradients may be changed, and no shards of them are kept elsewhere
         grads = [shard.param.grad for shard in masters.receivers]
         self._noted = masters.trained, masters.receivers, grads, versions(grads)
 
-    def check(self, divisor: float | torch.Tensor | None) -> None:
-        """Compare the gradients with those noted, and forget these.
+    def check(self, divisor: float | torch.Tensor = 1.0) -> None:
+        """Warn of gradients that were changed since `note`, and take shards of them again.
 
         Args:
-            divisor: the step that follows divides them by it, and by the loss scale; None: another backward follows.
+            divisor: the step that follows divides them by it, besides the loss scale.
         """
         trained, receivers, before, old_versions = self._noted
         if not receivers:
@@ -82,19 +76,17 @@ class GradientWatch:
         now_versions = versions(now)
         if now_versions == old_versions and all(map(is_, now, before)):
             return
-        changed: list[str] = []
-        dropped: list[str] = []
-        for shard, old, new, was, is_now in zip(trained, before, now, old_versions, now_versions, strict=True):
-            if new is old and is_now == was:
+        names = []
+        for shard, old, new, old_version, version in zip(trained, before, now, old_versions, now_versions, strict=True):
+            if new is old and version == old_version:
                 continue
-            (dropped if new is None else changed).append(shard.name)
+            if new is not None:
+                names.append(shard.name)
             if shard.source is not None:
                 shard.rebind_grad()
-        if dropped and divisor is None:
-            self._tell(_DROPPED, shorten(dropped))
-        is_divided = isinstance(divisor, torch.Tensor) or divisor not in (None, 1)
-        if changed and self.why is not None and (self.why is not UNDIVIDED or is_divided):
-            self._tell(_CHANGED, shorten(changed), self.why)
+        is_divided = isinstance(divisor, torch.Tensor) or divisor != 1
+        if names and self.why is not None and (self.why is not UNDIVIDED or is_divided):
+            self._warn(_CHANGED, shorten(names), self.why)
 
     def check_empty(self) -> None:
         """Before the first backward of an update.
@@ -106,9 +98,9 @@ class GradientWatch:
         if strays and self._is_scaled:
             raise InputError(_STRAY % (shorten(strays), "The update would divide them by the loss scale"))
         if strays:
-            self._tell(_STRAY, shorten(strays), "They count in this update as they are")
+            self._warn(_STRAY, shorten(strays), "They count in this update as they are")
 
-    def _tell(self, text: str, *details: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str, *details: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             _log.warning(text, *details)

@@ -25,26 +25,24 @@ Grads = dict[ParamShard, torch.Tensor]
 class MixedPrecisionOptimizer:
     """Steps the user's optimizer from scaled gradients.
 
-    `step` reads from top to bottom: collect the gradients, measure them, agree with the other ranks, divide, step or
-    skip, publish the masters to the model, move the loss scale. With a fused SGD, Adam, AdamW or Adagrad nothing in it
-    is read on the host; another optimizer under a loss scale reads one number.
+    `step` reads from top to bottom: collect the gradients, measure them together with the other ranks, divide, step or
+    skip, publish the masters to the model, move the loss scale. With a fused SGD, Adam, AdamW or Adagrad the host reads
+    nothing; another optimizer under a loss scale reads one number.
 
-    The user's optimizer stays the one that steps, and refuses to step elsewhere. Its groups hold fp32 masters where
-    the recipe keeps them, so schedulers built on it keep working.
+    The user's optimizer refuses to step elsewhere. Its groups hold fp32 masters where the recipe keeps them, so
+    schedulers built on it keep working.
 
     Args:
         optimizer: over parameters of `shards` only.
         shards: every parameter that this rank holds, cast to the recipe's dtype.
-        recipe: the precision mode.
         ranks: the ranks that take this update together.
-        options: clipping, and what to do about inf and nan.
         masters: fp32 masters made before the cast; others are made from the parameters as they are.
-        device: where updates are decided; by default where the parameters are.
+        device: of the norm, the verdict and the loss scale; by default that of the parameters.
 
     Attributes:
-        found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, unread by the host); None: it could not be.
-        publisher: takes new weights to other ranks (zero1, fsdp).
-        on_close: undoes what was done to make this, in `close`.
+        found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it could not be.
+        publisher: sends new weights to other ranks (zero1, fsdp).
+        on_close: undoes the conversion of the model, in `close`.
 
     Raises:
         InputError: the optimizer holds parameters that are not in `shards`.
@@ -77,8 +75,8 @@ class MixedPrecisionOptimizer:
         self._ranks = ranks or OneRank()
         self._clip_once: tuple[float, GradStats | None] | None = None
         self._has_backward = False  # gradients of the next update are there
-        # On a CPU gradients stay in memory until the next `zero_grad` or backward, as in a loop by hand: freed at once,
-        # malloc gives them back to the system, and takes them again page by page (a tenth of the step of a small ViT).
+        # On a CPU used gradients stay in memory until the next `zero_grad` or backward, as in a loop by hand: freed at
+        # once, malloc returns them to the system and takes them again page by page (a tenth of a small ViT's step).
         self._used: list[torch.Tensor] = []
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.sync_param_groups())
         self.sync_param_groups()
@@ -100,9 +98,9 @@ class MixedPrecisionOptimizer:
         return loss if seed is None else loss * seed
 
     def before_backward(self) -> None:
-        """What backward leaves in the parameters from here to `after_backward` are gradients of one loss."""
+        """Prepare for the gradients of one loss, which come until `after_backward`."""
         if self._clip_once is not None:
-            self._clip_once = (self._clip_once[0], None)  # the gradients measured are no longer all
+            self._clip_once = (self._clip_once[0], None)  # the norm is no longer that of all gradients
         self._has_backward = True
         self._used = []
         self.loss_scales.before_backward(self.master_weights.receivers)
@@ -112,7 +110,7 @@ class MixedPrecisionOptimizer:
         self.loss_scales.after_backward(loss_id, self.master_weights.receivers)
 
     def begin_backward(self) -> None:
-        """Before all that a backward does: follow the optimizer's groups, and look for gradients that others made.
+        """Before the first loss of a backward: follow the optimizer's groups, and look for gradients of others.
 
         Raises:
             InputError: others left gradients, which the update would divide by the loss scale.
@@ -120,16 +118,16 @@ class MixedPrecisionOptimizer:
         if self.master_weights.groups_changed():
             self.sync_param_groups()
         if self._has_backward:
-            self.gradient_watch.check(None)
+            self.gradient_watch.check()
         else:
             self.gradient_watch.check_empty()
 
     def gradients(self) -> Grads:
-        """What an update would use now: the local gradients of the parameters in the optimizer's groups."""
+        """The local gradients of the parameters in the optimizer's groups, which an update would use now."""
         return {s: grad for s in self.master_weights.stepped if (grad := s.param.grad) is not None}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters that the optimizer holds, or has held."""
+        """Clear the gradients of all parameters that the optimizer holds, or has held."""
         self._used = []
         self._forget_grads()
 
@@ -156,8 +154,8 @@ class MixedPrecisionOptimizer:
     def step(self, divisor: float | torch.Tensor = 1.0) -> StepResult:
         """Take one update from the gradients collected since the last one.
 
-        Nothing in it depends on what the host knows of device values, and all state moves in place: on a GPU it can
-        be captured in a CUDA graph (after a first update; with a fused optimizer whose lr is a tensor if it changes).
+        The host reads no device value and all state moves in place: on a GPU this can be captured in a CUDA graph
+        (after a first update; with a fused optimizer, and a tensor as lr if that changes).
 
         Args:
             divisor: the gradients are divided by it (and by the loss scale).
@@ -170,6 +168,9 @@ class MixedPrecisionOptimizer:
             self.sync_param_groups()
         self.master_weights.adopt_external_writes()
         grads, scalers = self.gradients(), self.loss_scales.scalers
+        buckets = self._buckets(grads)
+        if len(buckets) == 1 and self.master_weights.masters:
+            self._fit(buckets[0], grads)  # before they are measured, which is faster in fp32
         sparse = {grad.layout for grad in grads.values()} - {torch.strided}
         if sparse:
             self.stepper.avoid_fused()
@@ -196,7 +197,7 @@ class MixedPrecisionOptimizer:
         if stats is not None and max_norm > 0:
             total = clip_divisor(total, stats.norm, max_norm)
         try:
-            self._apply(grads, None if total is None else total.float(), self.found_inf)
+            self._apply(grads, buckets, None if total is None else total.float(), self.found_inf)
         finally:  # a hook of the user's may raise on one rank: the scale moves on all
             if stats is not None:
                 self.loss_scales.update(stats)
@@ -207,23 +208,28 @@ class MixedPrecisionOptimizer:
         by_loss, count_zeros = self.loss_scales.flags_by_loss(), self.recipe.count_zeros
         return grad_stats(grads, self._ranks, self.device, self.options.norm_type, count_zeros, by_loss)
 
-    def _apply(self, grads: Grads, divisor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Divide by `divisor` (0-dim fp32) and step, unless `found_inf` is 1. Empties `grads`, to free them."""
+    def _apply(
+        self,
+        grads: Grads,
+        buckets: list[list[ParamShard]],
+        divisor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Divide by `divisor` (0-dim fp32) and step, unless `found_inf` is 1. Empties `grads` to free them."""
         if found_inf is not None and not self.stepper.folds:
             if bool(found_inf):  # the one host read, of an optimizer that cannot take the verdict along
                 return
             found_inf = None
         if self.publisher is not None:
             self.publisher.begin()
-        pending = self._buckets(grads)
-        bucketed = len(pending) > 1
+        pending, bucketed = buckets, len(buckets) > 1
         if bucketed:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
             while pending:
                 self._step_bucket(pending[0], grads, divisor, found_inf, bucketed)
                 self._publish(pending.pop(0))
-        finally:  # on an error, too, all masters go to the model, and to the other ranks, which wait for them
+        finally:  # also on an error: the other ranks wait for these masters
             for bucket in pending:
                 self._publish(bucket)
             if self.publisher is not None:
@@ -231,13 +237,20 @@ class MixedPrecisionOptimizer:
             self.master_weights.mark_published()
 
     def _buckets(self, grads: Grads) -> list[list[ParamShard]]:
-        """What is stepped at a time: not all where gradients are copied to fp32, so that few copies exist at a time, or
-        where new weights go to other ranks, which overlaps the rest of the update."""
+        """What is stepped together: not all, where gradients are copied to fp32 (few copies then exist at a time), or
+        where new weights are sent to other ranks (which overlaps the rest of the update)."""
         pays = bool(self.master_weights.masters) or self.publisher is not None
         if not grads or not pays or not self.stepper.can_step_in_buckets:
-            return [list(grads)]  # an optimizer's hooks run without gradients, too
-        limit = bucket_bytes(self.device, sum(grad.numel() for grad in grads.values()))
-        return by_bytes(grads, limit, lambda shard: shard.param.numel())
+            return [list(grads)]  # also without gradients: the optimizer's hooks run then, too
+        numel = sum(grad.numel() for grad in grads.values())
+        limit = bucket_bytes(self.device, numel)
+        return [list(grads)] if 4 * numel <= limit else by_bytes(grads, limit, lambda shard: shard.param.numel())
+
+    def _fit(self, shards: Sequence[ParamShard], grads: Grads) -> None:
+        """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, and free the others."""
+        targets = [self.master_weights.stepped[shard] for shard in shards]
+        grads.update(zip(shards, fit_grads([grads[shard] for shard in shards], targets), strict=True))
+        clear_grads([shard.param for shard in shards])
 
     def _step_bucket(
         self,
@@ -248,14 +261,14 @@ class MixedPrecisionOptimizer:
         bucketed: bool,
     ) -> None:
         """Attach the gradients of `shards` to what the optimizer holds, and let it step."""
-        targets = [self.master_weights.stepped[shard] for shard in shards]
-        fitting = fit_grads([grads.pop(shard) for shard in shards], targets)
-        clear_grads([shard.param for shard in shards])  # those they were made of are free now
+        if bucketed or not self.master_weights.masters:  # else they fit already
+            self._fit(shards, grads)
+        targets, fitting = [self.master_weights.stepped[s] for s in shards], [grads.pop(s) for s in shards]
         self._used = fitting if self.device.type == "cpu" else []
         self.stepper.step(targets, fitting, divisor, found_inf, bucketed)
 
     def _publish(self, shards: Sequence[ParamShard]) -> None:
-        """Round the masters of `shards` into the model, and begin to send them to ranks that use them."""
+        """Round the masters of `shards` into the model, and begin to send them to the ranks that use them."""
         self.master_weights.publish(shards)
         if self.publisher is not None:
             self.publisher.stepped(shards)
@@ -264,14 +277,13 @@ class MixedPrecisionOptimizer:
         """Follow the optimizer's groups: parameters added or removed, and settings that decide the implementation.
 
         Raises:
-            InputError: parameters were added while gradients of this update were there; theirs would be scaled
-                otherwise, or not reduced.
+            InputError: parameters were added between backward and step: their gradients would not be reduced.
         """
         masters = self.master_weights
         if masters.groups_changed() and self._has_backward:
             raise InputError(
-                "parameters were added to the optimizer, or exchanged, between backward and step, where gradients are "
-                "only half done; do that before the first backward of an update, or after its step"
+                "parameters of the optimizer were added or exchanged between backward and step; do that before the "
+                "first backward of an update, or after its step"
             )
         known = set(masters.trained)
         masters.sync()

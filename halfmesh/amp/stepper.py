@@ -11,7 +11,7 @@ from torch import optim
 from .._torch import foreach_copy_, foreach_mul_
 from ..errors import InputError
 from . import fused
-from ._torch import has_step_pre_hooks
+from ._torch import has_step_hooks, has_step_pre_hooks
 
 
 class Stepper:
@@ -29,7 +29,7 @@ class Stepper:
         self.optimizer = optimizer
         self.allow_fused = allow_fused
         self.switched: set[int] = set()
-        self.takes_grad_scale = False
+        self.takes_grad_scale = self._is_elementwise = False
         self._stepping = False
         self._settings: list[Any] = []
         self._group_of: dict[int, int] = {}  # the place of each parameter's group
@@ -45,6 +45,7 @@ class Stepper:
         self.switched = fused.switch_to_fused(self.optimizer) if self.allow_fused else set()
         fused.place_step_counters(self.optimizer)
         self.takes_grad_scale = fused.takes_grad_scale(self.optimizer)
+        self._is_elementwise = fused.is_elementwise(self.optimizer)
         self._settings = fused.group_settings(self.optimizer)
         groups = enumerate(self.optimizer.param_groups)
         self._group_of = {id(param): place for place, group in groups for param in group["params"]}
@@ -64,7 +65,7 @@ class Stepper:
     @property
     def can_step_in_buckets(self) -> bool:
         """Whether `step` may be called with some of the gradients at a time."""
-        return fused.can_step_in_buckets(self.optimizer, self.guard)
+        return self._is_elementwise and not has_step_hooks(self.optimizer, self.guard)  # hooks expect one call
 
     def step(
         self,

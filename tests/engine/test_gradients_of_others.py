@@ -155,16 +155,6 @@ def test_changed_gradients_are_told_under_a_scale_and_right_without(change, capl
 
 
 @pytest.mark.parametrize("config", [{}, *SCALED])
-def test_a_gradient_dropped_inside_a_cycle_is_told(config, caplog):
-    engine = make_engine(config | {"gradient_accumulation": 3})
-    for _ in range(6):
-        backward(engine)
-        engine.step()
-        engine.model.first.weight.grad = None
-    assert caplog.text.count("param.grad of first.weight was set to None between two backwards of one update") == 1
-
-
-@pytest.mark.parametrize("config", [{}, *SCALED])
 def test_a_gradient_dropped_before_the_step_is_left_out(config, caplog):
     engine = make_engine(config)
     before = full_weights(engine)

@@ -332,4 +332,4 @@ def clips(rank: int, world_size: int) -> list[str]:
 
 def test_clipping_of_one_stage_by_itself_is_told():
     told = run_ranks(clips, 4)
-    assert "of which each rank has only its part of the model's" in told[0][0]
+    assert "each rank has its shards of them only" in told[0][0]
