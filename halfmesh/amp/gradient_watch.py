@@ -55,7 +55,7 @@ class GradientWatch:
         self._noted = _NOTHING
 
     def note(self) -> None:
-        """After a backward, and the reduction if it was the last: `check` compares with the gradients as they are now."""
+        """After a backward, and the reduction if it was the last: remember the gradients, for `check`."""
         masters = self._master_weights
         if self.why is None and masters.receivers == masters.trained:
             return  # as in a loop by hand, where gradients may be changed, and no shards of them are kept elsewhere

@@ -247,7 +247,7 @@ class MixedPrecisionOptimizer:
         return [list(grads)] if 4 * numel <= limit else by_bytes(grads, limit, lambda shard: shard.param.numel())
 
     def _fit(self, shards: Sequence[ParamShard], grads: Grads) -> None:
-        """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, and free the others."""
+        """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, and free the old."""
         targets = [self.master_weights.stepped[shard] for shard in shards]
         grads.update(zip(shards, fit_grads([grads[shard] for shard in shards], targets), strict=True))
         clear_grads([shard.param for shard in shards])
