@@ -39,7 +39,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     # With several dtypes in one list CUDA launches a copy per tensor; before torch 2.11 it wrote wrong values.
     pairs = [(target.dtype, source.dtype) for target, source in zip(targets, sources, strict=True)]
     if len(set(pairs)) <= 1:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))
         return
     for pair in dict.fromkeys(pairs):
         places = [place for place, other in enumerate(pairs) if other == pair]
