@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
-import halfmesh
 from halfmesh import InputError
-from halfmesh.migration import colossalai
 from halfmesh.migration.origins import ORIGINS
 from halfmesh.migration.reading import read
 from tests.support.converting import Converted
@@ -182,26 +179,3 @@ def test_what_cannot_be_read(given, message, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=message):
         read(given, "apex")
-
-
-# --- Colossal-AI's names -------------------------------------------------------------------------------------------
-
-
-def test_colossal_ais_loop_with_its_names():
-    """Its scheduler is called per batch, and counts updates."""
-    colossalai.launch_from_torch({"gradient_accumulation": 2}, device="cpu", verbose=False)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    plan = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    data = halfmesh.get_dataloader(torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1)))
-    engine, batches, _, scheduler = colossalai.initialize(model, optimizer, torch.nn.MSELoss(), data, lr_scheduler=plan)
-    rates = []
-    for x, y in batches:
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x), y))
-        engine.step()
-        scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    assert rates == [1.0, 0.5, 0.5, 0.25]
-    engine.close()
-    colossalai.global_context.destroy()
