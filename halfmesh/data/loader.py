@@ -66,8 +66,8 @@ class EngineDataLoader:
         self._needs_end = needs_end
         self._to_device = ToDevice(context.device)
         self._state = EpochState()
-        self._loaded: tuple[Mapping[str, Any], bool] | None = None
-        self._has_trained = False
+        self._loaded: Mapping[str, Any] | None = None
+        self._has_warned = False
 
     @property
     def runs(self) -> bool:
@@ -98,10 +98,16 @@ class EngineDataLoader:
     def note_training(self) -> None:
         """A backward ran: the batch that was handed out last was trained on."""
         self._state.trained = self._state.handed
-        if not self._has_trained:
-            self._has_trained = True
-            if self.epoch < 0:
-                self._warn_of_another()
+        ranks = self._context.dp_size
+        if self.epoch < 0 and not self._has_warned and (ranks > 1 or self._needs_end):
+            self._has_warned = True
+            _log.warning(
+                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
+                "given to initialize. That one is not sharded over the %d data rank(s), and the engine does not see "
+                "where it ends. If the batches are meant to come from another loader, give initialize none; shard "
+                "yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
+                ranks,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
@@ -129,10 +135,10 @@ class EngineDataLoader:
         set_generators(self.loader, state["generators"])
         if not own:
             state = {key: value for key, value in state.items() if key != "loader"} | {"fetches": {}}
-        self.next_epoch = state["next_epoch"] if state["finished"] else state["epoch"]
         if state["finished"]:
-            self._loaded = state, own
+            self.next_epoch, self._loaded = state["next_epoch"], state
             return None
+        self.next_epoch = state["epoch"]
         order = self.loader.order
         trained = order.same_place(DataOrder(*state["share"]), state["trained"])
         # Workers that stay draw a seed in the first epoch only, from the generator that the order comes from.
@@ -143,15 +149,15 @@ class EngineDataLoader:
                 f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
                 f"run's order of the data: the data go on with epoch {self.next_epoch}"
             )
-        self._loaded = {**state, "trained": trained, "share": tuple(order)}, own
+        self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None
 
     def _pending(self) -> Mapping[str, Any] | None:
         """What was loaded, until it is iterated or another epoch is set."""
-        if self._loaded is None:
+        state = self._loaded
+        if state is None or self.next_epoch != state["next_epoch" if state["finished"] else "epoch"]:
             return None
-        state = self._loaded[0]
-        return state if self.next_epoch == state["next_epoch" if state["finished"] else "epoch"] else None
+        return state
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -172,35 +178,32 @@ class EngineDataLoader:
             outside.finished = True  # it was left, and is not gone on with
         if self.before_fetch is not None:
             self.before_fetch()
-        saved, own = self._pending(), self._loaded is None or self._loaded[1]
-        self._loaded = None
+        saved, self._loaded = self._pending(), None
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         state = self._state = EpochState(self.epoch, running=True)
         at_end_outside, self.at_end = self.at_end, False  # this may be a loop inside another over the same loader
+        batches = epoch_batches(state, self.loader, self._context, self._seed, saved)
         try:
-            yield from self._epoch(state, epoch_batches(state, self.loader, self._context, self._seed, saved, own))
+            for batch, last in self._on_device(state, batches):
+                state.handed += 1
+                self.at_end = last
+                try:
+                    yield batch
+                except GeneratorExit:  # a loop that counts its batches does not ask for one more
+                    if last and state.trained == state.handed:
+                        self._end(state)
+                    raise
+                del batch  # it goes before the next one comes
+                if self.before_fetch is not None:
+                    self.before_fetch()
+            if not state.handed and self.loader.training:
+                raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
+            self._end(state)
         finally:
             state.running = False
             self.at_end = at_end_outside and outside.running
             if outside.running:
                 self._state = outside
-
-    def _epoch(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch, last in self._on_device(state, batches):
-            state.handed += 1
-            self.at_end = last
-            try:
-                yield batch
-            except GeneratorExit:  # a loop that counts its batches does not ask for one more
-                if last and state.trained == state.handed:
-                    self._end(state)
-                raise
-            del batch
-            if self.before_fetch is not None:
-                self.before_fetch()
-        if not state.handed and self.loader.training:
-            raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
-        self._end(state)
 
     def _on_device(self, state: EpochState, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         """The batches on the device, and whether each is the last."""
@@ -219,43 +222,21 @@ class EngineDataLoader:
                 return _END
             return to_device.start(copied(batch) if keeps else batch)
 
-        if not looks_ahead:
-            length = self.loader.length
-            while (started := fetch()) is not _END:
-                batch = to_device.finish(started)
-                del started
-                yield batch, state.handed + 1 == length
-                del batch  # it goes before the next one comes
-            return
+        length = self.loader.length
         started = fetch()
         while started is not _END:
-            try:
-                following = fetch()
-            except Exception:  # of the next batch: this one is whole
-                yield to_device.finish(started), False
-                raise
-            yield to_device.finish(started), following is _END
-            started = following
+            following = fetch() if looks_ahead else None
+            batch, started = to_device.finish(started), following
+            yield batch, following is _END if looks_ahead else state.handed + 1 == length
+            del batch
+            if not looks_ahead:
+                started = fetch()
 
     def _end(self, state: EpochState) -> None:
         state.finished = True
         is_training = torch.is_grad_enabled() or state.trained == state.handed  # else it was a pass to evaluate
         if self._on_epoch_end is not None and is_training:
             self._on_epoch_end()
-
-    def _warn_of_another(self) -> None:
-        """Training began with other batches than this loader's."""
-        ranks = self._context.dp_size
-        if ranks > 1 or self._needs_end:
-            _log.warning(
-                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
-                "given to initialize. %s If the batches are meant to come from another loader, give initialize none; "
-                "shard yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
-                f"That one is not sharded: {ranks} data ranks train on the same batches."
-                if ranks > 1
-                else "The engine does not see where that one ends, so the last batches of an epoch go into the first "
-                "cycle of the next.",
-            )
 
 
 class ToDevice:
@@ -266,19 +247,18 @@ class ToDevice:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._last_copied: torch.cuda.Event | None = None
-        self._has_looked = False
 
     def start(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Begin to copy the batch. What is returned is for `finish` only."""
         if self.device.type != "cuda":
-            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch), None
+            return map_tensors(lambda tensor: tensor.to(self.device), batch), None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             batch = map_tensors(self._copy, batch)
             copied.record(self._stream)
-        self._last_copied, self._has_looked = copied, True
+        self._last_copied = copied
         return batch, copied
 
     def finish(self, started: tuple[Any, torch.cuda.Event | None]) -> Any:
@@ -311,16 +291,9 @@ class ToDevice:
         return event
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu":  # copied in `finish`, after what computes it
             return tensor
-        if not self._has_looked and tensor.numel() and not tensor.is_pinned():
-            self._has_looked = True
-            _log.warning(
-                "batches of engine.dataloader are not in pinned memory, though its DataLoader was told to pin them: "
-                "their copies to the GPU hold the loop up. Let the dataset or collate_fn return tensors in tuples, "
-                "lists or dicts, or give the type of its batches a method pin_memory()"
-            )
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True)  # it is pinned already by a loader with workers
 
 
 def get_dataloader(
