@@ -23,26 +23,25 @@ _END = object()
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
 
-    Where the loader has workers, the next batch is fetched, and on its way to the device, before the current one is
-    handed out. Else a batch is fetched when it is asked for, as in a plain loop: what the loader does next may depend
-    on the training before it. The exception is a loader whose length may be wrong where training needs the end.
+    With workers, the next batch is fetched, and its copy to the device begun, before the current one is handed out.
+    Without, a batch is fetched when the loop asks for it, as in a plain loop, because what the dataset does next may
+    depend on the training before it; except where `needs_end`, and the loader's length may be missing or wrong.
 
-    An epoch ends when the loop asks for a batch after the last one, or lets go of its iterator when it has trained on
-    the last one.
+    An epoch ends when the loop asks for a batch after the last one, or drops the iterator after training on the last.
 
     Other attributes are those of the loader that was given: `dataset`, `batch_size`, `sampler`, `num_workers`.
 
     Args:
-        seed: of what batches are fetched with on several ranks, beside the epoch, the batch and the data rank.
-        needs_end: whether training depends on `at_end`, so that it has to be exact.
+        seed: on several ranks, what the dataset draws without workers depends on it, the data rank, epoch and batch.
+        needs_end: whether `at_end` has to be exact, as gradient accumulation needs it.
 
     Attributes:
         loader: this rank's part of the loader that was given.
         epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
-        next_epoch: that of the next iteration, which after a load goes on with the one that it interrupted.
+        next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
         at_end: whether the batch handed out last is the last of its epoch. Without look-ahead by the loader's length;
-            where it has none, False.
-        waited_s: seconds for which the loop has waited for the loader so far. On a GPU, only while that was idle.
+            False where it has none.
+        waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
         before_fetch: called when the loop asks for a batch, before anything is drawn for it.
     """
 
@@ -86,13 +85,13 @@ class EngineDataLoader:
 
     @property
     def next_batch(self) -> int:
-        """How many batches of its epoch the next iteration passes over: those trained on before what was loaded."""
+        """How many batches the next iteration skips, because they were trained on before the checkpoint."""
         state = self._pending()
         return 0 if state is None or state["finished"] else state["trained"]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`, of which samplers with a `set_epoch` are told. Without a call, epochs
-        count up by themselves."""
+        """The next iteration is epoch `epoch`, which is passed to a sampler or dataset with `set_epoch`. Without a
+        call, epochs count up."""
         self.next_epoch = epoch
 
     def note_training(self) -> None:
@@ -122,14 +121,13 @@ class EngineDataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> str | None:
-        """Go on with the batch after the last one that was trained on when `state_dict` was taken, or with the next
-        epoch if it was over.
+        """Go on after the last batch that was trained on when `state_dict` was taken, in the next epoch if it was over.
 
         Args:
-            own: False: it is another rank's, or another layout's, whose batches were others; the order is the same.
+            own: whether this rank saved it, in this layout. Otherwise only the order is the same, not the batches.
 
         Returns:
-            What is otherwise, if what was seen is no whole number of this run's batches.
+            A message, if the next epoch begins because the place in this one cannot be found.
         """
         self._state, self._loaded = EpochState(), None
         set_generators(self.loader, state["generators"])
@@ -141,9 +139,9 @@ class EngineDataLoader:
         self.next_epoch = state["epoch"]
         order = self.loader.order
         trained = order.same_place(DataOrder(*state["share"]), state["trained"])
-        # Workers that stay draw a seed in the first epoch only, from the generator that the order comes from.
-        stays = self.loader.given.persistent_workers and state["epoch"] > 0
-        if trained is None or stays:
+        # Persistent workers draw their seed in the first epoch only, from the generator that the order comes from.
+        persists = self.loader.given.persistent_workers and state["epoch"] > 0
+        if trained is None or persists:
             self.next_epoch += 1
             return (
                 f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
@@ -169,13 +167,13 @@ class EngineDataLoader:
         return getattr(self.loader.given, name)
 
     def __bool__(self) -> bool:
-        """There is a loader; without this, Python would ask for its length, which an IterableDataset has not."""
+        """Python would ask for the length otherwise, which an IterableDataset has not."""
         return True
 
     def __iter__(self) -> Iterator[Any]:
         outside = self._state
         if outside.trained and not outside.running:
-            outside.finished = True  # it was left, and is not gone on with
+            outside.finished = True  # the loop broke off, and begins the next epoch
         if self.before_fetch is not None:
             self.before_fetch()
         saved, self._loaded = self._pending(), None
@@ -209,20 +207,21 @@ class EngineDataLoader:
         """The batches on the device, and whether each is the last."""
         workers, to_device = self.loader.loader.num_workers, self._to_device
         looks_ahead = bool(workers) or (self._needs_end and not self.loader.is_counted)
-        keeps = looks_ahead and not workers and to_device.device.type != "cuda"  # the next batch may be written over it
+        # Without workers the next batch may be written into the memory of this one.
+        copies = looks_ahead and not workers and to_device.device.type != "cuda"
 
         def fetch() -> Any:
             if not workers:
-                to_device.wait()  # the next batch may be written over the last one
-            work, asked = to_device.mark(), time.perf_counter()
+                to_device.wait()
+            asked = time.perf_counter()
             batch = next(batches, _END)
-            if work is None or work.query():
+            if to_device.is_idle():
                 self.waited_s += time.perf_counter() - asked
             if batch is _END:
                 return _END
-            return to_device.start(copied(batch) if keeps else batch)
+            return to_device.start(copied(batch) if copies else batch)
 
-        length = self.loader.length
+        length = None if looks_ahead else self.loader.length
         started = fetch()
         while started is not _END:
             following = fetch() if looks_ahead else None
@@ -241,7 +240,7 @@ class EngineDataLoader:
 
 class ToDevice:
     """Copies batches to `device`; to a GPU on a stream of its own, with an event for each batch, so that no batch waits
-    for the copy of the next one. Where batches are fetched ahead, this takes the memory of one batch more on a GPU."""
+    for the copy of the next one. Look-ahead takes the memory of one more batch there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -282,13 +281,9 @@ class ToDevice:
             self._last_copied.synchronize()
             self._last_copied = None
 
-    def mark(self) -> torch.cuda.Event | None:
-        """What has passed when a GPU has done all that it was given so far."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def is_idle(self) -> bool:
+        """Whether the device has nothing to compute. Does not wait for it."""
+        return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":  # copied in `finish`, after what computes it
@@ -312,8 +307,8 @@ def get_dataloader(
         dataset: the samples; any torch Dataset with a length.
         batch_size: samples per batch and data rank.
         shuffle: another order in each epoch, the same in every run with this seed.
-        seed: seeds the order, and in one process the workers (1024, as Colossal-AI); on several ranks they are seeded
-            by the config's `seed`.
+        seed: of the order, and in one process of the workers (1024, as Colossal-AI); on several ranks they have the
+            config's `seed`.
         add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
         options: further arguments of `torch.utils.data.DataLoader`.
     """

@@ -22,14 +22,14 @@ class EpochState:
     Attributes:
         epoch: its number, from 0; -1 before the first.
         fetched: batches fetched.
-        handed: of these, how many were handed out.
-        trained: of these, those up to the last one that was trained on.
+        handed: how many of these were handed out to the loop.
+        trained: how many were handed out up to the last one that was trained on.
         running: whether it is being iterated.
         finished: whether it came to its end.
-        start: random numbers when its order was drawn; the same on all ranks.
-        fetches: random numbers before each of the last fetches, by number; in one process without workers, where the
-            dataset draws from the generators that the loop draws from.
-        loader_states: `state_dict` of a loader that has one, before each of the last fetches, by number.
+        start: generator states when its order was drawn; the same on all ranks.
+        fetches: generator states before each of the last fetches, by batch; only in one process without workers, where
+            the dataset and the loop draw from the same generators.
+        loader_states: `state_dict` of a loader that has one, before each of the last fetches, by batch.
     """
 
     epoch: int = -1
@@ -65,14 +65,14 @@ def epoch_batches(
     saved: Mapping[str, Any] | None = None,
 ) -> Iterator[Any]:
     """The batches of epoch `state.epoch`, in the order that the user's own loader draws in one process; on several
-    ranks from where random numbers are on rank 0. `state` is kept up to date.
+    ranks from the generators of rank 0. `state` is kept up to date.
 
-    In one process all else is drawn as in a plain loop, too. On several ranks what the dataset draws here comes from
-    `seed`, the data rank, the epoch and the batch, so that ranks that compute one batch fetch the same.
+    In one process the dataset draws as in a plain loop. On several ranks what it draws without workers is seeded by
+    `seed`, the data rank, the epoch and the batch, so that ranks that compute one batch together fetch the same.
 
     Args:
-        saved: an `EpochState.state_dict`, whose batches that were trained on are left out. Batches that had been
-            fetched are fetched with its random numbers again, and a loader with a state gets it, if they are there.
+        saved: an `EpochState.state_dict`. Batches that were trained on are skipped; a batch that was only fetched is
+            fetched again with the saved generator states; a loader with a `state_dict` gets its own back.
     """
     loader: Any = sharded.loader
     several = context.size > 1
@@ -80,7 +80,7 @@ def epoch_batches(
     knows_place = saved is not None and "loader" in saved and is_stateful(loader)
     if saved is not None and knows_place:
         loader.load_state_dict(saved["loader"])
-    owns_stream = sharded.is_stream and not several  # its random numbers are the loop's
+    in_loop = not several  # a stream draws from the generators of the loop
     if saved is None or saved["finished"]:
         generators = [generator.get_state() for generator in sharded.generators()]
         state.start = {"random": random_state(CPU), "generators": generators}
@@ -88,7 +88,7 @@ def epoch_batches(
             state.start = context.from_first(state.start)
     else:
         state.start, state.fetched, state.fetches = saved["start"], saved["trained"], dict(saved["fetches"])
-        owns_stream = owns_stream and bool(state.fetches)
+        in_loop = in_loop and bool(state.fetches)
     state.handed = state.trained = state.fetched
     set_generators(sharded, state.start["generators"])
     order, again = SharedRandomness(state.start["random"]), dict(state.fetches)
@@ -96,7 +96,7 @@ def epoch_batches(
     batches = sharded.batches(order, state.epoch, worker_seed, 0 if knows_place else state.fetched)
     while True:
         scope: AbstractContextManager[Any] = nullcontext()
-        if sharded.is_stream and not owns_stream:
+        if sharded.is_stream and not in_loop:
             scope = order
         elif several and not loader.num_workers:
             scope = OwnRandomness(derived_seed(seed, context.dp_rank, state.epoch, state.fetched))

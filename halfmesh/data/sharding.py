@@ -37,18 +37,18 @@ _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSample
 
 
 class DataOrder(NamedTuple):
-    """What an order of the data consists of. The order is the same in every layout, batches of a rank are not.
+    """In what units the order of the data is counted. The order is the same in every layout, batches of a rank are not.
 
     Attributes:
         unit: "samples", or "batches" of a batch sampler; with the number of ranks where the user's sampler shards it.
-        step: how many of them all data ranks take together in one batch.
+        step: how many units one batch takes on all data ranks together.
     """
 
     unit: str
     step: int
 
     def same_place(self, other: DataOrder, batches: int) -> int | None:
-        """How many batches here have the samples of `batches` of the `other`; None: no whole number has."""
+        """How many batches here are as many units as `batches` of the `other`; None if no whole number is."""
         seen = batches * other.step
         return seen // self.step if self.unit == other.unit and seen % self.step == 0 else None
 
@@ -56,18 +56,18 @@ class DataOrder(NamedTuple):
 class ShardedLoader:
     """This data rank's part of a DataLoader; the batch size stays, and `given` itself is left alone.
 
-    Data ranks take turns in samples where torch's BatchSampler joins them, so that one batch of each rank makes one
-    batch of the unsharded order. They take turns in batches of a batch sampler, and of an IterableDataset, which each
-    rank reads whole.
+    With torch's BatchSampler, data ranks take turns in samples, so that one batch of each rank together make one batch
+    of the unsharded order. With another batch sampler, or an IterableDataset, which each rank reads whole, they take
+    turns in batches.
 
     Args:
-        training: pad the parts by repeating samples, so that all ranks have as many batches (a rank that runs out would
-            hang the others), and compare the ranks' data once an epoch. False: no sample comes twice.
+        training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
+            would hang the others), and compare the ranks' data once an epoch. False: no sample comes twice.
 
     Attributes:
         given: the user's loader.
         loader: the copy of it that is iterated.
-        is_stream: whether the order is the dataset's own.
+        is_stream: whether it reads an IterableDataset.
         splits_samples: whether data ranks take turns in samples, not in batches.
 
     Raises:
@@ -100,14 +100,14 @@ class ShardedLoader:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it certainly gives as many batches as its length says."""
+        """Whether its length is certainly right."""
         return type(self.given) is DataLoader and not self.is_stream and type(self._sampler) in _COUNTED
 
     @property
     def order(self) -> DataOrder:
-        """What this rank takes of the order at a time."""
+        """How the order is counted, and how much of it one batch takes."""
         size, workers = self.given.batch_size or 1, self.given.num_workers
-        if self.is_stream and workers > 1:  # they give their batches in turn
+        if self.is_stream and workers > 1:  # they take turns, so batches depend on how many there are
             return DataOrder(f"batches of {size} from {workers} workers", self._size)
         samples = type(self.given.batch_sampler) in (BatchSampler, type(None))
         return DataOrder(("samples" if samples else "batches") + self._order_of, size * self._size)
@@ -141,11 +141,11 @@ class ShardedLoader:
     def batches(self, order: SharedRandomness, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:
         """The batches of an epoch without the first `skip`, which a map-style dataset does not read.
 
-        All random numbers that decide the order are drawn within `order`, those of a sampler with a length now. In one
-        process without `skip` torch draws everything by itself, as in a plain loop.
+        In one process without `skip`, torch draws everything as in a plain loop. Otherwise the order is drawn here,
+        within `order`: at once where the sampler has a length.
 
         Args:
-            worker_seed: seeds the workers where the order is drawn here.
+            worker_seed: of the workers, where the order is drawn here.
 
         Raises:
             InputError: the ranks draw different data. All ranks together in training.
@@ -161,9 +161,9 @@ class ShardedLoader:
         loader = self.loader if self._several else copy_loader(self.loader)
         source: Any = self._sampler if self.splits_samples else self._index_sampler
         with order:
-            # A BatchSampler begins its sampler with the first batch, after the loader has drawn its workers' seed.
+            # A BatchSampler calls iter(sampler) at the first batch, after the loader has drawn its workers' seed.
             items = itertools.chain(source) if self.splits_samples else iter(source)
-            if loader._iterator is None:  # else workers stay, and have their seed
+            if loader._iterator is None:  # else persistent workers have their seed
                 torch.empty((), dtype=torch.int64).random_(generator=given.generator)
             if isinstance(source, Sized):
                 items = self._part(list(items), epoch)
@@ -261,7 +261,7 @@ def copied(batch: Any) -> Any:
 
 
 def warn_of_same_inputs(inputs: Any, context: ParallelContext) -> None:
-    """Tell if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
+    """Warn if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
     if are_same(inputs, context.dp_group):
         _log.warning(
             "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. "
