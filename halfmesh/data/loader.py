@@ -23,26 +23,25 @@ _END = object()
 class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
 
-    Where the loader has workers, the next batch is fetched, and on its way to the device, before the current one is
-    handed out. Else a batch is fetched when it is asked for, as in a plain loop: what the loader does next may depend
-    on the training before it. The exception is a loader whose length may be wrong where training needs the end.
+    With workers, the next batch is fetched, and its copy to the device begun, before the current one is handed out.
+    Without, a batch is fetched when the loop asks for it, as in a plain loop, because what the dataset does next may
+    depend on the training before it; except where `needs_end`, and the loader's length may be missing or wrong.
 
-    An epoch ends when the loop asks for a batch after the last one, or lets go of its iterator when it has trained on
-    the last one.
+    An epoch ends when the loop asks for a batch after the last one, or drops the iterator after training on the last.
 
     Other attributes are those of the loader that was given: `dataset`, `batch_size`, `sampler`, `num_workers`.
 
     Args:
-        seed: of what batches are fetched with on several ranks, beside the epoch, the batch and the data rank.
-        needs_end: whether training depends on `at_end`, so that it has to be exact.
+        seed: on several ranks, what the dataset draws without workers depends on it, the data rank, epoch and batch.
+        needs_end: whether `at_end` has to be exact, as gradient accumulation needs it.
 
     Attributes:
         loader: this rank's part of the loader that was given.
         epoch: number of the epoch that runs or ran last, from 0; -1 before the first.
-        next_epoch: that of the next iteration, which after a load goes on with the one that it interrupted.
+        next_epoch: number of the epoch that the next iteration runs; after a load, of the interrupted one.
         at_end: whether the batch handed out last is the last of its epoch. Without look-ahead by the loader's length;
-            where it has none, False.
-        waited_s: seconds for which the loop has waited for the loader so far. On a GPU, only while that was idle.
+            False where it has none.
+        waited_s: seconds for which the loop has waited for the loader so far; on a GPU, only while that was idle.
         before_fetch: called when the loop asks for a batch, before anything is drawn for it.
     """
 
@@ -66,8 +65,8 @@ class EngineDataLoader:
         self._needs_end = needs_end
         self._to_device = ToDevice(context.device)
         self._state = EpochState()
-        self._loaded: tuple[Mapping[str, Any], bool] | None = None
-        self._has_trained = False
+        self._loaded: Mapping[str, Any] | None = None
+        self._has_warned = False
 
     @property
     def runs(self) -> bool:
@@ -86,22 +85,28 @@ class EngineDataLoader:
 
     @property
     def next_batch(self) -> int:
-        """How many batches of its epoch the next iteration passes over: those trained on before what was loaded."""
+        """How many batches the next iteration skips, because they were trained on before the checkpoint."""
         state = self._pending()
         return 0 if state is None or state["finished"] else state["trained"]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`, of which samplers with a `set_epoch` are told. Without a call, epochs
-        count up by themselves."""
+        """The next iteration is epoch `epoch`, which is passed to a sampler or dataset with `set_epoch`. Without a
+        call, epochs count up."""
         self.next_epoch = epoch
 
     def note_training(self) -> None:
         """A backward ran: the batch that was handed out last was trained on."""
         self._state.trained = self._state.handed
-        if not self._has_trained:
-            self._has_trained = True
-            if self.epoch < 0:
-                self._warn_of_another()
+        ranks = self._context.dp_size
+        if self.epoch < 0 and not self._has_warned and (ranks > 1 or self._needs_end):
+            self._has_warned = True
+            _log.warning(
+                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
+                "given to initialize. That one is not sharded over the %d data rank(s), and the engine does not see "
+                "where it ends. If the batches are meant to come from another loader, give initialize none; shard "
+                "yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
+                ranks,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Which epoch it is, how many of its batches were trained on, and the random numbers that it depends on."""
@@ -116,42 +121,41 @@ class EngineDataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> str | None:
-        """Go on with the batch after the last one that was trained on when `state_dict` was taken, or with the next
-        epoch if it was over.
+        """Go on after the last batch that was trained on when `state_dict` was taken, in the next epoch if it was over.
 
         Args:
-            own: False: it is another rank's, or another layout's, whose batches were others; the order is the same.
+            own: whether this rank saved it, in this layout. Otherwise only the order is the same, not the batches.
 
         Returns:
-            What is otherwise, if what was seen is no whole number of this run's batches.
+            A message, if the next epoch begins because the place in this one cannot be found.
         """
         self._state, self._loaded = EpochState(), None
         set_generators(self.loader, state["generators"])
         if not own:
             state = {key: value for key, value in state.items() if key != "loader"} | {"fetches": {}}
-        self.next_epoch = state["next_epoch"] if state["finished"] else state["epoch"]
         if state["finished"]:
-            self._loaded = state, own
+            self.next_epoch, self._loaded = state["next_epoch"], state
             return None
+        self.next_epoch = state["epoch"]
         order = self.loader.order
         trained = order.same_place(DataOrder(*state["share"]), state["trained"])
-        # Workers that stay draw a seed in the first epoch only, from the generator that the order comes from.
-        stays = self.loader.given.persistent_workers and state["epoch"] > 0
-        if trained is None or stays:
+        # Persistent workers draw their seed in the first epoch only, from the generator that the order comes from.
+        persists = self.loader.given.persistent_workers and state["epoch"] > 0
+        if trained is None or persists:
             self.next_epoch += 1
             return (
                 f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
                 f"run's order of the data: the data go on with epoch {self.next_epoch}"
             )
-        self._loaded = {**state, "trained": trained, "share": tuple(order)}, own
+        self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None
 
     def _pending(self) -> Mapping[str, Any] | None:
         """What was loaded, until it is iterated or another epoch is set."""
-        if self._loaded is None:
+        state = self._loaded
+        if state is None or self.next_epoch != state["next_epoch" if state["finished"] else "epoch"]:
             return None
-        state = self._loaded[0]
-        return state if self.next_epoch == state["next_epoch" if state["finished"] else "epoch"] else None
+        return state
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
@@ -163,79 +167,69 @@ class EngineDataLoader:
         return getattr(self.loader.given, name)
 
     def __bool__(self) -> bool:
-        """There is a loader; without this, Python would ask for its length, which an IterableDataset has not."""
+        """Python would ask for the length otherwise, which an IterableDataset has not."""
         return True
 
     def __iter__(self) -> Iterator[Any]:
         outside = self._state
         if outside.trained and not outside.running:
-            outside.finished = True  # it was left, and is not gone on with
+            outside.finished = True  # the loop broke off, and begins the next epoch
         if self.before_fetch is not None:
             self.before_fetch()
-        saved, own = self._pending(), self._loaded is None or self._loaded[1]
-        self._loaded = None
+        saved, self._loaded = self._pending(), None
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         state = self._state = EpochState(self.epoch, running=True)
         at_end_outside, self.at_end = self.at_end, False  # this may be a loop inside another over the same loader
+        batches = epoch_batches(state, self.loader, self._context, self._seed, saved)
         try:
-            yield from self._epoch(state, epoch_batches(state, self.loader, self._context, self._seed, saved, own))
+            for batch, last in self._on_device(state, batches):
+                state.handed += 1
+                self.at_end = last
+                try:
+                    yield batch
+                except GeneratorExit:  # a loop that counts its batches does not ask for one more
+                    if last and state.trained == state.handed:
+                        self._end(state)
+                    raise
+                del batch  # it goes before the next one comes
+                if self.before_fetch is not None:
+                    self.before_fetch()
+            if not state.handed and self.loader.training:
+                raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
+            self._end(state)
         finally:
             state.running = False
             self.at_end = at_end_outside and outside.running
             if outside.running:
                 self._state = outside
 
-    def _epoch(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch, last in self._on_device(state, batches):
-            state.handed += 1
-            self.at_end = last
-            try:
-                yield batch
-            except GeneratorExit:  # a loop that counts its batches does not ask for one more
-                if last and state.trained == state.handed:
-                    self._end(state)
-                raise
-            del batch
-            if self.before_fetch is not None:
-                self.before_fetch()
-        if not state.handed and self.loader.training:
-            raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
-        self._end(state)
-
     def _on_device(self, state: EpochState, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         """The batches on the device, and whether each is the last."""
         workers, to_device = self.loader.loader.num_workers, self._to_device
         looks_ahead = bool(workers) or (self._needs_end and not self.loader.is_counted)
-        keeps = looks_ahead and not workers and to_device.device.type != "cuda"  # the next batch may be written over it
+        # Without workers the next batch may be written into the memory of this one.
+        copies = looks_ahead and not workers and to_device.device.type != "cuda"
 
         def fetch() -> Any:
             if not workers:
-                to_device.wait()  # the next batch may be written over the last one
-            work, asked = to_device.mark(), time.perf_counter()
+                to_device.wait()
+            asked = time.perf_counter()
             batch = next(batches, _END)
-            if work is None or work.query():
+            if to_device.is_idle():
                 self.waited_s += time.perf_counter() - asked
             if batch is _END:
                 return _END
-            return to_device.start(copied(batch) if keeps else batch)
+            return to_device.start(copied(batch) if copies else batch)
 
-        if not looks_ahead:
-            length = self.loader.length
-            while (started := fetch()) is not _END:
-                batch = to_device.finish(started)
-                del started
-                yield batch, state.handed + 1 == length
-                del batch  # it goes before the next one comes
-            return
+        length = None if looks_ahead else self.loader.length
         started = fetch()
         while started is not _END:
-            try:
-                following = fetch()
-            except Exception:  # of the next batch: this one is whole
-                yield to_device.finish(started), False
-                raise
-            yield to_device.finish(started), following is _END
-            started = following
+            following = fetch() if looks_ahead else None
+            batch, started = to_device.finish(started), following
+            yield batch, following is _END if looks_ahead else state.handed + 1 == length
+            del batch
+            if not looks_ahead:
+                started = fetch()
 
     def _end(self, state: EpochState) -> None:
         state.finished = True
@@ -243,42 +237,27 @@ class EngineDataLoader:
         if self._on_epoch_end is not None and is_training:
             self._on_epoch_end()
 
-    def _warn_of_another(self) -> None:
-        """Training began with other batches than this loader's."""
-        ranks = self._context.dp_size
-        if ranks > 1 or self._needs_end:
-            _log.warning(
-                "training runs, but engine.dataloader was never iterated: iterate it in place of the loader that was "
-                "given to initialize. %s If the batches are meant to come from another loader, give initialize none; "
-                "shard yours by engine.context.dp_rank of dp_size, and end its last cycle with engine.step(last=True)",
-                f"That one is not sharded: {ranks} data ranks train on the same batches."
-                if ranks > 1
-                else "The engine does not see where that one ends, so the last batches of an epoch go into the first "
-                "cycle of the next.",
-            )
-
 
 class ToDevice:
     """Copies batches to `device`; to a GPU on a stream of its own, with an event for each batch, so that no batch waits
-    for the copy of the next one. Where batches are fetched ahead, this takes the memory of one batch more on a GPU."""
+    for the copy of the next one. Look-ahead takes the memory of one more batch there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._last_copied: torch.cuda.Event | None = None
-        self._has_looked = False
 
     def start(self, batch: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Begin to copy the batch. What is returned is for `finish` only."""
         if self.device.type != "cuda":
-            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch), None
+            return map_tensors(lambda tensor: tensor.to(self.device), batch), None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             batch = map_tensors(self._copy, batch)
             copied.record(self._stream)
-        self._last_copied, self._has_looked = copied, True
+        self._last_copied = copied
         return batch, copied
 
     def finish(self, started: tuple[Any, torch.cuda.Event | None]) -> Any:
@@ -302,25 +281,14 @@ class ToDevice:
             self._last_copied.synchronize()
             self._last_copied = None
 
-    def mark(self) -> torch.cuda.Event | None:
-        """What has passed when a GPU has done all that it was given so far."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def is_idle(self) -> bool:
+        """Whether the device has nothing to compute. Does not wait for it."""
+        return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu":  # copied in `finish`, after what computes it
             return tensor
-        if not self._has_looked and tensor.numel() and not tensor.is_pinned():
-            self._has_looked = True
-            _log.warning(
-                "batches of engine.dataloader are not in pinned memory, though its DataLoader was told to pin them: "
-                "their copies to the GPU hold the loop up. Let the dataset or collate_fn return tensors in tuples, "
-                "lists or dicts, or give the type of its batches a method pin_memory()"
-            )
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True)  # it is pinned already by a loader with workers
 
 
 def get_dataloader(
@@ -339,8 +307,8 @@ def get_dataloader(
         dataset: the samples; any torch Dataset with a length.
         batch_size: samples per batch and data rank.
         shuffle: another order in each epoch, the same in every run with this seed.
-        seed: seeds the order, and in one process the workers (1024, as Colossal-AI); on several ranks they are seeded
-            by the config's `seed`.
+        seed: of the order, and in one process of the workers (1024, as Colossal-AI); on several ranks they have the
+            config's `seed`.
         add_sampler: accepted for Colossal-AI's scripts; only True has a meaning here.
         options: further arguments of `torch.utils.data.DataLoader`.
     """

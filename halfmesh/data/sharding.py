@@ -37,18 +37,18 @@ _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSample
 
 
 class DataOrder(NamedTuple):
-    """What an order of the data consists of. The order is the same in every layout, batches of a rank are not.
+    """In what units the order of the data is counted. The order is the same in every layout, batches of a rank are not.
 
     Attributes:
         unit: "samples", or "batches" of a batch sampler; with the number of ranks where the user's sampler shards it.
-        step: how many of them all data ranks take together in one batch.
+        step: how many units one batch takes on all data ranks together.
     """
 
     unit: str
     step: int
 
     def same_place(self, other: DataOrder, batches: int) -> int | None:
-        """How many batches here have the samples of `batches` of the `other`; None: no whole number has."""
+        """How many batches here are as many units as `batches` of the `other`; None if no whole number is."""
         seen = batches * other.step
         return seen // self.step if self.unit == other.unit and seen % self.step == 0 else None
 
@@ -56,18 +56,18 @@ class DataOrder(NamedTuple):
 class ShardedLoader:
     """This data rank's part of a DataLoader; the batch size stays, and `given` itself is left alone.
 
-    Data ranks take turns in samples where torch's BatchSampler joins them, so that one batch of each rank makes one
-    batch of the unsharded order. They take turns in batches of a batch sampler, and of an IterableDataset, which each
-    rank reads whole.
+    With torch's BatchSampler, data ranks take turns in samples, so that one batch of each rank together make one batch
+    of the unsharded order. With another batch sampler, or an IterableDataset, which each rank reads whole, they take
+    turns in batches.
 
     Args:
-        training: pad the parts by repeating samples, so that all ranks have as many batches (a rank that runs out would
-            hang the others), and compare the ranks' data once an epoch. False: no sample comes twice.
+        training: pad by repeating samples, so that all ranks have the same number of batches (a rank that runs out
+            would hang the others), and compare the ranks' data once an epoch. False: no sample comes twice.
 
     Attributes:
         given: the user's loader.
         loader: the copy of it that is iterated.
-        is_stream: whether the order is the dataset's own.
+        is_stream: whether it reads an IterableDataset.
         splits_samples: whether data ranks take turns in samples, not in batches.
 
     Raises:
@@ -84,16 +84,14 @@ class ShardedLoader:
         self._order_of = f" of {context.dp_size} ranks" if shards_itself and context.dp_size > 1 else ""
         self._agree = context.agree if training and self._several and not shards_itself else None
         batches: Any = given.batch_sampler
+        self.splits_samples = type(batches) is BatchSampler and not self.is_stream
         self._index_sampler: Any = given.sampler if batches is None else batches
         self._sampler: Any = batches.sampler if type(batches) is BatchSampler else self._index_sampler
-        self.splits_samples = type(batches) is BatchSampler and not self.is_stream
         self.loader, self._indices = copy_loader(given), _Indices()
-        self._pins = context.device.type == "cuda"
-        if self._pins:
-            self.loader.pin_memory = True  # done by the loader's own thread, where it has workers
+        if context.device.type == "cuda" and given.num_workers:
+            self.loader.pin_memory = True  # by a thread of the loader's; without workers `ToDevice` does it
         if self._several and not self.is_stream:
             self._indices.replace(self.loader)
-        self._has_begun = False
 
     @property
     def is_random(self) -> bool:
@@ -102,16 +100,14 @@ class ShardedLoader:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it certainly gives as many batches as its length says."""
-        kind = type(self.given)
-        as_in_torch = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
-        return as_in_torch and not self.is_stream and type(self._sampler) in _COUNTED
+        """Whether its length is certainly right."""
+        return type(self.given) is DataLoader and not self.is_stream and type(self._sampler) in _COUNTED
 
     @property
     def order(self) -> DataOrder:
-        """What this rank takes of the order at a time."""
+        """How the order is counted, and how much of it one batch takes."""
         size, workers = self.given.batch_size or 1, self.given.num_workers
-        if self.is_stream and workers > 1:  # they give their batches in turn
+        if self.is_stream and workers > 1:  # they take turns, so batches depend on how many there are
             return DataOrder(f"batches of {size} from {workers} workers", self._size)
         samples = type(self.given.batch_sampler) in (BatchSampler, type(None))
         return DataOrder(("samples" if samples else "batches") + self._order_of, size * self._size)
@@ -132,62 +128,59 @@ class ShardedLoader:
         return len(BatchSampler(range(count), batches.batch_size, batches.drop_last)) if self.splits_samples else count
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell every sampler, and a stream, that wants to know which epoch begins."""
-        parts: list[Any] = [self.loader, self.given.sampler, self.given.batch_sampler, self._sampler]
-        for part in {id(part): part for part in [*parts, *([self.given.dataset] if self.is_stream else [])]}.values():
+        """Tell whoever wants to know which epoch begins."""
+        for part in (self.loader, self.given.dataset, self._sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def generators(self) -> list[torch.Generator]:
         """The torch generators that decide the order, in the same sequence in every layout."""
-        parts = (self.given, self.given.sampler, self.given.batch_sampler, self._sampler)
-        found = {id(g): g for g in (getattr(part, "generator", None) for part in parts)}
+        found = {id(g): g for g in (getattr(part, "generator", None) for part in (self.given, self._sampler))}
         return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
     def batches(self, order: SharedRandomness, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:
         """The batches of an epoch without the first `skip`, which a map-style dataset does not read.
 
-        All random numbers that decide the order are drawn within `order`, those of the next batch and all of a sampler
-        with a length now. In one process without `skip` torch draws everything by itself, as in a plain loop.
+        In one process without `skip`, torch draws everything as in a plain loop. Otherwise the order is drawn here,
+        within `order`: at once where the sampler has a length.
 
         Args:
-            worker_seed: seeds the workers where the order is drawn here.
+            worker_seed: of the workers, where the order is drawn here.
 
         Raises:
             InputError: the ranks draw different data. All ranks together in training.
         """
-        several, given = self._several, self.given
-        if self.is_stream or not (several or (skip and not is_stateful(self.loader))):
+        given = self.given
+        if self.is_stream or not (self._several or (skip and not is_stateful(self.loader))):
             with order:
-                batches = self._turns(self._read(), epoch, given.dataset) if several else iter(self.loader)
+                batches: Iterator[Any] = iter(self.loader)
+                batches = self._turns(batches, epoch, given.dataset) if self._several else batches
                 for _ in range(skip):
                     next(batches, None)
             return batches
-        splits = several and self.splits_samples
-        source: Any = self._sampler if splits else self._index_sampler
+        loader = self.loader if self._several else copy_loader(self.loader)
+        source: Any = self._sampler if self.splits_samples else self._index_sampler
         with order:
-            # A BatchSampler begins its sampler with the first batch, after the loader has drawn its workers' seed.
-            items = itertools.chain.from_iterable([source]) if splits else iter(source)
-            if not (self._has_begun and given.persistent_workers):
+            # A BatchSampler calls iter(sampler) at the first batch, after the loader has drawn its workers' seed.
+            items = itertools.chain(source) if self.splits_samples else iter(source)
+            if loader._iterator is None:  # else persistent workers have their seed
                 torch.empty((), dtype=torch.int64).random_(generator=given.generator)
-            self._has_begun = True
-            if not several:
-                items = _begin(items, skip)
-            elif isinstance(source, Sized):
+            if isinstance(source, Sized):
                 items = self._part(list(items), epoch)
-        if several:
-            items = items if isinstance(source, Sized) else self._turns(items, epoch, source, order)
+        if not isinstance(source, Sized):
+            items = self._turns(items, epoch, source, order)
+        if self.splits_samples:
             batches_of: Any = given.batch_sampler
-            items = iter(BatchSampler(items, batches_of.batch_size, batches_of.drop_last)) if splits else items
-            items = _begin(items, skip)
-        loader = self.loader if several else copy_loader(self.loader)
+            items = iter(BatchSampler(items, batches_of.batch_size, batches_of.drop_last))
+        for _ in range(skip):
+            next(items, None)
         self._indices.replace(loader)
         self._indices.items = items
         loader.generator = torch.Generator().manual_seed(worker_seed)
         return iter(loader)
 
     def _part(self, items: list[Any], epoch: int) -> Iterator[Any]:
-        self._refuse_other_data(repr(items).encode(), epoch, self._sampler)
+        self._refuse_other_data(hashlib.sha256(repr(items).encode()), epoch, self._sampler)
         if self.training and items:
             items = list(itertools.islice(itertools.cycle(items), self._share(len(items)) * self._size))
         return iter(items[self._rank :: self._size])
@@ -199,36 +192,36 @@ class ShardedLoader:
         source: Any,
         scope: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
     ) -> Iterator[Any]:
-        """This rank's item of each `size`, where no length is known; rounds are read within `scope`. In training the
-        last round is filled by repeating its first ones."""
-        for round_ in itertools.count():
-            with scope:
-                turn = list(itertools.islice(items, self._size))
-            if round_ == 0:
-                found = hashlib.sha256(b"" if self.is_stream else repr(turn).encode())
-                for tensor in tensors_of(turn):
-                    add_tensor(found, tensor)
-                self._refuse_other_data(found.digest(), epoch, source)
-            if self._rank < len(turn):
-                yield turn[self._rank]
-            elif self.training and turn:
-                yield turn[self._rank % len(turn)]
-            if len(turn) < self._size:
-                return
+        """This rank's item of each round of `size`, where no length is known; items are read within `scope`.
 
-    def _read(self) -> Iterator[Any]:
-        """Whole batches of a stream, which is read further before one is used: it may have one buffer for all. Workers
-        and pinning make memory of its own for each."""
-        owns_memory = self._pins or self.loader.num_workers
-        return iter(self.loader) if owns_memory else (copied(batch) for batch in self.loader)
+        In training a rank without an item in the last round repeats the one before it. An item is handed out before the
+        next one is read, which may be in the same memory.
+        """
+        with scope:
+            first = list(itertools.islice(items, 1))
+        found = hashlib.sha256(b"" if self.is_stream else repr(first).encode())
+        for tensor in tensors_of(first):
+            add_tensor(found, tensor)
+        self._refuse_other_data(found, epoch, source)
+        items, rest = itertools.chain(first, items), 0
+        del first
+        while True:
+            with scope:
+                turn = list(itertools.islice(items, rest, rest + self._rank + 1))
+            rest = self._size - self._rank - 1  # of this round, to be read before the next
+            has_item = len(turn) > self._rank
+            if has_item or (turn and self.training):
+                yield turn.pop()
+            if not has_item:
+                return
 
     def _share(self, total: int) -> int:
         """How many of `total` items this rank gets."""
         return -(-total // self._size) if self.training else len(range(self._rank, total, self._size))
 
-    def _refuse_other_data(self, data: bytes, epoch: int, source: Any) -> None:
-        """Raise InputError, on all ranks, if some have other data."""
-        if self._agree is not None and not self._agree(f"epoch {epoch}: {hashlib.sha256(data).hexdigest()}"):
+    def _refuse_other_data(self, data: Any, epoch: int, source: Any) -> None:
+        """Raise InputError, on all ranks, if some have other `data`, a digest of hashlib."""
+        if self._agree is not None and not self._agree(f"epoch {epoch}: {data.hexdigest()}"):
             raise InputError(
                 f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks only, "
                 "so some samples would be seen twice and others never. Seed what it draws alike on all ranks "
@@ -267,13 +260,8 @@ def copied(batch: Any) -> Any:
     return map_tensors(torch.clone, batch)
 
 
-def _begin(items: Iterator[Any], skip: int) -> Iterator[Any]:
-    """`items` without the first `skip`. The next one is drawn now."""
-    return itertools.chain(list(itertools.islice(items, skip + 1))[skip:], items)
-
-
 def warn_of_same_inputs(inputs: Any, context: ParallelContext) -> None:
-    """Tell if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
+    """Warn if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
     if are_same(inputs, context.dp_group):
         _log.warning(
             "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. "

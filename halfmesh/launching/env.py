@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, SLURM, Open MPI) tells each process about its place, and how messages name a rank."""
+"""What a launcher (torchrun, SLURM, Open MPI) tells each process about its rank, and how messages name a rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Place:
     local_rank: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size or self.local_rank < 0:
+        if not 0 <= self.rank < self.world_size:
             raise LaunchError(
-                f"rank {self.rank} of world size {self.world_size} with local rank {self.local_rank} is impossible: "
-                "ranks go from 0 to world size - 1; give each process its own rank, and all the same world size"
+                f"rank {self.rank} of world size {self.world_size} is impossible: ranks go from 0 to world size - 1; "
+                "give each process its own rank, and all the same world size"
             )
 
 
@@ -39,10 +39,11 @@ class Launcher:
     local_rank: str
 
     def read_place(self) -> Place:
-        """The place that it gave this process. Raises LaunchError: a variable is missing, or no number."""
-        return Place(*(self._read(names.split("|")) for names in (self.rank, self.world_size, self.local_rank)))
+        """This process's place. Raises LaunchError if a variable is missing or not a number."""
+        return Place(self._read(self.rank), self._read(self.world_size), self._read(self.local_rank))
 
-    def _read(self, names: list[str]) -> int:
+    def _read(self, variables: str) -> int:
+        names = variables.split("|")
         value = next((os.environ[name] for name in names if name in os.environ), None)
         if value is None or not value.isdecimal():
             raise LaunchError(
@@ -74,7 +75,7 @@ STARTED_BY = {"SLURM_STEP_NUM_TASKS": SLURM, "OMPI_COMM_WORLD_SIZE": OPENMPI}
 
 
 def find_place() -> Place:
-    """torchrun's variables, or the place in an existing group, or a world of one.
+    """The place in torchrun's variables, else in an existing process group, else a world of one.
 
     Raises:
         LaunchError: incomplete variables; or srun or mpirun started several processes, and torchrun none.
@@ -95,10 +96,7 @@ def find_place() -> Place:
 
 @dataclass(frozen=True)
 class RankNames:
-    """How messages name a rank: by its number and its place in the mesh (pp, dp, tp), where tp is fastest.
-
-    Sizes that do not fit together are not an error here; then a rank has only its number.
-    """
+    """How messages name a rank: by its number and its place in the mesh (pp, dp, tp), where tp is fastest."""
 
     world_size: int
     pp: int = 1
@@ -106,7 +104,7 @@ class RankNames:
 
     @property
     def has_places(self) -> bool:
-        """Whether a rank has a place besides its number. With data parallelism only, the two are the same."""
+        """Whether a rank has a place besides its number: not with data parallelism only, nor where sizes do not fit."""
         return self.pp * self.tp > 1 and self.world_size % (self.pp * self.tp) == 0
 
     def name(self, rank: int) -> str:
@@ -114,12 +112,9 @@ class RankNames:
         if not self.has_places:
             return f"rank {rank}"
         dp = self.world_size // (self.pp * self.tp)
-        places = (
-            ("pp", rank // (dp * self.tp), self.pp),
-            ("dp", rank // self.tp % dp, dp),
-            ("tp", rank % self.tp, self.tp),
-        )
-        return f"rank {rank} ({', '.join(f'{axis} {place}' for axis, place, size in places if size > 1)})"
+        sizes = {"pp": self.pp, "dp": dp, "tp": self.tp}
+        places = {"pp": rank // (dp * self.tp), "dp": rank // self.tp % dp, "tp": rank % self.tp}
+        return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis in sizes if sizes[axis] > 1)})"
 
     def names(self, ranks: Iterable[int]) -> str:
         """Several ranks, in order."""

@@ -18,11 +18,11 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -47,28 +47,20 @@ TIMEOUTS = (
     "wait timeout after",
     "collective operation timeout",
 )
-POLL_S = 1.0
-"""How often the thread of each rank looks at the store."""
-ANSWER_S = 3.0
-"""How long a rank that has lost another one waits to learn who failed first."""
-GRACE_S = 5.0
-"""How long a rank may take to end by itself when another one has failed."""
-LINGER_S = 2.0
-"""How long the rank that hosts the store stays for the others to read it."""
-EXIT_LIMIT_S = 8
-"""How long the end of a failed process may take: destructors of a broken process group may block."""
-DUMP_AT = 0.9
-"""Part of the time limit without an update after which a rank writes its stacks: before torch ends it."""
-T = TypeVar("T")
+POLL_S = 1.0  # how often the thread of each rank looks at the store
+ANSWER_S = 3.0  # how long a rank that has lost another one waits to learn who failed first
+GRACE_S = 5.0  # how long a rank may take to end by itself when another one has failed
+LINGER_S = 2.0  # how long the rank that hosts the store stays for the others to read it
+EXIT_LIMIT_S = 8  # how long the end of a failed process may take: destructors of a broken process group may block
+DUMP_AT = 0.9  # part of the time limit without an update after which a rank writes its stacks: before torch ends it
 
 
 class RankStatus(StrEnum):
-    """What a rank has told the others. Without a failure, none says anything before it ends."""
+    """What a rank tells the others. Without a failure, none says anything before it ends."""
 
     RUNNING = "running"  # the answer of its thread to the failure of another rank
     FINISHED = "finished"  # without an error
-    FAILED = "failed"  # by an error of its own
-    LOST = "lost"  # its connection to another rank
+    FAILED = "failed"  # by an error, which may be that another rank is gone
     TIMED_OUT = "timed_out"  # waiting for another rank
 
 
@@ -76,59 +68,50 @@ class StatusStore:
     """What the ranks tell each other, and the reason of the first failure.
 
     Args:
-        store: where they met; it gets a connection of its own, because the other one may be waiting for something.
+        store: where they met; this takes a connection of its own, because the other one may be waiting for something.
+
+    Attributes:
+        told: the last status of each rank that has told one; when the store is gone, what was known before.
+        reason: of the first failure; empty if it is not known.
+        is_gone: whether the store is.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        # torchrun's store may have the words of an earlier start of the same ranks.
+        # torchrun's store may have what an earlier start of the same ranks has told.
         run = (store.add("halfmesh/starts", 1) - 1) // world_size
-        self._store: Any = dist.PrefixStore(f"halfmesh/{run}", store.clone())  # torch's stubs know no `append`
+        self._store = cast(Any, dist.PrefixStore(f"halfmesh/{run}", store.clone()))  # the stubs know no `append`
         self._store.set_timeout(timedelta(seconds=ANSWER_S))
+        for key in ("log", "reason"):
+            self._store.append(key, "")
         self._rank = rank
-        self._seen: dict[int, RankStatus] = {}
-        self._reason = ""
+        self.told: dict[int, RankStatus] = {}
+        self.reason = ""
         self.is_gone = False
 
-    def report(self, status: RankStatus) -> None:
-        """Tell the others. They can read it when this returns."""
-        self._ask(lambda: self._store.append("log", f"{self._rank} {status}\n"))
-        self.read()
-
-    def read(self) -> dict[int, RankStatus]:
-        """What each rank has told last; when the store is gone, what was known before."""
-        log = self._ask(lambda: self._store.get("log").decode() if self._store.check(["log"]) else "") or ""
-        for line in log.splitlines():
-            rank, status = line.split(" ")
-            self._seen[int(rank)] = RankStatus(status)
-        return self._seen
-
-    def explain(self, reason: str) -> None:
-        """Give the reason of the first failure, if no rank has."""
-        self._reason = self._ask(lambda: self._store.compare_set("reason", "", reason).decode()) or reason
-
-    def reason(self) -> str:
-        """Of the first failure; empty if it is not known."""
-        if not self._reason:
-            self._reason = (
-                self._ask(lambda: self._store.get("reason").decode() if self._store.check(["reason"]) else "") or ""
-            )
-        return self._reason
-
-    def _ask(self, action: Callable[[], T]) -> T | None:
+    def exchange(self, status: RankStatus | None = None, reason: str = "") -> dict[int, RankStatus]:
+        """Read what the others tell, and tell them this rank's `status` and, if no rank gave one, the `reason`."""
         if self.is_gone:  # torch would print a stack of its C++ code each time
-            return None
+            return self.told
         try:
-            return action()
+            if reason:
+                self._store.compare_set("reason", "", reason)
+            if status is not None:
+                self._store.append("log", f"{self._rank} {status}\n")
+            log, first = self._store.multi_get(["log", "reason"])
         except Exception:
             self.is_gone = True
-            return None
+            return self.told
+        self.reason = first.decode()
+        for line in log.decode().splitlines():
+            rank, told = line.split()
+            self.told[int(rank)] = RankStatus(told)
+        return self.told
 
 
 class FailureWatch:
     """Exception hook and watching thread of one rank of several; `remove()` ends both.
 
     Args:
-        statuses: where the ranks tell each other how they end.
         names: of the ranks, for messages.
         host: the rank whose process hosts the store; None if the launcher does.
         timeout_s: the time limit of collectives.
@@ -140,13 +123,11 @@ class FailureWatch:
         self._names = names
         self._timeout_s = timeout_s
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._process = os.getpid()
         self._ending = threading.Event()  # this rank ends by itself
-        self._has_reported = False
         self._hook = self._on_error
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
-        # Forked processes of multiprocessing call this, and nothing that is registered with atexit.
+        # Processes of multiprocessing call this, and nothing that is registered with atexit.
         multiprocessing.util.Finalize(None, self._on_exit, exitpriority=0)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="halfmesh failure watch")
         self._thread.start()
@@ -163,57 +144,49 @@ class FailureWatch:
 
     def ended(self) -> dict[int, bool]:
         """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
-        well = RankStatus.FINISHED, RankStatus.TIMED_OUT
-        seen = self._statuses.read().items()
-        return {rank: s in well for rank, s in seen if s is not RankStatus.RUNNING and rank != self._rank}
+        others = {rank: status for rank, status in self._statuses.exchange().items() if rank != self._rank}
+        return {rank: s is not RankStatus.FAILED for rank, s in others.items() if s is not RankStatus.RUNNING}
 
-    # --- the end of this rank ---------------------------------------------------------------------------------------
+    # --- the end of this rank -----------------------------------------------------------------------------------------
 
-    def _report_end(self, status: RankStatus) -> None:
-        self._ending.set()
-        if not self._has_reported:
-            self._has_reported = True
-            self._statuses.report(status)
+    def _report_end(self, status: RankStatus, reason: str = "") -> None:
+        if not self._ending.is_set():
+            self._ending.set()
+            self._statuses.exchange(status, reason)
         self._thread.join(POLL_S)  # one that comes back from C++ while the interpreter shuts down aborts the process
 
     def _on_exit(self) -> None:
-        if os.getpid() == self._process:  # not in a fork
-            self._report_end(RankStatus.FINISHED)
-            self._linger()
-
-    def _linger(self) -> None:
+        self._report_end(RankStatus.FINISHED)
         until = time.monotonic() + LINGER_S
         while self._host == self._rank and time.monotonic() < until:
-            ended = [s for s in self._statuses.read().values() if s is not RankStatus.RUNNING]
+            ended = [status for status in self._statuses.exchange().values() if status is not RankStatus.RUNNING]
             if len(ended) == self._names.world_size:
                 break
             time.sleep(0.05)
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._has_reported or os.getpid() != self._process:
+        if self._ending.is_set():
             self._previous_hook(kind, error, trace)
             return
         name = self._names.name(self._rank)
         if hasattr(signal, "alarm") and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's: at shutdown no Python code runs
             signal.alarm(EXIT_LIMIT_S)
-        if is_echo(error) or is_timeout(error):
-            late = is_timeout(error)
+        is_late = is_timeout(error)
+        if is_late or is_echo(error):
             self._previous_hook(kind, error, trace)
-            since = time.monotonic()
-            self._report_end(RankStatus.TIMED_OUT if late else RankStatus.LOST)
+            until = time.monotonic() + ANSWER_S
+            self._report_end(RankStatus.TIMED_OUT if is_late else RankStatus.FAILED)
             waited = f"waited {self._timeout_s:g} s (config key timeout) for another rank"
-            text = f"[{name}] {waited if late else 'lost the connection to another rank'}; {self._find_reason()}"
+            text = f"[{name}] {waited if is_late else 'lost the connection to another rank'}; {self._find_reason()}"
             error.add_note(text)
             sys.stderr.write(f"{text}\n")  # in one go: other ranks write, too
             sys.stderr.flush()
             if _under_torchrun():  # of errors in the same second its summary shows any; it ends this rank before long
-                time.sleep(max(0.0, since + ANSWER_S - time.monotonic()))
+                time.sleep(max(0.0, until - time.monotonic()))
         else:
-            self._statuses.explain(
-                f"the first error was:\n[{name}] {''.join(traceback.format_exception(error)).rstrip()}"
-            )
-            self._report_end(RankStatus.FAILED)
+            lines = "".join(traceback.format_exception(error)).rstrip()
+            self._report_end(RankStatus.FAILED, f"the first error was:\n[{name}] {lines}")
             if self._names.has_places:
                 error.add_note(f"raised on {name}")
             self._previous_hook(kind, error, trace)
@@ -223,35 +196,32 @@ class FailureWatch:
         """Who failed first. A rank that has an error of its own says so at once; others take a while to answer."""
         until = time.monotonic() + ANSWER_S
         pause = max(0.05, self._names.world_size / 500)  # one store answers all ranks
-        while not self._statuses.reason() and not self._statuses.is_gone and time.monotonic() < until:
+        while not self._statuses.reason and not self._statuses.is_gone and time.monotonic() < until:
             time.sleep(pause)
-        if not self._statuses.reason():
-            self._statuses.explain(self._guess())
-        return self._statuses.reason()
+            self._statuses.exchange()
+        if not self._statuses.reason:
+            self._statuses.exchange(reason=self._guess())
+        return self._statuses.reason or self._guess()
 
     def _guess(self) -> str:
         """The reason by what the ranks have told."""
-        told, names = self._statuses.read(), self._names
+        told, names = self._statuses.told, self._names
         if self._statuses.is_gone:
             lost = "the launcher" if self._host is None else names.name(self._host)
             return f"{lost}, which hosts the store, is gone without an error (killed, out of memory?)"
-        silent = set(range(names.world_size)) - set(told)
-        finished, running, late = (
-            [rank for rank, status in told.items() if status is one]
-            for one in (RankStatus.FINISHED, RankStatus.RUNNING, RankStatus.TIMED_OUT)
-        )
-        if silent:
+        ranks = {status: [rank for rank, theirs in told.items() if theirs is status] for status in RankStatus}
+        if silent := set(range(names.world_size)) - set(told):
             return f"no answer from {names.names(silent)} (killed, out of memory, or stopped?)"
-        if finished:
+        if finished := ranks[RankStatus.FINISHED]:
             return (
                 f"{names.names(finished)} ended without an error while others waited for it (left its loop early, or "
                 "called engine.close alone?)"
             )
-        if running and late:
+        if not ranks[RankStatus.TIMED_OUT]:
+            return "no rank has an error of its own (a broken network?)"
+        if running := ranks[RankStatus.RUNNING]:
             return f"did not reach the collective in time (hung or too slow): {names.names(running)}"
-        if late:
-            return "all ranks waited, so for different collectives: each has to run the same ones, in the same order"
-        return "no rank has an error of its own (a broken network?)"
+        return "all ranks waited, so for different collectives: each has to run the same ones, in the same order"
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -274,21 +244,22 @@ class FailureWatch:
 
     def _has_failed(self) -> bool:
         """Whether another rank has."""
-        told = self._statuses.read()
+        told = self._statuses.exchange()
         if self._statuses.is_gone and self._host is not None and told.get(self._host) is not RankStatus.FINISHED:
             return True
-        failures = RankStatus.FAILED, RankStatus.LOST, RankStatus.TIMED_OUT
-        return any(status in failures for rank, status in told.items() if rank != self._rank)
+        well = RankStatus.FINISHED, RankStatus.RUNNING
+        return any(status not in well for rank, status in told.items() if rank != self._rank)
 
     def _end_after_grace(self) -> None:
+        """End this process, unless it ends by itself in time."""
         if not self._ending.is_set():
-            self._statuses.report(RankStatus.RUNNING)
+            self._statuses.exchange(RankStatus.RUNNING)
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
-            self._statuses.reason()  # as long as the store is there
+            self._statuses.exchange()  # as long as the store is there
             if self._ending.wait(POLL_S):
                 return
-        reason = self._statuses.reason() or self._guess()
+        reason = self._statuses.reason or self._guess()
         self._dump(f"ended, because another rank has failed and this one went on for {GRACE_S:g} s; {reason}")
         os._exit(1)
 

@@ -131,8 +131,8 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
 def ensure_process_group(
     device: torch.device, timeout_s: float, backend: str | None = None, *, pipeline: int = 1, tensor: int = 1
 ) -> OwnedGroup | None:
-    """Make torchrun's process group if its variables ask for one and there is none, or give the one that was made here
-    before. Who gets it has to `join` and to `close` it.
+    """The process group that torchrun's variables ask for: made here, or by an earlier call. Who gets it has to `join`
+    and to `close` it.
 
     None if there was nothing to make: a world of 1, the group of a launch, or of the user's own.
 
@@ -150,20 +150,17 @@ def ensure_process_group(
 
 def choose_backend(config: Config, device: torch.device) -> str | None:
     """The backend that the config needs, or None for the usual one of `device`."""
-    # Parts that are in host memory are joined there, and their norms.
+    # Gradients and norms of shards in host memory are reduced there.
     return "cpu:gloo,cuda:nccl" if config.parallel.data.cpu_offload and device.type == "cuda" else None
 
 
 def find_group_problem(config: Config, device: torch.device) -> str | None:
     """Why the process group that there is already cannot do what the config needs, or None."""
-    if choose_backend(config, device) is None or not dist.is_initialized():
-        return None
-    backends = dist.get_backend_config()
-    if "cpu:" in backends:
+    if choose_backend(config, device) is None or not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return None
     return (
-        f"parallel.data.cpu_offload: the process group has no backend for tensors in host memory ({backends}); make it "
-        "with init_process_group('cpu:gloo,cuda:nccl'), or leave backend out of launch"
+        "parallel.data.cpu_offload: the process group has no backend for tensors in host memory; make it with "
+        "init_process_group('cpu:gloo,cuda:nccl'), or leave backend out of launch"
     )
 
 
@@ -183,22 +180,18 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
     `local_rank` is torchrun's LOCAL_RANK, or 0, unless given.
 
     Raises:
-        LaunchError: this machine has no such device.
+        LaunchError: this process sees no such GPU.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    try:
-        chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
-    except RuntimeError as error:
-        raise LaunchError(f"device={device!r} is no device of torch's; give 'cpu', 'cuda' or 'cuda:0'") from error
+    chosen = torch.device(("cuda" if gpus else "cpu") if device is None else device)
     if chosen.type != "cuda":
         return chosen
-    if not gpus:
-        raise LaunchError(f"device={str(device)!r}, but torch {torch.__version__} finds no CUDA device; give 'cpu'")
-    if local_rank is None:
-        local_rank = int(os.environ.get(TORCHRUN.local_rank, 0))
-    index = chosen.index if chosen.index is not None else 0 if gpus == 1 else local_rank
+    index = chosen.index
+    if index is None:
+        local_rank = int(os.environ.get(TORCHRUN.local_rank, 0)) if local_rank is None else local_rank
+        index = 0 if gpus == 1 else local_rank
     if index >= gpus:
-        origin = f"device={str(device)!r}" if chosen.index is not None else f"local rank {local_rank}"
+        origin = f"local rank {local_rank}" if chosen.index is None else f"device={str(device)!r}"
         raise LaunchError(
             f"{origin} needs GPU {index}, but this process sees {gpus} (numbered from 0); start at most {gpus} "
             "process(es) per machine, or give device='cpu'"

@@ -17,11 +17,6 @@ from ..errors import LaunchError
 from .env import Place, RankNames
 from .failures import FailureWatch, StatusStore
 
-THREADS_END_S = 0.1
-"""What threads that wait for nothing but Python and a core need at most."""
-_numbers = itertools.count()
-"""Of the groups that this process has made; all ranks count alike."""
-
 
 @dataclass(frozen=True)
 class Address:
@@ -31,28 +26,32 @@ class Address:
     port: int
 
 
+_numbers = itertools.count()  # of the groups that this process has made; all ranks count alike
 _hosted: dict[Address, dist.Store] = {}
 """The stores that rank 0 keeps, to the end of the program: who comes first to the next group could not tell a store
 that is about to close from the next one at the same address, and would wait in it."""
 
 
 class OwnedGroup:
-    """A process group that was made here, with its failure watch. Its last user's `close` destroys it."""
+    """A process group that was made here, with its failure watch. The `close` of its last user destroys it."""
 
     def __init__(self, watch: FailureWatch) -> None:
-        self._watch: FailureWatch | None = watch
+        self._watch = watch
         self._group = dist.group.WORLD
         self._users: set[object] = set()
 
     @property
     def is_there(self) -> bool:
         """Whether it still is the group of this process, of which a user may have made another one meanwhile."""
-        return self._watch is not None and dist.is_initialized() and dist.group.WORLD is self._group
+        return dist.is_initialized() and dist.group.WORLD is self._group
 
     def watch(self, engine: Any) -> None:
         """Write this rank's stacks when `engine` makes no update for most of the time limit."""
-        if self._watch is not None:
-            self._watch.watch(engine)
+        self._watch.watch(engine)
+
+    def ended(self) -> dict[int, bool]:
+        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
+        return self._watch.ended()
 
     def join(self, user: object) -> None:
         """From now on `user` needs the group."""
@@ -62,20 +61,13 @@ class OwnedGroup:
         """`user` needs it no longer. The group stays, for whoever comes next, and to report an error in flight."""
         self._users.discard(user)
 
-    def ended(self) -> dict[int, bool]:
-        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
-        return {} if self._watch is None else self._watch.ended()
-
     def close(self, user: object = None) -> None:
         """Destroy the group, unless others than `user` need it. May be called twice."""
         self.leave(user)
-        if self._watch is None or self._users:
-            return
-        is_there = self.is_there
-        self._watch.remove()
-        self._watch = None
-        if is_there:
-            dist.destroy_process_group()
+        if not self._users:
+            self._watch.remove()
+            if self.is_there:
+                dist.destroy_process_group()
 
 
 def make_group(
@@ -130,36 +122,29 @@ def make_group(
 def let_threads_finish() -> None:
     """Before the interpreter shuts down: let gloo's threads drop the tensors that they still hold.
 
-    They need Python for that. Where it is shutting down it ends the thread that asks for it, which C++ answers with
-    "terminate called without an active exception": the process aborts, after all of its work is done. Seen on loaded
-    machines, some time after the last collective.
+    A thread that asks for Python's lock during the shutdown is ended, which C++ answers by aborting the process
+    ("terminate called without an active exception"), after all of its work is done.
     """
-    time.sleep(THREADS_END_S)
+    time.sleep(0.1)
 
 
 def _make_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
-    # It outlives the group, whose addresses would be taken for those of the next one: of one that this process has
-    # closed, or under torchrun that of ranks that --max-restarts has started again.
-    number = f"group_{next(_numbers)}"
-    if address is None and _agent_hosts_store():
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        # Agents of several machines count restarts differently.
-        alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "any"
-        return dist.PrefixStore(f"restart_{restarts}/{number}", store)
+    """A part of the store at `address` that only this group uses: a store outlives a group, whose ranks' addresses
+    would be taken for those of the next one."""
+    part = f"group_{next(_numbers)}"
+    if address is None and _agent_hosts_store():  # it outlives ranks that --max-restarts starts again, too
+        alone = os.environ.get("GROUP_WORLD_SIZE") == "1"  # agents of several machines count restarts differently
+        part = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else 'any'}/{part}"
     where = address or Address(os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
     if where not in _hosted:
-        _hosted[where] = _host_store(place, address, timeout)
+        if address is None:
+            _hosted[where], _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        else:
+            host = address.host.strip("[]")  # an IPv6 address as in a URL
+            is_host = place.rank == 0
+            _hosted[where] = dist.TCPStore(host, address.port, place.world_size, is_host, timeout=timeout)
     _hosted[where].set_timeout(timeout)
-    return dist.PrefixStore(number, _hosted[where])
-
-
-def _host_store(place: Place, address: Address | None, timeout: timedelta) -> dist.Store:
-    if address is None:
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        return store
-    host = address.host.strip("[]")  # an IPv6 address as in a URL
-    return dist.TCPStore(host, address.port, place.world_size, is_master=place.rank == 0, timeout=timeout)
+    return dist.PrefixStore(part, _hosted[where])
 
 
 def _agent_hosts_store() -> bool:

@@ -328,7 +328,7 @@ def test_a_loop_over_batches_that_are_not_sharded_is_told_once():
     for name, said in first.items():
         assert len(said) == (name in expected), (name, said)
         assert name not in expected or said[0].startswith(f"[rank 0] {expected[name]}")
-    assert "That one is not sharded: 2 data ranks train on the same batches" in first["given, not iterated"][0]
+    assert "That one is not sharded over the 2 data rank(s)" in first["given, not iterated"][0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -339,7 +339,7 @@ def test_in_one_process_another_loader_is_told_where_the_end_of_an_epoch_counts(
             engine.backward(engine.criterion(engine(inputs), targets))
             engine.step()
     assert len(said) == accumulation - 1
-    assert all("The engine does not see where that one ends" in text for text in said)
+    assert all("the engine does not see where it ends" in text for text in said)
 
 
 class Choosing(Numbers):
