@@ -38,7 +38,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     """Copy each source into its target and convert its dtype; one launch for each pair of dtypes."""
     # With several dtypes in one list CUDA launches a copy per tensor; before torch 2.11 it wrote wrong values.
     pairs = [(target.dtype, source.dtype) for target, source in zip(targets, sources, strict=True)]
-    if len(set(pairs)) <= 1:
+    if len(set(pairs)) == 1:
         torch._foreach_copy_(list(targets), list(sources))
         return
     for pair in dict.fromkeys(pairs):
