@@ -249,8 +249,10 @@ class MixedPrecisionOptimizer:
     def _fit(self, shards: Sequence[ParamShard], grads: Grads) -> None:
         """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, and free the old."""
         targets = [self.master_weights.stepped[shard] for shard in shards]
-        grads.update(zip(shards, fit_grads([grads[shard] for shard in shards], targets), strict=True))
-        clear_grads([shard.param for shard in shards])
+        for shard, grad in zip(shards, fit_grads([grads[shard] for shard in shards], targets), strict=True):
+            if grad is not grads[shard]:
+                grads[shard] = grad
+                clear_grads([shard.param])
 
     def _step_bucket(
         self,

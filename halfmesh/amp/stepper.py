@@ -84,7 +84,8 @@ class Stepper:
                 many buckets.
         """
         for target, grad in zip(targets, grads, strict=True):
-            target.grad = grad
+            if target.grad is not grad:
+                target.grad = grad
         attributes, groups = vars(self.optimizer), self.optimizer.param_groups
         if self.folds:
             attributes.update(grad_scale=divisor, found_inf=found_inf)
