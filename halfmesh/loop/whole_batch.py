@@ -82,7 +82,8 @@ class WholeBatch:
         joined = []
         parts = zip(*(tensors_of(self._outputs[index]) for index in range(len(self._outputs))), strict=True)
         for some, whole in zip(parts, self._whole, strict=True):
-            joined.append(torch.cat(some, _batch_dim(some, whole.shape)).to(device))
+            tensor = torch.cat(some, _batch_dim(some, whole.shape)).to(device)
+            joined.append(tensor.requires_grad_(whole.requires_grad))  # by which a criterion may choose its inputs
         following = iter(joined)
         return map_tensors(lambda _: next(following), self._outputs[0])
 
