@@ -12,7 +12,6 @@ import torch
 from torch import nn, optim
 
 from . import compat, compilation, inputs
-from .amp._torch import has_step_hooks
 from .amp.convert import convert
 from .amp.gradient_watch import SHARDED, UNDIVIDED
 from .amp.optimizer import MixedPrecisionOptimizer
@@ -81,18 +80,18 @@ def initialize(
 ) -> Engine:
     """Make a model, an optimizer and a config into an engine.
 
-    Everything is checked first, all problems are reported together, and a refusal leaves the arguments untouched.
-    Then the model is moved to the device, all ranks take over rank 0's weights, and the model is cast to the config's
-    precision in place; the optimizer's groups are re-pointed where fp32 masters are kept.
+    Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
+    to the device, takes rank 0's weights, and is divided and cast in place; the optimizer steps fp32 masters where the
+    mode keeps them.
 
     Args:
-        model: the model, in fp32 (mode NAIVE also takes its own half precision), or a callable that builds it, of which
-            this rank makes what it holds only (as of a model that was built under `halfmesh.deferred_init`).
+        model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
+            rank's part is materialised (as of a model built under `halfmesh.deferred_init`).
         optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
-        dataloader: training DataLoader; its batch size is per data rank. It is sharded over the data ranks.
+        dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
         config: path of a .py, .yaml or .json file, a dict, a Config, or what a `launch*` function returned.
-        eval_dataloader: evaluation DataLoader, sharded without padding: no sample is counted twice.
+        eval_dataloader: evaluation DataLoader, sharded without padding: each sample once.
         lr_scheduler: built on `optimizer`, or a callable `optimizer -> scheduler`.
         device: where to train; by default the launch's, else this rank's GPU if there is one, else the CPU.
 
@@ -147,7 +146,7 @@ def _prepare(
     group: launching.OwnedGroup | None,
     plans: Plans,
 ) -> tuple[ParallelContext, list[Any], Plans, Late | None]:
-    """What all ranks find out together, before anything is changed."""
+    """Checks of all ranks together, before anything is changed."""
     parallel = config.parallel
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
@@ -178,7 +177,7 @@ def _convert(
     plans: Plans,
     late: Late | None,
 ) -> tuple[EngineParts, EffectivePlan]:
-    """From here on the caller's objects change."""
+    """Divide and cast the model, and build the parts. From here on the caller's objects change."""
     context.start_equal(given.model, given.optimizer)
     # Before the model goes to the device, which may not have room for all of it.
     division = Division(given.model, given.optimizer, plans, config, context, late)
@@ -189,29 +188,18 @@ def _convert(
         given.model, given.optimizer, shards, recipe, context, options, division.update_device, backend.cast_model
     )
     precision = backend.precision(recipe, context.device)
-    if division.divides and has_step_hooks(given.optimizer, update.stepper.guard):
-        _log.warning(
-            "the optimizer has hooks around its step; they will see this rank's parts of the model, and norms of "
-            "gradients there are not the model's"
-        )
-    lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
     if division.tensor is not None or division.cut is not None:
         update.gradient_watch.why = SHARDED
     elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = _make_reduction(given.model, update, context, config, division)
-    dp = AxisRanks(context, "dp")
     cycle = config.gradient_accumulation, config.loss_reduction
-    accumulation = Accumulation(update, precision, *cycle, dp, reducer, SameTrained(context))
+    accumulation = Accumulation(update, precision, *cycle, AxisRanks(context, "dp"), reducer, SameTrained(context))
     executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
     division.checkpoint_and_compile(given.model)
-    place: dict[str, Any] = {"context": context, "seed": config.seed}
-    dataloader = None
-    if loaders[0] is not None:  # alone, each batch closes its cycle, whatever follows
-        needs_end = config.gradient_accumulation > 1
-        dataloader = EngineDataLoader(loaders[0], on_epoch_end=lr.end_epoch, needs_end=needs_end, **place)
-    eval_dataloader = None if loaders[1] is None else EngineDataLoader(loaders[1], **place)
-    optimizer = update.optimizer
+    lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
+    train, evaluation = loaders
+    needs_end = config.gradient_accumulation > 1  # alone, each batch closes its cycle, whatever follows
     parts = EngineParts(
         model=given.model,
         criterion=given.criterion,
@@ -223,17 +211,13 @@ def _convert(
         accumulation=accumulation,
         lr=lr,
         config=config,
-        dataloader=dataloader,
-        eval_dataloader=eval_dataloader,
+        dataloader=None if train is None else EngineDataLoader(train, context, config.seed, lr.end_epoch, needs_end),
+        eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
         average=WeightAverage(update),
-        guard=ModelGuard(given.model, optimizer, accumulation, update.recipe, context.device, division),
+        guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
         statistics=StatisticsCheck(given.model, update.recipe, context.dp_rank == context.tp_rank == 0),
     )
-    if division.offload is not None and context.device.type == "cpu":
-        _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
-    if config.parallel.data.cpu_offload and (context.device.type == "cpu" or division.sharded is None):
-        why = "one data rank holds all weights" if division.sharded is None else "weights are in host memory already"
-        _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
+    _warn_of_offload(config, division, context.device)
     plan = make_plan(parts, recipe, given.dataloader)
     _log.info("%s", plan)
     for advice in find_advice(config) if context.dp_size > 1 else ():
@@ -241,8 +225,16 @@ def _convert(
     return parts, plan
 
 
+def _warn_of_offload(config: Config, division: Division, device: torch.device) -> None:
+    if division.offload is not None and device.type == "cpu":
+        _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
+    if config.parallel.data.cpu_offload and (device.type == "cpu" or division.sharded is None):
+        why = "one data rank holds all weights" if division.sharded is None else "weights are in host memory already"
+        _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
+
+
 def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
-    """Adds the hooks that the config asks for. The modules of features that it does not ask for are not imported."""
+    """Add the hooks that the config asks for. Modules of other features are not imported."""
     config, context, hooks = parts.config, parts.context, list[EngineHook]()
     checkpointer = Checkpointer(parts)
     if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
@@ -271,8 +263,7 @@ def _make_reduction(
     config: Config,
     division: Division,
 ) -> Reduction | None:
-    """What makes gradients complete: over the data ranks, then over the tensor group, then over stages that share a
-    parameter."""
+    """What completes gradients: over the data ranks, the tensor group, and stages that share a parameter."""
     reductions: list[Reduction] = []
     if context.dp_size > 1:
         reductions.append(_over_data_ranks(model, update, context, config, division))
@@ -306,7 +297,7 @@ def _over_data_ranks(
 
 
 def _resume(engine: Engine) -> None:
-    """Go on from what the config says."""
+    """Load the checkpoint that the config's `resume` names."""
     if engine.config.resume is None:
         return
     from .checkpoint.preemption import find_resumed
@@ -352,7 +343,6 @@ def _has_params(model: Any) -> bool:
 
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
-    mode = config.precision.mode if config.precision else None
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     device_problem = device_problem or launching.find_group_problem(config, device)
     if not device_problem and config.compile.enabled:
@@ -360,7 +350,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [
-        *inputs.find_model_problems(given.model, recipe, mode),
+        *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None),
         *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if _has_params(given.model) else ()),
         *inputs.find_other_problems(
             given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
@@ -391,7 +381,7 @@ def _update_options(config: Config) -> UpdateOptions:
 
 
 def _move_state(optimizer: optim.Optimizer) -> None:
-    """Optimizer state follows its parameters; counters of unfused optimizers stay on the CPU, as torch has them."""
+    """Move optimizer state to its parameters; the step counters of unfused optimizers stay on the CPU, as in torch."""
     for param, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:

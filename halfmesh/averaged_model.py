@@ -24,9 +24,8 @@ class AveragedModel:
             evaluate(engine)
         average.save_weights("average.safetensors")
 
-    After each update that was taken, average = decay x average + (1 - decay) x weights. Each rank averages what it
-    steps, the fp32 masters where there are any; that takes 4 bytes for each of these. Buffers are the model's own.
-    Checkpoints hold the average, in every layout and precision.
+    After each update that was taken, average = decay * average + (1 - decay) * weights, of the fp32 masters where there
+    are any: 4 bytes for each weight that this rank steps. Buffers are not averaged. Checkpoints hold the average.
     """
 
     def __init__(self, parts: EngineParts, checkpointer: Checkpointer, decay: float) -> None:
@@ -37,8 +36,7 @@ class AveragedModel:
 
     @property
     def decay(self) -> float:
-        """How much of the average each update keeps: 0 <= decay < 1. May be set at any time, as for a warmup:
-        `average.decay = min(0.999, (1 + step) / (10 + step))`."""
+        """0 <= decay < 1; may be set at any time, as for a warmup: `min(0.999, (1 + step) / (10 + step))`."""
         assert self._average.decay is not None
         return self._average.decay
 
@@ -46,8 +44,7 @@ class AveragedModel:
     def decay(self, decay: float) -> None:
         if type(decay) not in (int, float) or not 0 <= decay < 1:
             raise InputError(
-                f"decay={show(decay)} is not a share of the average that each update keeps; give 0 <= decay < 1, such "
-                "as 0.999"
+                f"decay={show(decay)} is not the share of the average that each update keeps; give 0 <= decay < 1"
             )
         self._average.decay = decay
 
@@ -55,11 +52,8 @@ class AveragedModel:
     def applied(self) -> Iterator[None]:
         """A scope in which the model computes with the averaged weights, for evaluation. All ranks together.
 
-        Afterwards the weights are those of before, bit for bit. In between they are held aside: 4 bytes for each that
-        this rank steps, under zero1 also the model's.
-
-        Raises:
-            InputError: within itself. In the scope: of `step`, and of what saves or loads training.
+        The weights are kept aside and put back, bit for bit: 4 bytes for each that this rank steps. In the scope
+        `backward`, `step` and what saves or loads training raise InputError.
         """
         parts, average = self._parts, self._average
         parts.refuse_if_closed()

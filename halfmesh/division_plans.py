@@ -111,8 +111,8 @@ def balance_by_time(
         found = "it is deferred: its weights have no values yet"
     elif context.rank == 0:
         scope = Precision(recipe, context.device).autocast
-        rows = (loader.batch_size or 1) // (config.parallel.pipeline.microbatches or 1)
         try:
+            rows = (loader.batch_size or 1) // (config.parallel.pipeline.microbatches or 1)
             with OwnRandomness(config.seed):
                 call = sample_call(model, loader, max(1, rows), context.device)
                 found = measure(model, plans.partition.pieces, call, context.device, scope)

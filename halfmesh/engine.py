@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """What `halfmesh.initialize` returns. The loop is the same for every config:
+    """What `halfmesh.initialize` returns. The loop is the same for every precision and layout:
 
         for images, labels in engine.dataloader:
             engine.zero_grad()
@@ -34,10 +34,10 @@ class Engine:
             engine.step()
 
     Attributes:
-        model: what this rank holds of the model, under the whole model's parameter names.
+        model: this rank's stage and shards of the model, under the whole model's parameter names.
         context: the parallel layout.
         config: the config, as loaded.
-        plan: what the config came down to, as initialize has printed it.
+        plan: the effective plan that initialize prints.
     """
 
     def __init__(
@@ -52,38 +52,12 @@ class Engine:
         self._set_hooks(hooks)
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]  # its own would miss the model's gradients
 
-    def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
-        self._hooks = tuple(hooks)
-        self._before_forward = self._hooks_on("before_forward")
-        self._after_backward = self._hooks_on("after_backward")
-        self._before_step = self._hooks_on("before_step")
-        self._after_step = self._hooks_on("after_step")
-        self._on_error = self._hooks_on("on_error")
-        before_fetch = self._hooks_on("before_fetch")
-        if self._parts.dataloader is not None and before_fetch:
-            self._parts.dataloader.before_fetch = lambda: _call(before_fetch)
-
-    @contextmanager
-    def _with_hook(self, hook: EngineHook) -> Iterator[None]:
-        """A scope in which `hook` takes part in the loop, too."""
-        self._set_hooks([*self._hooks, hook])
-        try:
-            yield
-        finally:
-            self._set_hooks(other for other in self._hooks if other is not hook)
-
-    def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
-        """The hooks' methods for `event`, of those that override it."""
-        default = getattr(EngineHook, event)
-        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
-
     # -- the loop ----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these inputs, in the config's precision.
 
-        Under a pipeline, in training and with gradients, it is a handle: for `criterion`, and after `backward`, with
-        `keep_outputs`, to be used like the output. All ranks of a pipeline call this with the same inputs.
+        Under a pipeline, in training, a handle for `criterion`; with `keep_outputs` it is the output after `backward`.
         """
         parts = self._parts
         parts.refuse_if_closed()
@@ -99,7 +73,7 @@ class Engine:
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
 
-        Of a handle it is one, too, to be used like the loss of the whole batch after `backward`, on every rank.
+        Of a handle it is a handle, too: the loss of the whole batch, on every rank, after `backward`.
         """
         parts = self._parts
         if parts.criterion is None:
@@ -109,12 +83,11 @@ class Engine:
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
 
-        `step` frees the gradients that it uses, so a forgotten `zero_grad` does no harm. On the last microbatch of a
-        cycle the gradients are reduced over the data ranks while backward runs. Under a pipeline all microbatches go
-        forward and backward here.
+        At the end of a cycle they are reduced over the data ranks while backward runs. Under a pipeline forward and
+        backward of all microbatches run here.
 
         Args:
-            loss_id: which of the `num_losses` losses this is (mode APEX); each has a loss scale of its own.
+            loss_id: which of the `num_losses` losses this is (mode APEX); each has its own loss scale.
 
         Raises:
             InputError: not a scalar with a graph, or an unknown `loss_id`.
@@ -139,8 +112,8 @@ class Engine:
         """Count one microbatch, and at the end of a cycle take one optimizer step.
 
         Args:
-            last: end the cycle here, also without a new backward (leftover batches of a loader of your own, or an
-                epoch that was left early; `engine.dataloader` knows its end).
+            last: end the cycle here, also without a new backward: after the last batch of a loader of your own, or
+                after a `break` (`engine.dataloader` knows its end).
 
         Returns:
             The step's result, or None inside an accumulation cycle.
@@ -148,7 +121,7 @@ class Engine:
         Raises:
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
-            SyncError: with `debug="sync"`, on all ranks: they differ in what they should have in common.
+            SyncError: with `debug="sync"`: the ranks differ where they should be equal.
         """
         parts = self._parts
         parts.refuse_if_closed()
@@ -187,21 +160,15 @@ class Engine:
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; does nothing inside an accumulation cycle (`step(last=True)` ends one early).
-
-        `set_to_none` is accepted because this stands in for `optimizer.zero_grad`; gradients are always freed.
-        """
+        """Free the gradients; does nothing inside an accumulation cycle. (`set_to_none` is there for code of torch.)"""
         if not self._parts.accumulation.in_progress:
             self._parts.accumulation.clear()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the next update to `max_norm` instead of the config's `clip_grad_norm`.
 
-        Returns:
-            The norm of the unscaled gradients over all ranks before clipping (0-dim).
-
-        Raises:
-            InputError: inside an accumulation cycle, or before backward.
+        Returns the norm of the unscaled gradients over all ranks before clipping (0-dim). Raises InputError inside an
+        accumulation cycle, or before backward.
         """
         accumulation = self._parts.accumulation
         if not accumulation.has_backward:
@@ -223,14 +190,11 @@ class Engine:
         return self
 
     def eval(self) -> Engine:
-        """Put the model into evaluation mode. No communication: the ranks' BatchNorm statistics are already equal."""
+        """Put the model into evaluation mode."""
         return self.train(False)
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[Any]:
-        """The scope that forward and criterion run in, for computations of your own; `enabled=False` leaves it again.
-
-        Within a model `torch.autocast(device_type, enabled=False)` does the same.
-        """
+        """The scope of forward and criterion, for computations of your own; `enabled=False` leaves it again."""
         return self._parts.precision.autocast(enabled)
 
     # -- what can be read --------------------------------------------------------------------------------------
@@ -249,16 +213,12 @@ class Engine:
     @property
     def dataloader(self) -> EngineDataLoader:
         """The loader given, sharded over the data ranks, its batches on the device. Raises InputError without one."""
-        if self._parts.dataloader is None:
-            raise InputError("no dataloader was given to initialize; pass one, or iterate a loader of your own")
-        return self._parts.dataloader
+        return _required(self._parts.dataloader, "dataloader")
 
     @property
     def eval_dataloader(self) -> EngineDataLoader:
-        """The same for evaluation, without padding: no sample is there twice. Raises InputError without one."""
-        if self._parts.eval_dataloader is None:
-            raise InputError("no eval_dataloader was given to initialize; pass one, or iterate a loader of your own")
-        return self._parts.eval_dataloader
+        """The same for evaluation, without padding: each sample once. Raises InputError without one."""
+        return _required(self._parts.eval_dataloader, "eval_dataloader")
 
     @property
     def has_dataloader(self) -> bool:
@@ -324,8 +284,7 @@ class Engine:
     def master_params(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps: the fp32 masters where there are any, else the model's parameters.
 
-        Raises:
-            InputError: between backward and step, where masters have no gradients yet.
+        Raises InputError between backward and step, where masters have no gradients yet.
         """
         if self._parts.accumulation.holds_gradients:
             raise InputError(
@@ -338,7 +297,7 @@ class Engine:
 
     @contextmanager
     def precision_report(self) -> Iterator[PrecisionReport]:
-        """What the config's precision does to the numbers of each layer, measured in a real update:
+        """Measure what the precision does to the numbers of each layer, in a real update. All ranks together.
 
             with engine.precision_report() as report:
                 loss = engine.criterion(engine(images), labels)
@@ -346,14 +305,8 @@ class Engine:
                 engine.step()
             print(report)
 
-        All ranks together; with accumulation go through a whole cycle. Nothing of the run changes, but compiled modules
-        run uncompiled in it, and each module is waited for.
-
-        Yields:
-            The report, filled at the end of the block, the same on all ranks; `report.to_dict()` gives plain values.
-
-        Raises:
-            InputError: within an accumulation cycle; or no step was taken in the block.
+        The report is filled at the end of the block, the same on all ranks; `report.to_dict()` gives plain values.
+        Compiled modules run uncompiled in it. Raises InputError within an accumulation cycle, or without a step.
         """
         self._parts.before_call("engine.precision_report()")
         from .debug.precision import PrecisionSurvey
@@ -369,21 +322,15 @@ class Engine:
 
     @contextmanager
     def count_flops(self) -> Iterator[dict[str, int]]:
-        """Floating point operations of forward, criterion and backward, a multiplication and an addition being two:
+        """Count the floating point operations of forward, criterion and backward. All ranks together.
 
             with engine.count_flops() as flops:
                 engine.backward(engine.criterion(engine(images), labels))
 
-        Products of matrices, convolutions and attention are counted while they run; what is computed again for
-        activation checkpointing, and what comes after the first `engine.step`, is not. All ranks together. Nothing of
-        the run changes, but compiled modules run uncompiled in it.
-
-        Yields:
-            By dtype, {"torch.bfloat16": 12345}, of all the ranks that compute this data rank's batch; filled at the end
-            of the block.
-
-        Raises:
-            InputError: within an accumulation cycle; or it cannot be counted (an operator without a formula).
+        Counts products of matrices, convolutions and attention (a multiplication and an addition are two) up to the
+        first `step`, without what activation checkpointing recomputes. At the end of the block `flops` has them by
+        dtype, {"torch.bfloat16": 12345}, of all ranks that compute this data rank's batch. Compiled modules run
+        uncompiled in it. Raises InputError within an accumulation cycle, or if an operator has no formula.
         """
         self._parts.before_call("engine.count_flops()")
         from .debug.flops import FlopCounter, counted
@@ -395,107 +342,73 @@ class Engine:
     # -- saving and loading ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for an exact resume in the same layout: of a divided model this
-        rank's parts.
+        """Everything that the next step depends on, for an exact resume in the same layout; this rank's shards.
 
-        The model's entry holds the fp32 masters where there are any, and the other weights in the dtype they came
-        with; `engine.model.state_dict()` does, too. Tensors are not copied: save or copy them before the next step.
-
-        Raises:
-            InputError: inside an accumulation cycle, whose gradients would be lost.
+        Weights are the fp32 masters where there are any. Tensors are not copied: save or copy them before the next
+        step. Raises InputError inside an accumulation cycle, whose gradients would be lost.
         """
         self._parts.accumulation.refuse_unfinished("engine.state_dict()")
         return self._checkpointer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken, with the batch after the last one that was trained on."""
+        """Continue exactly where `state_dict` was taken."""
         self._parts.accumulation.refuse_averaged("engine.load_state_dict()")
         self._checkpointer.load_state_dict(state)
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
         """Write a checkpoint of everything, `directory/step-00001200`: complete, or not at all. All ranks together.
 
-        It holds the tensors of the whole, undivided model, and can be loaded in any layout and precision.
+        It can be loaded in any layout and precision. Returns its folder.
 
         Args:
             directory: a folder that all ranks share; it is made if it is not there.
             keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
-            in_background: return as soon as the state is copied to the host, and write it while training goes on. The
-                copy takes as much memory as what is saved of this rank, and is kept for the next save. The next save,
-                `load`, `close`, `wait_for_save` and the end of the process wait until it is written.
-
-        Returns:
-            The checkpoint's folder. With `in_background` it is there when it is complete.
+            in_background: copy the state to the host (its size once more, kept for the next save), return, and write it
+                while training goes on. The next `save`, `load`, `wait_for_save` or `close` waits for it.
 
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
-            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact. In the
-                background it is logged, and raised by the next `save`, `load`, `wait_for_save` or `close`.
+            CheckpointError: some rank could not write; raised on all ranks. Earlier checkpoints are intact.
         """
         self._parts.before_call("engine.save()")
         return self._checkpointer.save(Path(directory), keep, in_background)
 
     def wait_for_save(self) -> None:
-        """Return when what `save(in_background=True)` began is complete, at once if there is nothing.
-
-        Raises:
-            CheckpointError: it failed; raised on all ranks, which call this together.
-        """
+        """Wait until `save(in_background=True)` is complete. All ranks together; CheckpointError if it failed."""
         self._checkpointer.wait()
 
     def load(self, directory: str | Path) -> Path:
         """Go on from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
 
-        In the layout in which it was saved, training goes on exactly as it would have, with the batch after the last
-        one that was trained on.
-
-        Args:
-            directory: what was given to `save`, of which the newest complete checkpoint is taken, or a checkpoint.
-
-        Returns:
-            The checkpoint's folder.
+        `directory` is a checkpoint, or a folder of which the newest complete one is taken; the checkpoint's folder is
+        returned. In the layout in which it was saved, training goes on exactly, with the next batch.
 
         Raises:
-            CheckpointError: there is none, or it was damaged or changed since it was written.
+            CheckpointError: there is none, or it is damaged.
             InputError: it is of another model or optimizer. Nothing has changed then.
         """
         self._parts.before_call("engine.load()", keeps_gradients=False)
         return self._checkpointer.load(Path(directory))
 
     def attach(self, name: str, holder: Stateful) -> None:
-        """Save the state of `holder` with the engine's, whoever saves: counters of the loop, for example.
+        """Save the state of `holder` with the engine's under `name`: counters of the loop, for example.
 
-        `holder.state_dict()` is called on each rank by every save, and must not talk to other ranks. A load gives each
-        rank its own back by `holder.load_state_dict(state)`, in another layout all ranks that of rank 0. What was
-        loaded before this call is given at once.
-
-        Args:
-            name: by which it is found in a checkpoint.
-
-        Raises:
-            InputError: the name is taken, or `holder` lacks one of the two methods.
+        Every save calls `holder.state_dict()`, which must not communicate. A load gives each rank its own state back
+        by `holder.load_state_dict(state)`, in another layout rank 0's; what was loaded before this call is given at
+        once. Raises InputError if the name is taken, or a method is missing.
         """
         self._parts.refuse_if_closed()
         self._checkpointer.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
-        """Let go of what `attach` was given.
-
-        Args:
-            keep: its last state goes on being saved, and is given to what is attached by that name next.
-
-        Raises:
-            InputError: there is nothing of that name.
-        """
+        """Undo `attach`. With `keep` the last state is still saved, and given to what is attached by that name next."""
         self._checkpointer.detach(name, keep)
 
     def preempt(self) -> None:
-        """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: all ranks save after this step
-        or one of the next two, and raise `Preempted`, which ends the process with status 75. May be called by a handler
-        of signals.
+        """End the run, as the config's `checkpoint.signals` do. May be called on one rank, and by a signal handler.
 
-        Raises:
-            InputError: the config has no `checkpoint`.
+        All ranks save after this step or one of the next two, and raise `Preempted`, which ends the process with
+        status 75. Raises InputError if the config has no `checkpoint`.
         """
         self._parts.refuse_if_closed()
         self._checkpointer.preempt()
@@ -503,46 +416,31 @@ class Engine:
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0
     ) -> None:
-        """Write the whole model's weights, in full precision, under the names that they have without halfmesh. All
-        ranks together; rank 0 writes, and has no more than one file in memory.
+        """Write the whole model's weights, in full precision, under their own names, on rank 0. All ranks together.
 
-        Args:
-            path: the file. What is larger than `max_file_gb` goes into several, with an index, as Hugging Face names
-                them: model-00001-of-00002.safetensors, model.safetensors.index.json.
-            format: "torch" is what `torch.save(model.state_dict(), path)` writes.
-
-        Raises:
-            CheckpointError: it could not be written. InputError: an argument is wrong.
+        More than `max_file_gb` goes into several files with an index, named as Hugging Face does. Format "torch" is
+        what `torch.save(model.state_dict(), path)` writes. Raises CheckpointError.
         """
         self._parts.refuse_if_closed()
         self.context.agree_on_call("engine.save_weights")
         self._checkpointer.save_weights(path, format, max_file_gb)
 
     def load_weights(self, path: str | Path) -> None:
-        """Take the model's weights, and masters, from a file of `save_weights`, or of another program that has the same
-        names; each rank reads its part. The optimizer's state stays as it is. All ranks together.
+        """Load the model's weights, and masters, from a file with the same names. All ranks together.
 
-        Raises:
-            CheckpointError: it cannot be read. InputError: names or shapes differ, or values are beyond fp16 where the
-                model computes in it. Nothing has changed then.
+        The optimizer's state stays as it is. Raises CheckpointError if the file cannot be read, and InputError if
+        names, shapes or values (in fp16) do not fit; nothing has changed then.
         """
         self._parts.before_call("engine.load_weights()")
         self._checkpointer.load_weights(Path(path))
 
     def averaged_model(self, decay: float) -> AveragedModel:
-        """Begin an exponential moving average (EMA) of the weights. All ranks call this.
+        """Begin an exponential moving average (EMA) of the weights, of which each update keeps the share `decay`.
 
-        It begins with the weights as they are now; after a load of a checkpoint that has an average, with that.
-        `load` and `load_weights` of what has none begin it anew, with the loaded weights.
-
-        Args:
-            decay: how much of the average each update keeps: 0.999, or 0.9999 for long runs.
-
-        Raises:
-            InputError: `decay` is not within 0 <= decay < 1, or this engine has an average.
+        It begins with the present weights, or with the average of a checkpoint that was loaded; loading a checkpoint
+        without one begins it anew. All ranks together.
         """
         self._parts.refuse_if_closed()
-        self._parts.accumulation.refuse_averaged("engine.averaged_model()")
         average = self._parts.average
         if average.decay is not None:
             raise InputError(
@@ -556,13 +454,10 @@ class Engine:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give model and optimizer back as they came, with the trained weights, and free what this engine made.
+        """Give model and optimizer back as they came, with the trained weights. All ranks together.
 
-        A model that was fp32 is fp32 again, with the masters' values, and whole on every rank where its layers were
-        divided (all ranks call this together); the optimizer holds its parameters again.
-
-        Raises:
-            CheckpointError: what was saved in the background could not be written; the engine is closed then, too.
+        The model is whole on every rank, in the dtype it came in, and the optimizer holds its parameters again. Raises
+        CheckpointError, after closing, if a save in the background failed.
         """
         parts = self._parts
         parts.accumulation.refuse_averaged("engine.close()")
@@ -575,14 +470,8 @@ class Engine:
             self._give_back()
             self.context.close()
 
-    def _close_hooks(self, error: BaseException | None) -> None:
-        """End the hooks, because of `error` if there is one."""
-        hooks, self._hooks = self._hooks, ()
-        for hook in hooks:
-            hook.close(error)
-
     def _give_back(self, whole: bool = True) -> None:
-        """Without `whole`, divided layers stay so: other ranks may be gone."""
+        """Without `whole`, the model stays divided: other ranks may be gone."""
         parts = self._parts
         if parts.closed:
             return
@@ -618,6 +507,44 @@ class Engine:
             "initialize returns one Engine, not Colossal-AI's tuple: write `engine = initialize(...)` and use "
             "engine.dataloader, engine.eval_dataloader and engine.lr_scheduler"
         )
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
+        self._hooks = tuple(hooks)
+        self._before_forward = self._hooks_on("before_forward")
+        self._after_backward = self._hooks_on("after_backward")
+        self._before_step = self._hooks_on("before_step")
+        self._after_step = self._hooks_on("after_step")
+        self._on_error = self._hooks_on("on_error")
+        before_fetch = self._hooks_on("before_fetch")
+        if self._parts.dataloader is not None and before_fetch:
+            self._parts.dataloader.before_fetch = lambda: _call(before_fetch)
+
+    def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
+        """The hooks' methods for `event`, of those that override it."""
+        default = getattr(EngineHook, event)
+        return tuple(getattr(hook, event) for hook in self._hooks if getattr(type(hook), event) is not default)
+
+    @contextmanager
+    def _with_hook(self, hook: EngineHook) -> Iterator[None]:
+        """A scope in which `hook` takes part in the loop, too."""
+        self._set_hooks([*self._hooks, hook])
+        try:
+            yield
+        finally:
+            self._set_hooks(other for other in self._hooks if other is not hook)
+
+    def _close_hooks(self, error: BaseException | None) -> None:
+        hooks, self._hooks = self._hooks, ()
+        for hook in hooks:
+            hook.close(error)
+
+
+def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:
+    if loader is None:
+        raise InputError(f"no {name} was given to initialize; pass one, or iterate a loader of your own")
+    return loader
 
 
 def _call(hooks: tuple[Callable[[], None], ...]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a model and its batches can go through a pipeline; before anything is cut."""
+"""Whether a model and its batches fit a pipeline, before the model is split."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
-from torch.utils.data import IterableDataset
 
 from ._torch import is_compiled
 from .errors import did_you_mean, shorten
@@ -17,7 +16,7 @@ from .parallel.pipeline.partition import Partition, resolve
 _log = get_logger(__name__)
 
 _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
-"""Settings that join all parameters: LAMB's clipping, the step size that Prodigy and D-Adaptation find."""
+"""Options that act on all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
 
 if TYPE_CHECKING:
     from .config.schema import PipelineConfig
@@ -25,14 +24,13 @@ if TYPE_CHECKING:
 
 def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
     """Why `optimizer` cannot step the parameters of one stage by themselves, if it cannot."""
-    for group in optimizer.param_groups:
-        for key in _OF_ALL_PARAMETERS:
-            if group.get(key):
-                return (
-                    f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all its "
-                    "parameters together, but each rank of a pipeline holds its stage's only; set it to None (for "
-                    "clipping there is clip_grad_norm in the config), or use another optimizer"
-                )
+    keys = ((key, group[key]) for group in optimizer.param_groups for key in _OF_ALL_PARAMETERS if group.get(key))
+    for key, value in keys:
+        return (
+            f"optimizer: {type(optimizer).__name__} has {key}={value!r}, which it applies to all its parameters "
+            "together, but each rank of a pipeline holds its stage's only; set it to None (for clipping there is "
+            "clip_grad_norm in the config), or use another optimizer"
+        )
     return None
 
 
@@ -46,15 +44,18 @@ def make_partition(
     synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synced:
         problems.append(
-            f"{shorten(synced)}: SyncBatchNorm joins all ranks, but those of other stages do not have the layer; use "
-            "BatchNorm, whose running statistics are averaged over the data ranks"
+            f"{shorten(synced)}: SyncBatchNorm joins all ranks, but other stages do not have the layer; use BatchNorm, "
+            "whose running statistics are averaged over the data ranks"
         )
     _warn_of_sequences(model)
     partition, more = resolve(model, config.size, config.chunks, config.partition)
     problems += [f"parallel.pipeline: {problem}" for problem in more]
     problems += _find_unknown_arguments(model, criterion, config.non_split)
-    if config.balance == "time":
-        problems += _find_timing_problems(loader, config)
+    if config.balance == "time" and not isinstance(config.partition, str):
+        problems.append(
+            "parallel.pipeline.balance='time': partition names where the stages begin, so there is nothing to balance; "
+            "remove one of the two"
+        )
     size, microbatches = getattr(loader, "batch_size", None), config.microbatches or 1
     if isinstance(size, int) and size % microbatches:
         below, above = size // microbatches * microbatches, (size // microbatches + 1) * microbatches
@@ -66,19 +67,6 @@ def make_partition(
             f"batch_size={near}, or microbatches={fitting}"
         )
     return partition, problems
-
-
-def _find_timing_problems(loader: Any, config: PipelineConfig) -> Iterator[str]:
-    key = "parallel.pipeline.balance='time'"
-    if not isinstance(config.partition, str):
-        yield f"{key}: partition names where the stages begin, so there is nothing to balance; remove one of the two"
-    elif not _is_indexed(getattr(loader, "dataset", None)):
-        yield f"{key} is measured on samples dataset[i] of the dataloader, which has no such dataset; use 'parameters'"
-
-
-def _is_indexed(dataset: Any) -> bool:
-    methods = all(hasattr(dataset, name) for name in ("__getitem__", "__len__"))
-    return methods and not isinstance(dataset, IterableDataset)  # which inherits a __getitem__ that raises
 
 
 def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequence[str]) -> Iterator[str]:

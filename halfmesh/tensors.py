@@ -11,26 +11,26 @@ import torch
 from torch import nn
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """`tree` with `fn` applied to its tensors; containers keep their type.
+def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type = torch.Tensor) -> Any:
+    """`tree` with `fn` applied to its tensors (or leaves of another `kind`); containers keep their type.
 
     Walks lists, tuples, named tuples, mappings (also dict subclasses such as a model's output class) and dataclass
     instances; returns anything else as it is. A container in which `fn` changes nothing is itself returned, so that
     code that compares outputs by identity still works.
     """
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
+        mapped = {key: map_tensors(fn, value, kind) for key, value in tree.items()}
         return tree if _same(mapped.values(), tree.values()) else _rebuild_mapping(tree, mapped)
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(fn, item) for item in tree]
+        items = [map_tensors(fn, item, kind) for item in tree]
         if _same(items, tree):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-        mapped = {name: map_tensors(fn, value) for name, value in fields.items()}
+        mapped = {name: map_tensors(fn, value, kind) for name, value in fields.items()}
         if _same(mapped.values(), fields.values()):
             return tree
         rebuilt = copy.copy(tree)  # keeps attributes that are not fields

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,19 +13,15 @@ from ..amp.recipe import HALF
 from ..log import get_logger
 from ..shard import ParamShard
 
-if TYPE_CHECKING:
-    pass
-
 _log = get_logger(__name__)
 
 
 class WeightAverage:
-    """The average of what this rank steps: masters, or parameters where there are none. Empty until it is asked for.
+    """The average of what this rank steps: masters, or parameters where there are none.
 
     Attributes:
-        values: by shard, of those that the optimizer holds; fp32 (fp64 of fp64). A load may put them there before
-            anybody has asked for them.
-        decay: None until somebody has.
+        values: the average of each trained shard, in fp32 (fp64 of fp64); empty until it is asked for or loaded.
+        decay: None until it is asked for.
     """
 
     def __init__(self, update: MixedPrecisionOptimizer) -> None:
@@ -36,7 +31,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
-        """The average is the weights as they are now, but for those of `besides`."""
+        """Set the average to the present weights, except of the shards in `besides`."""
         masters = self._update.master_weights
         if masters.masters:
             masters.adopt_external_writes()
@@ -45,7 +40,7 @@ class WeightAverage:
                 self.make(shard).copy_(masters.target(shard))
 
     def make(self, shard: ParamShard) -> torch.Tensor:
-        """The average of `shard`; memory for it if there is none."""
+        """The average of `shard`, allocated if there is none."""
         if shard not in self.values:
             target = self._update.master_weights.target(shard)
             dtype = torch.float32 if target.dtype in HALF else target.dtype
@@ -68,15 +63,9 @@ class WeightAverage:
         weight: float | torch.Tensor = 1 - self.decay
         if self._update.found_inf is not None:
             weight = (1 - self._update.found_inf) * weight
-        alike: dict[tuple[torch.device, torch.dtype], list[ParamShard]] = {}
-        for shard in masters.trained:
-            target = masters.target(shard)
-            alike.setdefault((target.device, target.dtype), []).append(shard)
-        for (device, _), shards in alike.items():
-            limit = bucket_bytes(device, sum(map(_numel, shards)))
-            for part in by_bytes(shards, limit, _numel):  # so that the memory for differences is small
-                averages, weights = [self.values[s] for s in part], [masters.target(s) for s in part]
-                _lerp_(averages, weights, weight)
+        limit = bucket_bytes(self._update.device, sum(map(_numel, masters.trained)))
+        for shards in by_bytes(masters.trained, limit, _numel):  # bounds the memory of differences
+            _lerp_([self.values[s] for s in shards], [masters.target(s) for s in shards], weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The average by the parameter's name; not copied."""
@@ -84,7 +73,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take what `state_dict` gave; what is not in it begins anew with the weights, if anybody has asked for it."""
+        """Load what `state_dict` gave; the average of other shards begins anew."""
         found = {shard: state[shard.name] for shard in self._update.master_weights.trained if shard.name in state}
         for shard, value in found.items():
             self.make(shard).copy_(value)
@@ -97,11 +86,7 @@ def _numel(shard: ParamShard) -> int:
 
 
 def _lerp_(targets: list[torch.Tensor], sources: Sequence[torch.Tensor], weight: float | torch.Tensor) -> None:
-    """targets + weight x (sources - targets), in place and in the targets' dtype, which is the same for all.
-
-    Args:
-        weight: a number, or 0-dim fp32 on a device, which is not read on the host.
-    """
+    """targets += weight * (sources - targets), in the targets' dtype. A `weight` on a device is not read."""
     wide = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
     if isinstance(weight, float):
         torch._foreach_lerp_(targets, wide, weight)

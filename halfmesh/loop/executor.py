@@ -124,7 +124,7 @@ def make_executor(
     from ..parallel.pipeline.runner import Pipeline
     from ..parallel.pipeline.stage import Surroundings
     from ..parallel.registries import SCHEDULES
-    from .pipeline_executor import PipelineExecutor, PipelineOptions
+    from .pipeline_executor import PipelineExecutor
 
     cast_model(division.skeleton.model, update.recipe)
     # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
@@ -138,7 +138,4 @@ def make_executor(
     )
     schedule = SCHEDULES.get(options.schedule)
     pipeline = Pipeline(model, division.skeleton, division.plans.partition, schedule, context, surroundings)
-    own = PipelineOptions(
-        options.microbatches or 1, options.non_split, options.keep_outputs, options.eval_outputs == "all"
-    )
-    return PipelineExecutor(model, pipeline, own, context, precision, update, accumulation, over_tensor)
+    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, over_tensor)

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import InputError
+from ..tensors import map_tensors
 
 _UNSET = object()
 
 
 class HandleError(InputError, TypeError, AttributeError):
-    """An output or a loss was used before the pipeline had computed it. (An AttributeError too, so that `hasattr` and
-    `copy` work.)"""
+    """An output or a loss was used before the pipeline had computed it. (AttributeError: for `hasattr` and `copy`.)"""
 
 
 class Handle:
-    """A value that is there after `engine.backward(loss)`. Before, every use but passing it on raises; after, it is
-    used like the value.
-    """
+    """A value that `engine.backward(loss)` computes: before, every use but passing it on raises; after, it is used like
+    the value."""
 
     _value: Any = _UNSET
     _help = ""
 
     def value(self) -> Any:
-        """The value.
-
-        Raises:
-            HandleError: it is not there yet, or was not kept.
-        """
+        """The value. Raises HandleError if it is not there yet, or was not kept."""
         if self._value is _UNSET:
             raise HandleError(self._help)
         if callable(self._value):
@@ -42,7 +36,7 @@ class Handle:
         return self._value is not _UNSET
 
     def resolve(self, value: Callable[[], Any]) -> None:
-        """From now on the value is what `value()` returns, which is called when it is first asked for."""
+        """The value is there: `value` returns it, and is called when it is first asked for."""
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
@@ -70,19 +64,18 @@ class PipelineOutput(Handle):
         "dict(pipeline=dict(..., keep_outputs=True)) it can be used after backward. In evaluation (engine.eval(), or "
         "torch.no_grad()) engine(...) returns the real output at once"
     )
-    _dropped = (
-        "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use it "
-        "after engine.backward(loss)"
-    )
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
         self.was_used = False
 
     def drop(self) -> None:
-        """Its value will not come any more."""
+        """Backward has run, and its value was not kept."""
         self.batch, self.was_used = None, True
-        self._help = self._dropped
+        self._help = (
+            "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True)) to use "
+            "it after engine.backward(loss)"
+        )
 
 
 class PipelineLoss(Handle):
@@ -115,36 +108,17 @@ class LastStageOutput(Handle):
 def find_handles(tree: Any) -> list[Handle]:
     """The handles among arguments, also within lists, tuples and dicts."""
     found: list[Handle] = []
-    _map(lambda handle: found.append(handle) or handle, tree)  # type: ignore[func-returns-value]
+    map_tensors(lambda handle: found.append(handle) or handle, tree, Handle)  # type: ignore[func-returns-value]
     return found
 
 
 def replace(tree: Any, old: Handle, new: Any) -> Any:
     """`tree` with `new` in the place of `old`."""
-    return _map(lambda handle: new if handle is old else handle, tree)
+    return map_tensors(lambda handle: new if handle is old else handle, tree, Handle)
 
 
 def _values(tree: Any) -> Any:
-    return _map(Handle.value, tree)
-
-
-def _map(fn: Callable[[Handle], Any], tree: Any) -> Any:
-    """`tree` with `fn` applied to its handles; containers in which that changes nothing are returned as they are."""
-    if isinstance(tree, Handle):
-        return fn(tree)
-    if isinstance(tree, dict):
-        new = {key: _map(fn, item) for key, item in tree.items()}
-        if all(new[key] is item for key, item in tree.items()):
-            return tree
-        changed = copy.copy(tree)
-        changed.update(new)
-        return changed
-    if not isinstance(tree, (list, tuple)):
-        return tree
-    items = [_map(fn, item) for item in tree]
-    if all(new is item for new, item in zip(items, tree, strict=True)):
-        return tree
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return map_tensors(Handle.value, tree, Handle)
 
 
 def _operator(name: str) -> Callable[..., Any]:

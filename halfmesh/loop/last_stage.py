@@ -1,4 +1,4 @@
-"""What happens to the outputs of the microbatches at the end of a pipeline."""
+"""What the last stage of a pipeline does with the outputs of the microbatches."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from .whole_batch import WholeBatch
 
 @dataclass
 class CriterionCalls:
-    """The criterion's calls of the same microbatches, with the output's handle in the output's place."""
+    """The criterion's call of each microbatch, with the output's handle in the output's place.
+
+    Attributes:
+        stamps: versions of the tensors in `calls`, which may not change before backward.
+        whole: the call for the whole batch, if the losses of the microbatches are compared with it.
+    """
 
     function: Callable[..., Any]
     calls: Sequence[Call]
-    stamps: Sequence[tuple[int, int]] = ()
-    """Of the tensors in `calls`, which may not change before the backward."""
-    whole: WholeBatch | None = None
-    """Where the batch's loss is computed, too."""
+    stamps: Sequence[tuple[int, int]]
+    whole: WholeBatch | None
 
 
 class LastStage:
-    """What the last stage does with the outputs of the microbatches, and keeps of it.
+    """Computes the loss of each microbatch, and keeps what is sent to the other stages.
 
     Args:
-        params: the model's on this rank, if it is to be looked whether the loss depends on them by another way than
-            the output.
+        params: those of this rank; the first loss is refused if it depends on them otherwise than through the output.
+            None: not checked.
     """
 
     def __init__(
@@ -56,14 +59,13 @@ class LastStage:
         count = len(self._criterion.calls)
         self._divisor = accumulation.seed_divisor * (count if accumulation.reduction == "mean" else 1)
         self._keeps_outputs = keeps_outputs
-        self._looks = params is not None
-        self._params = {id(param) for param in params or ()}
+        self._params = params
         self._losses: dict[int, torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, Any] = {}
 
     def finish(self, output: Any, index: int) -> torch.Tensor:
-        """What backward of microbatch `index` begins with."""
+        """The scaled loss of microbatch `index`, from which backward runs."""
         output = self._precision.cast_output(output)
         if self._keeps_outputs:
             self._outputs[index] = map_tensors(torch.Tensor.detach, output)
@@ -73,16 +75,16 @@ class LastStage:
         args, kwargs = (replace(given, self._handle, output) for given in (call.args, dict(call.kwargs)))
         value = self._precision.criterion(self._criterion.function, *args, **kwargs)
         total, weight = self._accumulation.check_loss(value)
-        if self._looks and index == 0:
-            _refuse_other_ways(total, output, self._params)
+        if self._params is not None and index == 0:
+            _refuse_other_ways(total, output, {id(param) for param in self._params})
         self._losses[index] = total.detach()
         if weight is not None:
             self._weights[index] = weight
         return self._update.scaled(total, self._divisor)
 
     def figures(self, device: torch.device) -> torch.Tensor:
-        """The batch's loss as the microbatches make it, and the weight of a weighted one; where it was computed of the
-        whole batch, too, that one, or nan if it is the same. float64 [2] or [3]."""
+        """The batch's loss, its weight if weighted, and if compared the whole batch's loss, nan where that is the same:
+        float64 [2] or [3]."""
         reduction, whole = self._accumulation.reduction, self._criterion.whole
         losses = torch.stack(list(self._losses.values())).to(device, torch.float64)
         weights = [weight.to(device) for weight in self._weights.values()]
@@ -96,13 +98,13 @@ class LastStage:
     def output(self) -> Any:
         """The outputs of all microbatches as one."""
         parts = [tensors_of(self._outputs[index]) for index in range(len(self._outputs))]
-        joined = iter([_join(tensors) for tensors in zip(*parts, strict=True)])
+        joined = iter([torch.cat([t if t.dim() else t[None] for t in tensors]) for tensors in zip(*parts, strict=True)])
         return map_tensors(lambda _: next(joined), self._outputs[0])
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
     """Raise InputError if `loss` depends on parameters (by their ids) or activations otherwise than through `output`:
-    of those of other stages it would know nothing."""
+    other stages' parts of that would be missing."""
     ends = {tensor.grad_fn for tensor in tensors_of(output)}
     todo, seen = [loss.grad_fn], set()
     while todo:
@@ -113,11 +115,7 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
         if id(getattr(node, "variable", None)) in params or node.name() == "_EnterBackward":
             raise InputError(
                 "the criterion's loss depends on the model otherwise than through its output (a penalty on weights, a "
-                "term that a layer keeps): of the stages that other ranks have it would know nothing. Let the model "
-                "return such a term as a part of its output; for a penalty on weights use the optimizer's weight_decay"
+                "term that a layer keeps), but this rank has the last stage only. Let the model return such a term "
+                "with its output; for a penalty on weights use the optimizer's weight_decay"
             )
         todo += [following for following, _ in node.next_functions]
-
-
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(tensors)) if tensors[0].dim() == 0 else torch.cat(list(tensors))

@@ -13,11 +13,10 @@ _log = get_logger(__name__)
 
 
 class CountedBatches(EngineHook):
-    """Warns of a loop that counts its batches itself, beside `gradient_accumulation`: at the second `step` that came
-    after more than one batch.
+    """Warns, at the second `step` that came after several batches, of a loop that counts its batches itself.
 
-    Batches are those that `engine.dataloader` gave, of which several losses may come. Where it is not iterated, a
-    training forward with a backward after it counts as one.
+    Several losses of one batch are no batches: one is counted for each that `engine.dataloader` gave or, where that is
+    not iterated, for each training forward with a backward.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -40,15 +39,15 @@ class CountedBatches(EngineHook):
             length = self._parts.accumulation.length
             _log.warning(
                 "engine.step() came after %d batches, twice by now, but with gradient_accumulation=%d it counts them "
-                "itself: each call stands for one batch, and every %d calls, or step(last=True), end an update. So "
-                "updates are made of more batches than they are divided by. Delete the `if` around engine.step() and "
-                "call it for each batch; or set gradient_accumulation=1 and divide the loss by %d yourself",
-                *(batches, length, length, batches),
+                "itself: each call stands for one batch, so that updates are made of more batches than they are "
+                "divided by. Delete the `if` around engine.step() and call it for each batch; or set "
+                "gradient_accumulation=1 and divide the loss by %d yourself",
+                *(batches, length, batches),
             )
 
 
 class SameInputs(EngineHook):
-    """Warns after the first update if a loader of the user's own gives all data ranks the same batches."""
+    """Warns after the first update if the user's own loader gives all data ranks the same batches."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..division import Division
 
 RESULT_HISTORY = 60
-"""How many results of updates an engine keeps."""
+"""How many step results an engine keeps."""
 
 
 @dataclass
@@ -49,10 +49,8 @@ class EngineParts:
     average: WeightAverage
     guard: ModelGuard
     statistics: StatisticsCheck
-    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))
-    """Of the last updates, the oldest first."""
+    results: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RESULT_HISTORY))  # the newest last
     global_step: int = 0
-    """Updates attempted so far, skipped ones included."""
     closed: bool = False
 
     def refuse_if_closed(self) -> None:
@@ -61,13 +59,10 @@ class EngineParts:
             raise InputError("this engine is closed; call the model itself, or make a new engine with initialize")
 
     def before_call(self, call: str, keeps_gradients: bool = True) -> None:
-        """Before `call`, "engine.save()", of all ranks together.
+        """Before a `call` ("engine.save()") that all ranks make together.
 
-        Args:
-            keeps_gradients: whether gradients that are there must not be lost.
-
-        Raises:
-            InputError: the engine is closed, or within an accumulation cycle, or has averaged weights.
+        Raises InputError if the engine is closed or has averaged weights or, with `keeps_gradients`, within an
+        accumulation cycle.
         """
         self.refuse_if_closed()
         if keeps_gradients:
@@ -78,9 +73,9 @@ class EngineParts:
 
 
 class EngineHook:
-    """Takes part in an engine's loop. An event that a class does not override costs nothing.
+    """Takes part in an engine's loop. Events that a class does not override cost nothing.
 
-    All ranks reach each event in the same order, so a hook may communicate, but in `close` only without an error.
+    All ranks reach the events in the same order, so a hook may communicate; in `close` only without an error.
     """
 
     def before_fetch(self) -> None:

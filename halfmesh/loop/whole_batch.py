@@ -1,4 +1,4 @@
-"""Whether the losses of microbatches make the loss of their batch: the one that is trained on in one process."""
+"""Whether the losses of microbatches make the loss of their whole batch, which one process trains on."""
 
 from __future__ import annotations
 
@@ -23,36 +23,40 @@ from .handles import Handle, replace
 
 _log = get_logger(__name__)
 
-_RTOL, _RTOL_HALF = 5e-4, 2e-2  # what rounding does to a loss in fp32, or in half precision, is far below
+_RTOL, _RTOL_HALF = 5e-4, 2e-2  # far above rounding, in fp32 and in half precision
 _ATOL = 1e-6  # terms of both signs may cancel out
+_OTHER_WAYS = (
+    "A criterion with class weights or ignore_index has to return (sum, weight), with loss_reduction='weighted': "
+    "`total = F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')`, then `return total, (target "
+    "!= i).sum()`, or with class weights `return total, weight[target[target != i]].sum()`. One that compares the "
+    "samples of a batch with each other (a contrastive loss, a norm over the batch) cannot be split into microbatches: "
+    "train it without parallel.pipeline"
+)
 
 
 class WholeBatch:
-    """On the last stage: a batch whose criterion is computed once more, for all of its samples together.
+    """On the last stage: the criterion's call for a whole batch, with `handle` in the place of the output.
 
     Args:
-        criterion: the function.
-        call: its call for the batch, with `handle` in the place of the output.
         output: what the model returns for the batch, without memory.
     """
 
     def __init__(self, criterion: Callable[..., Any], call: Call, handle: Handle, output: Any) -> None:
         self._criterion = criterion
         self._handle = handle
-        args = map_tensors(torch.clone, (call.args, dict(call.kwargs)))  # a criterion may write into its targets
-        self._args, self._kwargs = args
+        # A criterion may write into its targets.
+        self._args, self._kwargs = map_tensors(torch.clone, (call.args, dict(call.kwargs)))
         self._whole = tensors_of(output)
         self._outputs: dict[int, Any] = {}
 
     def keep(self, output: Any, index: int) -> None:
-        """The output of microbatch `index`. It is copied to the host: the device may have no room for all."""
+        """Keep the output of microbatch `index`, on the host: the device may have no room for all."""
         self._outputs[index] = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
 
     def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
-        """The batch's loss, if it is another than the sum of `losses`, of the microbatches, by `divisor`; else nan.
+        """The whole batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
 
-        Nothing is compared if the criterion draws random numbers, or cannot take the outputs joined. A weighted loss
-        is what it means: its sum by its weight.
+        Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum by its weight.
         """
         state = random_state(precision.device)
         try:
@@ -62,8 +66,8 @@ class WholeBatch:
                 value = precision.criterion(self._criterion, *args, **kwargs)
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
             whole = float(total) / float(weight)
-        except Exception as error:  # whatever the criterion does with more samples than it knows here
-            _log.info("whether the criterion is a mean over samples could not be tried (%s)", error)
+        except Exception as error:  # the criterion may be for so many samples only
+            _log.info("the criterion could not be compared on the whole batch (%s)", error)
             return nan
         finally:
             drew = _differ(state, random_state(precision.device))
@@ -79,18 +83,14 @@ class WholeBatch:
         parts = zip(*(tensors_of(self._outputs[index]) for index in range(len(self._outputs))), strict=True)
         for some, whole in zip(parts, self._whole, strict=True):
             tensor = torch.cat(some, _batch_dim(some, whole.shape)).to(device)
-            joined.append(tensor.requires_grad_(tensor.is_floating_point() and whole.requires_grad))
+            joined.append(tensor.requires_grad_(whole.requires_grad))  # by which a criterion may choose its inputs
         following = iter(joined)
         return map_tensors(lambda _: next(following), self._outputs[0])
 
 
 def refuse_other_loss(made: float, whole: float, count: int, reduction: LossReduction) -> None:
-    """Raise InputError if the losses of `count` microbatches make another loss than their batch has.
-
-    Args:
-        made: the loss that they make.
-        whole: the batch's, or nan if it is the same.
-    """
+    """Raise InputError if `count` microbatches make the loss `made`, and their batch has the loss `whole` (nan: the
+    same)."""
     if isnan(whole):
         return
     way = _OTHER_WAYS
@@ -104,15 +104,6 @@ def refuse_other_loss(made: float, whole: float, count: int, reduction: LossRedu
     )
 
 
-_OTHER_WAYS = (
-    "A criterion with class weights or ignore_index has to return (sum, weight), with loss_reduction='weighted': "
-    "`total = F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')`, then `return total, (target "
-    "!= i).sum()`, or with class weights `return total, weight[target[target != i]].sum()`. One that compares the "
-    "samples of a batch with each other (a contrastive loss, a norm over the batch) cannot be split into microbatches: "
-    "train it without parallel.pipeline"
-)
-
-
 def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
     """The dim in which a whole batch's tensor is larger than that of one of its microbatches."""
     part = parts[0].shape
@@ -124,7 +115,7 @@ def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
 
 @contextmanager
 def _as_it_was(criterion: Any) -> Iterator[None]:
-    """What a call changes on the modules of `criterion` is put back."""
+    """A scope after which the modules of `criterion` are as before."""
     modules = list(criterion.modules()) if isinstance(criterion, nn.Module) else []
     before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:

@@ -203,7 +203,7 @@ class _Rehearsal:
         except InputError:
             raise
         except Exception as error:
-            shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", given.call)  # type: ignore[arg-type,return-value]
+            shown = map_tensors(lambda t: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}", given.call)
             words = ", ".join([*map(str, shown[0]), *(f"{name}={value}" for name, value in shown[1].items())])
             raise InputError(
                 f"--model: calling the model with {words} raised {type(error).__name__}: {error}"

@@ -171,7 +171,7 @@ def test_parameters_that_come_later_and_settings(tmp_path):
 def test_mistakes(tmp_path):
     engine = start()
     for decay in (1, 1.0, -0.1, True, "0.9", float("nan")):
-        assert "is not a share of the average that each update keeps" in said(engine.averaged_model, decay), decay
+        assert "is not the share of the average that each update keeps" in said(engine.averaged_model, decay), decay
     average = engine.averaged_model(0.9)
     assert "averages its weights already, with decay=0.9" in said(engine.averaged_model, 0.99)
     step_on(engine, X, Y)

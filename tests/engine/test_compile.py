@@ -191,38 +191,6 @@ def test_hooks_that_come_and_go(config, watch):
 
 
 @slow
-def test_a_layer_that_is_frozen_for_a_while(watch):
-    found = []
-    for config in ({}, COMPILE):
-        engine = make_engine(config)
-        for frozen in (False, True, False):
-            engine.model.first.requires_grad_(not frozen)
-            before = engine.model.first.weight.detach().clone()
-            train(engine, max_batches=1)
-            assert torch.equal(engine.model.first.weight, before) == frozen
-        found.append(full_weights(engine))
-    assert_same(*found)
-    assert watch.forwards == 3
-
-
-@slow
-def test_names_and_copies(watch):
-    """An average of the weights is a copy of the model: it is not compiled, and has weights of its own."""
-    engine = make_engine(MODES["naive_bf16"] | BLOCKS, model=Deep(1.0, 1.0))
-    given = Deep(1.0, 1.0)
-    assert list(engine.model.state_dict()) == list(given.state_dict())
-    assert [type(m) for m in engine.model.modules()] == [type(m) for m in given.modules()]
-    train(engine, max_batches=1)
-    average = copy.deepcopy(engine.model)
-    x = torch.randn(2, FEATURES).bfloat16()
-    before = average(x)
-    train(engine, max_batches=2)
-    assert torch.equal(average(x), before)
-    assert not torch.equal(engine.model(x), before)
-    assert not any(is_compiled(module) for module in average.modules())
-
-
-@slow
 def test_close_undoes_it(watch):
     model = MLP()
     engine = make_engine(MODES["naive_fp16"] | COMPILE, model=model)

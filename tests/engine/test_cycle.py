@@ -73,15 +73,6 @@ def test_a_loader_of_ones_own_closes_a_cycle_early():
     assert engine.global_step == 2
 
 
-def test_zero_grad_inside_a_cycle_does_nothing_also_the_optimizers_own():
-    engine = make_engine({"gradient_accumulation": 2})
-    for half in HALVES:
-        engine.zero_grad()
-        engine.optimizer.zero_grad()
-        step_on(engine, X[half], Y[half])
-    assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
-
-
 @pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
 def test_the_optimizers_zero_grad_reaches_working_and_master_gradients(mode):
     engine = make_engine(MODES[mode])
@@ -99,22 +90,6 @@ def test_gradients_older_than_the_engine_do_not_count():
     engine = make_engine(FP16_TORCH, model=model)
     step_on(engine, X, Y)
     assert difference(full_weights(engine), reference([(X, Y)])) < 2e-4
-
-
-def test_a_backward_of_the_users_own_before_the_engines_counts():
-    def run(with_engine):
-        model = MLP()
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
-        engine = make_engine(model=model, optimizer=optimizer) if with_engine else None
-        for _ in range(3):
-            optimizer.zero_grad()
-            model.first.weight.square().sum().backward()
-            loss = nn.functional.cross_entropy(model(X), Y)
-            engine.backward(loss) if engine else loss.backward()
-            engine.step() if engine else optimizer.step()
-        return dict(model.state_dict())
-
-    torch.testing.assert_close(run(True), run(False))
 
 
 def test_two_backwards_through_one_graph_add_up():

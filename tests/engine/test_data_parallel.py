@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfmesh.errors import NonFiniteError
 from tests.support.models import (
-    FP16_NAIVE,
     FP16_TORCH,
     MLP,
     MODES,
@@ -30,8 +27,6 @@ from tests.support.models import (
     make_loader,
     reference,
     said,
-    step_on,
-    summed_loss,
     train,
 )
 from tests.support.ranks import run_ranks
@@ -175,67 +170,6 @@ def test_options_of_the_reduction_have_an_effect():
         assert found["small buckets"][:2] == (4, 4)
         assert found["one in flight"] == (9, 4, 1)
         assert found["many in flight"] == (9, 4, 8)
-
-
-def overflow_on_one_rank(rank: int, world_size: int, mode: str) -> list:
-    engine = make_engine(MODES[mode], loader=make_loader(40, 4))
-    history = []
-    for step, (x, y) in enumerate(engine.dataloader):
-        loss = engine.criterion(engine(x), y)
-        engine.zero_grad()
-        engine.backward(loss * math.inf if step in (0, 3) and rank == 1 else loss)
-        result = engine.step()
-        history.append((result.skipped, result.loss_scale, result.lr))
-    return [history, full_weights(engine), engine.skipped_steps]
-
-
-@pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
-def test_overflow_on_one_rank_skips_on_all(mode):
-    first, second = run_ranks(overflow_on_one_rank, 2, mode)
-    assert first[0] == second[0]
-    assert [skipped for skipped, *_ in first[0]] == [True, False, False, True, False]
-    torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
-    assert first[2] == second[2] == 2
-
-
-def storm(rank: int, world_size: int) -> str:
-    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, target) * (math.nan if rank == 1 else 1)
-
-    engine = make_engine(FP16_TORCH | {"max_consecutive_skips": 3}, criterion=criterion)
-    with pytest.raises(NonFiniteError) as caught:
-        train(engine)
-    return str(caught.value)
-
-
-def test_a_storm_of_skips_stops_all_ranks():
-    for message in run_ranks(storm, 2):
-        assert "3 updates in a row had gradients with inf or nan" in message
-        assert "'first.weight'" in message
-
-
-def reduced_losses(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
-    """Weighted: ranks with different numbers of samples, in two microbatches. Then the sum."""
-    engine = make_engine(FP16_NAIVE | {"loss_reduction": "weighted", "gradient_accumulation": 2}, criterion=summed_loss)
-    x, y = make_data(24)
-    for begin in range(0, 24, 12):
-        for first, last in ((0, 5), (5, 7)) if rank == 0 else ((7, 8), (8, 12)):
-            step_on(engine, x[begin + first : begin + last], y[begin + first : begin + last])
-    weighted = full_weights(engine)
-    engine.close()
-    criterion = nn.CrossEntropyLoss(reduction="sum")
-    engine = make_engine({"loss_reduction": "sum"}, criterion=criterion, loader=make_loader(24, 4))
-    train(engine)
-    return [weighted, full_weights(engine)]
-
-
-def test_weighted_over_ranks_and_microbatches():
-    x, y = make_data(24)
-    mean = reference(zip(x.split(12), y.split(12), strict=True))
-    total = reference(zip(x.split(8), y.split(8), strict=True), reduction="sum")
-    for weighted, summed in run_ranks(reduced_losses, 2):
-        assert difference(weighted, mean) < TOLERANCES["naive_fp16"]
-        assert difference(summed, total) < 1e-5
 
 
 def two_backwards(rank: int, world_size: int) -> list:

@@ -252,12 +252,3 @@ def test_two_engines_on_one_model_do_not_clear_each_others_gradients():
         return model.state_dict()
 
     torch.testing.assert_close(run(True), run(False))
-
-
-def test_two_engines_in_one_process():
-    first, second = make_engine(FP16_NAIVE), make_engine({"gradient_accumulation": 2})
-    for (x, y), _ in zip(first.dataloader, range(4), strict=False):
-        for engine in (first, second):
-            step_on(engine, x, y)
-    assert (first.global_step, second.global_step) == (4, 2)
-    assert (first.loss_scale, second.loss_scale) == (256.0, 1.0)

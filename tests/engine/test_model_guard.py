@@ -100,6 +100,8 @@ def test_zero_grad_of_the_model_inside_a_cycle_does_nothing(mode):
     engine, other = (make_engine(MODES[mode] | {"gradient_accumulation": 2}) for _ in range(2))
     for half in HALVES:
         engine.model.zero_grad()
+        engine.optimizer.zero_grad()
+        engine.zero_grad()
         step_on(engine, X[half], Y[half])
         step_on(other, X[half], Y[half])
     weights, theirs = full_weights(engine), full_weights(other)

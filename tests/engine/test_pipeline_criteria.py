@@ -73,6 +73,7 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
     "draws": (noisy, "mean", "nothing"),  # is not compared
     "cannot take the whole": (for_two_rows, "mean", "nothing"),  # is not compared
     "writes into its targets": (shifts_targets, "mean", "nothing"),
+    "chooses by requires_grad": (lambda o, t: F.cross_entropy(o, t) * o.requires_grad, "mean", "nothing"),
 }
 
 

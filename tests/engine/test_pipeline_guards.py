@@ -107,7 +107,6 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     found["read"] = said(lambda: loss.item())
     found["scaled"] = said(lambda: engine.backward(loss / 2))
     found["two outputs"] = said(engine.criterion, (output, engine(x)), y)
-    found["retained"] = said(engine.backward, loss, retain_graph=True)
     found["targets"] = said(engine.criterion, output, y[:5])
     found["rows"] = said(engine, x, torch.ones(3, 2))
     found["names"] = said(engine.criterion, output, y, [str(number) for number in range(8)])
@@ -168,7 +167,6 @@ MESSAGES = {
     "read": "the loss is not computed before engine.backward(loss) under a pipeline",
     "scaled": "To change the loss (scale it, add to it) do so in the criterion",
     "two outputs": "engine.criterion was given several outputs of engine(...)",
-    "retained": "retain_graph=True has no meaning under a pipeline",
     "targets": "engine.criterion(...): target has 5 rows, and the batch has 8",
     "rows": "engine(...): argument 2 has 3 rows, and input has 8; arguments are split into microbatches",
     "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",

@@ -17,19 +17,6 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def unfreezes(start: Any) -> Any:
-    """The first stage is trained from the third update on, the last until then."""
-    model, batch = Deep(), make_data(8)
-    first, last = list(model[0].parameters()), list(model[-1].parameters())
-    model[0].requires_grad_(False)
-    engine = start(model)
-    for number in range(4):
-        for param in (*first, *last):
-            param.requires_grad_((param in {*first}) == (number > 1))
-        yield step(engine, *batch)[1].item()
-    yield engine
-
-
 def joins_later(start: Any) -> Any:
     """The middle layer is trained from the third update on, in a group of its own."""
     model, batch = Deep(), make_data(8)
@@ -85,7 +72,7 @@ def run_loop(rank: int, world_size: int, loop: Any, config: Any) -> list[Any]:
     return [losses, weights, state, [[names[p] for p in group["params"]] for group in optimizer.param_groups]]
 
 
-@pytest.mark.parametrize(("loop", "partition"), [(unfreezes, "auto"), (joins_later, "auto"), (anneals, ("last",))])
+@pytest.mark.parametrize(("loop", "partition"), [(joins_later, "auto"), (anneals, ("last",))])
 def test_what_changes_on_the_way_changes_as_in_one_process(loop, partition):
     *expected, groups = run_loop(0, 1, loop, {})
     for *found, ours in run_ranks(run_loop, 2, loop, pipe(partition=partition)):

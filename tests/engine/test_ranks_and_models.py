@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from tests.support.models import (
     MLP,
     adamw,
     full_weights,
-    make_data,
     make_engine,
     make_loader,
     said,
@@ -101,44 +98,6 @@ def test_buffers_of_any_dtype_and_layout_start_equal():
     (first, message), (second, _) = run_ranks(odd_buffers, 2)
     assert first == second
     assert "the buffers s are sparse" in message
-
-
-class Picky(nn.Module):
-    """A frozen layer, one that only rank 0 uses, one that nobody uses, and BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(8)
-        self.sometimes = nn.Linear(8, 8)
-        self.never = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
-        x = self.norm(self.frozen(x))
-        return self.last(self.sometimes(x) if use else x)
-
-
-def picky(rank: int, world_size: int) -> dict[str, Any]:
-    engine = make_engine(FP16_NAIVE, model=Picky(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5))
-    x, y = make_data(32)
-    for begin in (0, 16):
-        part = slice(begin + rank * 8, begin + rank * 8 + 8)
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(x[part], use=rank == 0), y[part]))
-        engine.step()
-    return full_weights(engine)
-
-
-def test_frozen_and_unused_parameters_and_running_statistics():
-    first, second = run_ranks(picky, 2)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    before = Picky().state_dict()
-    torch.testing.assert_close(first["never.weight"], before["never.weight"], rtol=0, atol=0)
-    torch.testing.assert_close(first["frozen.weight"].half(), before["frozen.weight"].half(), rtol=0, atol=0)
-    assert not torch.equal(first["sometimes.weight"], before["sometimes.weight"])
-    assert not torch.equal(first["norm.running_mean"], before["norm.running_mean"].half())
 
 
 def unfreeze(rank: int, world_size: int) -> dict[str, torch.Tensor]:

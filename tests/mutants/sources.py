@@ -31,7 +31,7 @@ OPTIMIZER = "amp/optimizer.py"
 EXACT, RULES, SCALER = (f"tests/amp/test_{name}.py" for name in ("update_exactness", "update_rules", "loss_scaler"))
 MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("master_weights", "fused", "grad_norm"))
 DIAGNOSIS = "tests/debug/test_diagnosis.py"
-CYCLE, DATA_PARALLEL = "tests/engine/test_cycle.py", "tests/engine/test_data_parallel.py"
+CYCLE, TENSOR = "tests/engine/test_cycle.py", "tests/engine/test_tensor_parallel.py"
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
 
@@ -161,7 +161,7 @@ UPDATE = (
         "loop/accumulation.py",
         "            self._dp.all_reduce(total)\n",
         "",
-        (DATA_PARALLEL,),
+        (TENSOR,),
     ),
     Fault(
         "an error in backward leaves half a gradient",
