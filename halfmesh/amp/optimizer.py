@@ -284,7 +284,7 @@ class MixedPrecisionOptimizer:
         masters = self.master_weights
         if masters.groups_changed() and self._has_backward:
             raise InputError(
-                "parameters of the optimizer were added or exchanged between backward and step; do that before the "
+                "parameters were added to the optimizer, or exchanged, between backward and step; do that before the "
                 "first backward of an update, or after its step"
             )
         known = set(masters.trained)
