@@ -26,7 +26,7 @@ from .deferred.adoption import Adoption, adopt, refuse_late_use
 from .deferred.creation import build
 from .deferred.late import Late, arrange
 from .division import Division, reduce_options
-from .division_plans import Plans, balance_by_time, make_plans
+from .division_plans import Plans, make_plans
 from .engine import Engine
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .global_batch import accumulate, batch_size
@@ -155,7 +155,6 @@ def _prepare(
         from .checkpoint.preemption import make_folder
 
         make_folder(config.checkpoint, context)
-    plans = balance_by_time(plans, given.model, given.dataloader, recipe, config, context)
     loaders = [
         None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))

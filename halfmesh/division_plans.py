@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
 
 from . import activation, compilation
 from .activation import Activations
-from .amp.precision import Precision
-from .amp.recipe import Recipe
 from .compilation import Compilation
-from .deferred.adoption import named_tensors, recorded
-from .errors import IncompatibleConfigError, InputError
+from .errors import IncompatibleConfigError
 from .key_checks import recipe_of
 from .parallel import elementwise
-from .parallel.context import ParallelContext
-from .parallel.random import OwnRandomness
 from .parallel.tensor_checks import ResolvedPlan
 from .parallel.tensor_checks import resolve as resolve_tensor
 
@@ -92,36 +87,3 @@ def make_plans(
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if shards else ()
     return Plans(tensor, partition, compiled, blocks, activations)
-
-
-def balance_by_time(
-    plans: Plans, model: nn.Module, loader: Any, recipe: Recipe, config: Config, context: ParallelContext
-) -> Plans:
-    """The same plans with stages that take alike, where the config wants that: measured by rank 0, for all.
-
-    Raises:
-        InputError: the model cannot be run on the loader's samples; on all ranks.
-    """
-    if plans.partition is None or config.parallel.pipeline.balance != "time":
-        return plans
-    from .parallel.pipeline.timing import measure, sample_call
-
-    found: dict[str, float] | str = {}
-    if context.rank == 0 and any(recorded(tensor) is not None for _, tensor in named_tensors(model)):
-        found = "it is deferred: its weights have no values yet"
-    elif context.rank == 0:
-        scope = Precision(recipe, context.device).autocast
-        try:
-            rows = (loader.batch_size or 1) // (config.parallel.pipeline.microbatches or 1)
-            with OwnRandomness(config.seed):
-                call = sample_call(model, loader, max(1, rows), context.device)
-                found = measure(model, plans.partition.pieces, call, context.device, scope)
-        except Exception as error:  # whatever the model does
-            found = f"{type(error).__name__}: {error}"
-    found = context.from_first(found)
-    if isinstance(found, str):
-        raise InputError(
-            "parallel.pipeline.balance='time': the model could not be run on the first samples of the dataloader, "
-            f"a tuple's first items or a dict's by their names ({found}); use balance='parameters'"
-        )
-    return replace(plans, partition=plans.partition.rebalanced(found))

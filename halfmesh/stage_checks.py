@@ -51,11 +51,6 @@ def make_partition(
     partition, more = resolve(model, config.size, config.chunks, config.partition)
     problems += [f"parallel.pipeline: {problem}" for problem in more]
     problems += _find_unknown_arguments(model, criterion, config.non_split)
-    if config.balance == "time" and not isinstance(config.partition, str):
-        problems.append(
-            "parallel.pipeline.balance='time': partition names where the stages begin, so there is nothing to balance; "
-            "remove one of the two"
-        )
     size, microbatches = getattr(loader, "batch_size", None), config.microbatches or 1
     if isinstance(size, int) and size % microbatches:
         below, above = size // microbatches * microbatches, (size // microbatches + 1) * microbatches

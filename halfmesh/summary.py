@@ -157,9 +157,8 @@ def _stages(parts: EngineParts, division: Division, partition: Partition) -> str
     pipeline, total = parts.config.parallel.pipeline, sum(partition.costs) or 1
     microbatches = pipeline.microbatches or 1
     waits = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, microbatches)
-    what = "time" if pipeline.balance == "time" else "parameters"
     each = "; ".join(
-        f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of {what})"
+        f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of parameters)"
         for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
     )
     tied = sorted(division.cut.tied_names) if division.cut is not None else []

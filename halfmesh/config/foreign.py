@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
     {
+        # halfmesh, earlier
+        "balance": "remove it: stages are balanced by parameters, and parallel.pipeline.partition names other cuts",
         # Colossal-AI
         "num_micro_batches": "set parallel.pipeline.microbatches instead",
         "zero": "set parallel.data = 'zero1' or 'fsdp' instead",

@@ -207,8 +207,6 @@ class PipelineConfig(Options):
     partition: Annotated[str | Names, _registered(PARTITIONERS, "auto")] = "auto"
     non_split: Names = ()
     """Arguments of the model and of the criterion that have no batch dimension."""
-    balance: Literal["parameters", "time"] = "parameters"
-    """What stages get alike of: parameters, or seconds, measured at the start on a microbatch of the dataloader."""
     keep_outputs: bool = False
     eval_outputs: Literal["all", "last"] = "all"
 

@@ -183,7 +183,7 @@ RULES: dict[str, Rule] = {
     "gradient_predivide_factor": no("gradients are averaged in fp32, where nothing overflows"),
     "sparse_gradients": no("gradients of embeddings are dense"),
     "pipeline.stages": to("parallel.pipeline.size", whole),
-    "pipeline.partition": no("parallel.pipeline has partition and balance"),
+    "pipeline.partition": no("parallel.pipeline.partition says how stages are cut"),
     "pipeline.activation_checkpoint_interval": Rule(
         lambda value, source: Converted({"activation_checkpoint.every": whole(value)} if value else {}, says="0: off")
     ),

@@ -196,7 +196,7 @@ RULES: dict[str, Rule] = {
     "active_microbatches": no("1f1b keeps at most as many microbatches in flight as there are stages after it"),
     "auto_partition": Rule(_partition),
     "default_partition": no("modules outside smp.partition contexts go to a stage by themselves here"),
-    "memory_weight": no("stages get parameters alike (balance='parameters'), or seconds (balance='time')"),
+    "memory_weight": no("stages are balanced by parameters"),
     "optimize": no("halfmesh has no such choice; 'memory' is nearest to activation_checkpoint, 'speed' to none"),
     "placement_strategy": Rule(_placement),
     "prescaled_batch": Rule(_prescaled),

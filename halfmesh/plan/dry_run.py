@@ -185,16 +185,12 @@ def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: in
 
 
 def _without_extras(config: Config, notes: list[str]) -> Config:
-    """Without what needs a compiler, or time that is measured."""
+    """Without what needs a compiler."""
     if config.compile.enabled:
         notes.append("compile is left out: compiled code holds less than what is counted here")
         config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": False})})
     if config.parallel.data.cpu_offload:
         notes.append("cpu_offload: what it keeps in host memory is counted here as if it were on the device")
-    if config.parallel.pipeline.size > 1 and config.parallel.pipeline.balance == "time":
-        notes.append("balance='time' needs the machines: stages are balanced by parameters here")
-        pipeline = config.parallel.pipeline.model_copy(update={"balance": "parameters"})
-        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": pipeline})})
     return config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -33,7 +33,7 @@ class Partition:
     stages: tuple[tuple[Piece, ...], ...]
     size: int
     costs: tuple[float, ...] = ()
-    """What each stage costs: elements of its parameters, or seconds."""
+    """How many elements the parameters of each stage have."""
 
     @property
     def pieces(self) -> list[Piece]:
@@ -44,10 +44,6 @@ class Partition:
     def names(self) -> list[str]:
         """Each stage in words: its first and last piece."""
         return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in self.stages]
-
-    def rebalanced(self, times: Mapping[str, float]) -> Partition:
-        """The same pieces in as many stages, which take alike."""
-        return _deal(self.pieces, [times[piece.name] for piece in self.pieces], len(self.stages), self.size)
 
     def of_rank(self, rank: int) -> list[int]:
         """The stages that a rank of the pipeline has."""

@@ -112,11 +112,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm joins all ranks"),
     "compiled": (compiled, pipe(), "the model is compiled, and cannot be cut any more; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
-    "time": (
-        Blocks,
-        pipe(partition=("blocks.3",), balance="time"),
-        "parallel.pipeline.balance='time': partition names where the stages begin, so there is nothing to balance",
-    ),
 }
 
 
