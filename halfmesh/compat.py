@@ -22,7 +22,6 @@ from .parallel.registries import DATA_STRATEGIES
 Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
-MOST_RANKS = 2**31 - 1
 HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
 
@@ -139,7 +138,7 @@ def _check_row(row: Row) -> Iterator[Finding]:
     if dtype not in composes.dtypes:
         allowed = ", ".join(key for key, name in HALF_DTYPES.items() if name in composes.dtypes) or "no half precision"
         default = f"mode {row.mode!r} has no {dtype}; it has {allowed}"
-        yield Finding("refused", str(row), composes.why_not.get(dtype, default))
+        yield Finding(str(row), composes.why_not.get(dtype, default))
 
 
 def _check_cell(row: Row, column: str) -> Iterator[Finding]:
@@ -150,43 +149,36 @@ def _check_cell(row: Row, column: str) -> Iterator[Finding]:
         allowed = {"tensor": composes.tensor, "pipeline": composes.pipeline}.get(column, column in composes.data)
         if not allowed:
             default = f"mode {row.mode!r} does not work with {column}; choose another mode, or leave {column} out"
-            yield Finding("refused", where, composes.why_not.get(column, default))
+            yield Finding(where, composes.why_not.get(column, default))
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     """Whether the degrees multiply to the number of ranks."""
-    if not 1 <= world_size <= MOST_RANKS:
-        bound = "it must be at least 1" if world_size < 1 else f"torch counts at most {MOST_RANKS}"
-        yield Finding("refused", "world_size", f"{show(world_size)} is not a number of ranks; {bound}")
-        return
-    tensor, pipeline, data = config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data.size
+    tensor, pipeline, data = config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data
     product = tensor * pipeline
-    if world_size % product:
+    if world_size < 1:
+        yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
+    elif world_size % product:
         near = " or ".join(f"tensor={t}, pipeline={p}" for t, p in _find_degrees(tensor, pipeline, world_size))
-        below, above = world_size // product * product, (world_size // product + 1) * product
-        ranks = f"{below} or {above}" if below else str(above)
-        yield Finding(
-            "refused",
-            "parallel",
-            f"tensor={tensor} x pipeline={pipeline} = {product} does not divide the {world_size} ranks; "
-            f"use {near}, or start {ranks} ranks",
+        ranks = [str(n) for n in (world_size // product * product, (world_size // product + 1) * product) if n]
+        message = (
+            f"tensor={tensor} x pipeline={pipeline} = {product} does not divide the {world_size} ranks; use {near}, or "
+            f"start {' or '.join(ranks)} ranks"
         )
-        return
-    data_ranks, hybrid = world_size // product, config.parallel.data.hybrid
-    if config.parallel.data.strategy == "fsdp" and hybrid is not None and data_ranks % hybrid:
-        fits = ", ".join(map(str, _divisors(data_ranks)))
-        yield Finding(
-            "refused",
-            "parallel.data.hybrid",
-            f"{hybrid} does not divide the {data_ranks} data ranks; use one of {fits}",
-        )
-    if data is not None and data * product != world_size:
-        yield Finding(
-            "refused",
-            "parallel.data.size",
-            f"{data} x tensor={tensor} x pipeline={pipeline} = {data * product}, but there are {world_size} ranks; "
-            f"remove it (the other axes leave {world_size // product}), or start {data * product} ranks",
-        )
+        yield Finding("parallel", message)
+    else:
+        data_ranks = world_size // product
+        if data.strategy == "fsdp" and data.hybrid is not None and data_ranks % data.hybrid:
+            fits = ", ".join(map(str, _divisors(data_ranks)))
+            message = f"{data.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
+            yield Finding("parallel.data.hybrid", message)
+        if data.size not in (None, data_ranks):
+            total = data.size * product
+            message = (
+                f"{data.size} x tensor={tensor} x pipeline={pipeline} = {total}, but there are {world_size} ranks; "
+                f"remove it (the other axes leave {data_ranks}), or start {total} ranks"
+            )
+            yield Finding("parallel.data.size", message)
 
 
 def _find_degrees(tensor: int, pipeline: int, world_size: int, most: int = 2) -> list[tuple[int, int]]:
@@ -205,8 +197,8 @@ def _check_device(row: Row, device: str) -> Iterator[Finding]:
     kind = str(device).partition(":")[0]
     if kind not in DEVICES:
         near = did_you_mean(kind, DEVICES)
-        yield Finding("refused", "device", f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}")
+        yield Finding("device", f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}")
     elif row.plugin is not None and kind not in row.plugin.composes.devices:
         allowed = ", ".join(sorted(row.plugin.composes.devices))
         default = f"mode {row.mode!r} does not run on {kind}; it runs on {allowed}"
-        yield Finding("refused", f"{row} on {kind}", row.plugin.composes.why_not.get(kind, default))
+        yield Finding(f"{row} on {kind}", row.plugin.composes.why_not.get(kind, default))
