@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh import inputs
+from halfmesh.amp.recipe import Recipe
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
 
@@ -128,14 +129,13 @@ def test_all_problems_at_once():
 
 
 def test_a_device_without_the_dtype(monkeypatch):
-    def refuse_half(device, dtype):
-        if dtype == torch.float16:
-            raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nsecond line")
-
-    monkeypatch.setattr(inputs, "probe_dtype", refuse_half)
-    with pytest.raises(IncompatibleConfigError, match=r"device cpu: it cannot multiply matrices in float16.*use bf16"):
-        start(config=FP16_TORCH)
-    start(config={"bf16": {"mode": "torch"}})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    gpu, recipes = torch.device("cuda:1"), (Recipe(torch.bfloat16, autocast=True), Recipe(torch.float16, autocast=True))
+    problems = [
+        inputs.find_device_problem(device, recipe) for device in (gpu, torch.device("cpu")) for recipe in recipes
+    ]
+    assert problems[0].startswith("device cuda:1: it has no matrix products in bfloat16")
+    assert problems[1:] == [None] * 3
 
 
 @pytest.mark.parametrize("make", [optim.Adam, optim.RMSprop])

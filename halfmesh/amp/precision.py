@@ -136,11 +136,11 @@ def tensors_to_cast(
             yield name, tensor
 
 
-def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype) -> str | None:
+def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> str | None:
     """What is wrong with casting `value`, of the tensor `name`, to `dtype`: it is out of range (inf and nan fit)."""
-    largest = torch.finfo(dtype).max
-    if value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
+    if dtype is None or value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
         return None
+    largest = torch.finfo(dtype).max
     if all(-largest <= end.item() <= largest for end in value.aminmax()):  # without a copy
         return None
     most = value.abs().nan_to_num(0.0, posinf=0.0).max().item()
