@@ -203,8 +203,7 @@ def test_misuse():
         ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
         ({"optimizer": sgd(MLP().parameters())}, InputError, "parameter(s) that are not the model's"),
         ({"criterion": nn.MSELoss}, InputError, "the class MSELoss was given, not a criterion; write MSELoss()"),
-        ({"amp_config": "O1"}, InputError, "amp_config='O1' is not a dict; write for example dict(opt_level='O2')"),
-        ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has mode='naive', but mode='torch' was given"),
+        ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has a mode, and mode='torch' was given"),
     ],
 )
 def test_refusals_leave_everything_untouched(arguments, error, message):

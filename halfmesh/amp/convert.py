@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import assigns
 from ..errors import InputError
-from ..shard import ParamShard, Ranks, reset_grad
+from ..shard import ParamShard, Ranks
 from .master_weights import MasterWeights, cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .originals import current_value
@@ -55,7 +55,7 @@ def convert(
     cast(model, recipe, apart)
     for shard in shards:
         shard.rebind_view()
-        reset_grad(shard.param)
+        _reset_grad(shard.param)
     changed = {tensor: dtypes[name] for name, tensor in _named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
@@ -82,7 +82,7 @@ def _take_back(
         if shard.source is not None and shard.param in masters:  # the sharding's own close gathers them
             value = current_value(shard.param, masters[shard.param])
             shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
-            reset_grad(shard.param)
+            _reset_grad(shard.param)
     for name, tensor in _named_tensors(model):
         dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
         if full is None and tensor.dtype == dtype:
@@ -90,9 +90,16 @@ def _take_back(
         if full is None:
             changed[tensor] = tensor.dtype
         tensor.data = (tensor.data if full is None else full).to(dtype)
-        reset_grad(tensor)
+        _reset_grad(tensor)
     cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
+
+
+def _reset_grad(tensor: torch.Tensor) -> None:
+    """Drop the gradient; the next one comes in the tensor's dtype. (`grad_dtype` outlives a cast of the tensor.)"""
+    tensor.grad = None
+    if tensor.grad_dtype is not tensor.dtype:
+        tensor.grad_dtype = tensor.dtype
 
 
 def _named_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
