@@ -7,7 +7,7 @@ asked, no process group is needed. What depends on the model is checked where th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -54,13 +54,12 @@ def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding
 
     `device` may carry an index ("cuda:1"). An empty list means that nothing is known against it.
     """
-    row = _row_of(config)
-    layout = get_layout(config, world_size)
-    findings = [*_check_world(config, world_size), *_check_row(row), *_check_device(row, device)]
-    for column in _active_columns(config, layout):
-        findings += _check_cell(row, column)
-    findings += find_key_problems(config)
-    return findings
+    findings, kind = list(_check_world(config, world_size)), device.partition(":")[0]
+    if kind not in DEVICES:
+        message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{did_you_mean(kind, DEVICES)}"
+        findings.append(Finding("device", message))
+    findings += _check_mode(_row_of(config), _active_columns(config, get_layout(config, world_size)), kind)
+    return [*findings, *find_key_problems(config)]
 
 
 def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
@@ -102,7 +101,7 @@ def get_columns() -> list[str]:
 
 def _verdict(row: Row, column: str) -> Cell:
     try:
-        return "refused" if [*_check_row(row), *_check_cell(row, column)] else "yes"
+        return "refused" if any(_check_mode(row, [column])) else "yes"
     except RegistryError:  # a package's mode that cannot be loaded, as a config that names it is told
         return "refused"
 
@@ -130,26 +129,21 @@ def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
         yield strategy
 
 
-def _check_row(row: Row) -> Iterator[Finding]:
-    """What a mode says of itself."""
+def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> Iterator[Finding]:
+    """What the mode does not compose with: its own half precision, the kind of device, and columns of the table."""
     if row.plugin is None or row.key is None:
         return
-    dtype, composes = HALF_DTYPES[row.key], row.plugin.composes
+    mode, composes, dtype = f"mode {row.mode!r}", row.plugin.composes, HALF_DTYPES[row.key]
     if dtype not in composes.dtypes:
         allowed = ", ".join(key for key, name in HALF_DTYPES.items() if name in composes.dtypes) or "no half precision"
-        default = f"mode {row.mode!r} has no {dtype}; it has {allowed}"
-        yield Finding(str(row), composes.why_not.get(dtype, default))
-
-
-def _check_cell(row: Row, column: str) -> Iterator[Finding]:
-    """One cell of the table: the mode's refusal of the column."""
-    where = f"{row} x {column}"
-    if row.plugin is not None:
-        composes = row.plugin.composes
-        allowed = {"tensor": composes.tensor, "pipeline": composes.pipeline}.get(column, column in composes.data)
-        if not allowed:
-            default = f"mode {row.mode!r} does not work with {column}; choose another mode, or leave {column} out"
-            yield Finding(where, composes.why_not.get(column, default))
+        yield Finding(str(row), composes.why_not.get(dtype, f"{mode} has no {dtype}; it has {allowed}"))
+    if device in DEVICES and device not in composes.devices:
+        default = f"{mode} does not run on {device}; it runs on {', '.join(sorted(composes.devices))}"
+        yield Finding(f"{row} on {device}", composes.why_not.get(device, default))
+    for column in columns:
+        if not {"tensor": composes.tensor, "pipeline": composes.pipeline}.get(column, column in composes.data):
+            default = f"{mode} does not work with {column}; choose another mode, or leave {column} out"
+            yield Finding(f"{row} x {column}", composes.why_not.get(column, default))
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
@@ -191,14 +185,3 @@ def _find_degrees(tensor: int, pipeline: int, world_size: int, most: int = 2) ->
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _check_device(row: Row, device: str) -> Iterator[Finding]:
-    kind = str(device).partition(":")[0]
-    if kind not in DEVICES:
-        near = did_you_mean(kind, DEVICES)
-        yield Finding("device", f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}")
-    elif row.plugin is not None and kind not in row.plugin.composes.devices:
-        allowed = ", ".join(sorted(row.plugin.composes.devices))
-        default = f"mode {row.mode!r} does not run on {kind}; it runs on {allowed}"
-        yield Finding(f"{row} on {kind}", row.plugin.composes.why_not.get(kind, default))

@@ -145,9 +145,9 @@ class MasterWeights:
             names = [sharded.get(id(param), place) for place, param in foreign.items()]
             raise InputError(
                 f"{shorten(names)} came into the optimizer after initialize. Only parameters that this rank's model "
-                "had then can be added: zero1 and fsdp step shards instead, and a pipeline leaves each rank the "
-                "parameters of its stages (take them from engine.model). Add them before initialize (they may be "
-                "frozen, and unfrozen later), or close the engine and initialize again"
+                "had then can be added: zero1 and fsdp step shards instead, and under a pipeline each rank has its "
+                "stages only. Add them before initialize (they may be frozen, and unfrozen later), or close the "
+                "engine and initialize again; take parameters from engine.model, not from a list made before"
             )
 
 

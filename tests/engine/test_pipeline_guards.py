@@ -285,7 +285,7 @@ def penalty(rank: int, world_size: int) -> None:
     ("loop", "message"),
     [
         (goes_on, r"left in the middle of a batch by an error \(IndexError"),
-        (list_made_before, "not from a list made before: under a pipeline each rank has its stages only"),
+        (list_made_before, "under a pipeline each rank has its stages only"),
         (penalty, "the criterion's loss depends on the model otherwise than through its output"),
     ],
 )

@@ -252,7 +252,7 @@ def test_what_is_refused():
 
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
 REFUSED = [
-    ({"compile": {"scope": "model"}}, {}, "blocks gather their weights between graphs"),
+    ({"compile": {"scope": "model"}}, {}, "gathers the weights of each block between graphs"),
     ({"activation_offload": True}, {}, "would move the gathered weights"),
     ({}, {"param_dtype": "bfloat16"}, "is not what the mode computes in"),
     ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not what the mode casts the model to"),
