@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +90,6 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
         )
         return
     yield from _find_lost_eps(optimizer, recipe)
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS
-        yield (
-            f"optimizer: {type(optimizer).__name__}.step needs a closure that runs the model again, which cannot be "
-            "joined with a loss scale, accumulation or a verdict shared by all ranks; use SGD, Adam, AdamW or "
-            "another optimizer whose step() needs none"
-        )
     if isinstance(model, nn.Module):
         foreign = foreign_params(optimizer, model.parameters())
         if foreign:
