@@ -208,9 +208,10 @@ class AMPOptimizer(optim.Optimizer):
             loss_id: which of the `num_losses` losses this is (mode APEX).
 
         Raises:
-            InputError: not a scalar with a graph, or an unknown `loss_id`.
+            InputError: not a scalar with a graph, an unknown `loss_id`, or after `close`.
         """
-        self._refuse_if_closed()
+        if self._closed:
+            raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
         self._accumulation.backward(
             self._executor, loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id
         )
@@ -222,7 +223,6 @@ class AMPOptimizer(optim.Optimizer):
             InputError: no `backward` since the last step.
             NonFiniteError: inf or nan in too many updates in a row.
         """
-        self._refuse_if_closed()
         if not self._accumulation.has_backward:
             raise InputError(
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
@@ -290,10 +290,6 @@ class AMPOptimizer(optim.Optimizer):
         self._precision.recipe, self._precision.casts = FP32, None
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there yet, while an object is made

@@ -233,9 +233,10 @@ def test_closed_means_closed():
     optimizer.close()
     x, y = make_data(4)
     assert torch.equal(model(x), model.module(x))  # an fp32 model again
-    for call in (lambda: optimizer.backward(criterion(model(x), y)), optimizer.step):
-        with pytest.raises(InputError, match="this optimizer is closed"):
-            call()
+    with pytest.raises(InputError, match="this optimizer is closed"):
+        optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match="there is nothing to step with"):
+        optimizer.step()
 
 
 def test_states_that_do_not_fit():
