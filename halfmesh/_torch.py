@@ -20,13 +20,12 @@ RUNNING_STATISTICS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.Ins
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by the 0-dim fp32 `factor`; half precision is computed in fp32 and rounds once.
+    """Multiply each tensor in place by the 0-dim fp32 `factor` on the same device; half precision rounds once.
 
-    One launch for all tensors of a dtype, and no host read. The tensors and `factor` are on one device. Versions of
-    the tensors (`Tensor._version`) stay as they are.
+    One launch for all tensors of a dtype, and no host read. `Tensor._version` does not count it.
     """
     # torch._foreach_mul_ rounds a 0-dim CUDA factor to the tensors' dtype first: 1/3 to 0.334 in bf16, 2**-26 to 0 in
-    # fp16. GradScaler's kernel does not; it also looks for inf, and nobody reads that here.
+    # fp16. GradScaler's kernel does not.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -47,14 +46,8 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """Of each tensor how often it was written in place; 0 where torch does not count: of None, and of those made in
-    inference mode."""
+    """How often each tensor was written in place; 0 of None, and where torch does not count (inference mode)."""
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def version(tensor: torch.Tensor) -> int:
-    """As `versions`, of one tensor."""
-    return versions([tensor])[0]
 
 
 def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, compilation, inputs
+from . import compat, inputs
 from .amp.convert import convert
 from .amp.gradient_watch import SHARDED, UNDIVIDED
 from .amp.optimizer import MixedPrecisionOptimizer
@@ -344,8 +344,6 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     device_problem = device_problem or launching.find_group_problem(config, device)
-    if not device_problem and config.compile.enabled:
-        device_problem = compilation.find_device_problem(config.compile, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [

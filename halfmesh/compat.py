@@ -7,7 +7,7 @@ asked, no process group is needed. What depends on the model is checked where th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -22,7 +22,6 @@ from .parallel.registries import DATA_STRATEGIES
 Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
-MOST_RANKS = 2**31 - 1
 HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
 
@@ -55,13 +54,12 @@ def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding
 
     `device` may carry an index ("cuda:1"). An empty list means that nothing is known against it.
     """
-    row = _row_of(config)
-    layout = get_layout(config, world_size)
-    findings = [*_check_world(config, world_size), *_check_row(row), *_check_device(row, device)]
-    for column in _active_columns(config, layout):
-        findings += _check_cell(row, column)
-    findings += find_key_problems(config)
-    return findings
+    findings, kind = list(_check_world(config, world_size)), device.partition(":")[0]
+    if kind not in DEVICES:
+        message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{did_you_mean(kind, DEVICES)}"
+        findings.append(Finding("device", message))
+    findings += _check_mode(_row_of(config), _active_columns(config, get_layout(config, world_size)), kind)
+    return [*findings, *find_key_problems(config)]
 
 
 def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
@@ -103,7 +101,7 @@ def get_columns() -> list[str]:
 
 def _verdict(row: Row, column: str) -> Cell:
     try:
-        return "refused" if [*_check_row(row), *_check_cell(row, column)] else "yes"
+        return "refused" if any(_check_mode(row, [column])) else "yes"
     except RegistryError:  # a package's mode that cannot be loaded, as a config that names it is told
         return "refused"
 
@@ -131,62 +129,50 @@ def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
         yield strategy
 
 
-def _check_row(row: Row) -> Iterator[Finding]:
-    """What a mode says of itself."""
+def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> Iterator[Finding]:
+    """What the mode does not compose with: its own half precision, the kind of device, and columns of the table."""
     if row.plugin is None or row.key is None:
         return
-    dtype, composes = HALF_DTYPES[row.key], row.plugin.composes
+    mode, composes, dtype = f"mode {row.mode!r}", row.plugin.composes, HALF_DTYPES[row.key]
     if dtype not in composes.dtypes:
         allowed = ", ".join(key for key, name in HALF_DTYPES.items() if name in composes.dtypes) or "no half precision"
-        default = f"mode {row.mode!r} has no {dtype}; it has {allowed}"
-        yield Finding("refused", str(row), composes.why_not.get(dtype, default))
-
-
-def _check_cell(row: Row, column: str) -> Iterator[Finding]:
-    """One cell of the table: the mode's refusal of the column."""
-    where = f"{row} x {column}"
-    if row.plugin is not None:
-        composes = row.plugin.composes
-        allowed = {"tensor": composes.tensor, "pipeline": composes.pipeline}.get(column, column in composes.data)
-        if not allowed:
-            default = f"mode {row.mode!r} does not work with {column}; choose another mode, or leave {column} out"
-            yield Finding("refused", where, composes.why_not.get(column, default))
+        yield Finding(str(row), composes.why_not.get(dtype, f"{mode} has no {dtype}; it has {allowed}"))
+    if device in DEVICES and device not in composes.devices:
+        default = f"{mode} does not run on {device}; it runs on {', '.join(sorted(composes.devices))}"
+        yield Finding(f"{row} on {device}", composes.why_not.get(device, default))
+    for column in columns:
+        if not {"tensor": composes.tensor, "pipeline": composes.pipeline}.get(column, column in composes.data):
+            default = f"{mode} does not work with {column}; choose another mode, or leave {column} out"
+            yield Finding(f"{row} x {column}", composes.why_not.get(column, default))
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     """Whether the degrees multiply to the number of ranks."""
-    if not 1 <= world_size <= MOST_RANKS:
-        bound = "it must be at least 1" if world_size < 1 else f"torch counts at most {MOST_RANKS}"
-        yield Finding("refused", "world_size", f"{show(world_size)} is not a number of ranks; {bound}")
-        return
-    tensor, pipeline, data = config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data.size
+    tensor, pipeline, data = config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data
     product = tensor * pipeline
-    if world_size % product:
+    if world_size < 1:
+        yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
+    elif world_size % product:
         near = " or ".join(f"tensor={t}, pipeline={p}" for t, p in _find_degrees(tensor, pipeline, world_size))
-        below, above = world_size // product * product, (world_size // product + 1) * product
-        ranks = f"{below} or {above}" if below else str(above)
-        yield Finding(
-            "refused",
-            "parallel",
-            f"tensor={tensor} x pipeline={pipeline} = {product} does not divide the {world_size} ranks; "
-            f"use {near}, or start {ranks} ranks",
+        ranks = [str(n) for n in (world_size // product * product, (world_size // product + 1) * product) if n]
+        message = (
+            f"tensor={tensor} x pipeline={pipeline} = {product} does not divide the {world_size} ranks; use {near}, or "
+            f"start {' or '.join(ranks)} ranks"
         )
-        return
-    data_ranks, hybrid = world_size // product, config.parallel.data.hybrid
-    if config.parallel.data.strategy == "fsdp" and hybrid is not None and data_ranks % hybrid:
-        fits = ", ".join(map(str, _divisors(data_ranks)))
-        yield Finding(
-            "refused",
-            "parallel.data.hybrid",
-            f"{hybrid} does not divide the {data_ranks} data ranks; use one of {fits}",
-        )
-    if data is not None and data * product != world_size:
-        yield Finding(
-            "refused",
-            "parallel.data.size",
-            f"{data} x tensor={tensor} x pipeline={pipeline} = {data * product}, but there are {world_size} ranks; "
-            f"remove it (the other axes leave {world_size // product}), or start {data * product} ranks",
-        )
+        yield Finding("parallel", message)
+    else:
+        data_ranks = world_size // product
+        if data.strategy == "fsdp" and data.hybrid is not None and data_ranks % data.hybrid:
+            fits = ", ".join(map(str, _divisors(data_ranks)))
+            message = f"{data.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
+            yield Finding("parallel.data.hybrid", message)
+        if data.size not in (None, data_ranks):
+            total = data.size * product
+            message = (
+                f"{data.size} x tensor={tensor} x pipeline={pipeline} = {total}, but there are {world_size} ranks; "
+                f"remove it (the other axes leave {data_ranks}), or start {total} ranks"
+            )
+            yield Finding("parallel.data.size", message)
 
 
 def _find_degrees(tensor: int, pipeline: int, world_size: int, most: int = 2) -> list[tuple[int, int]]:
@@ -199,14 +185,3 @@ def _find_degrees(tensor: int, pipeline: int, world_size: int, most: int = 2) ->
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def _check_device(row: Row, device: str) -> Iterator[Finding]:
-    kind = str(device).partition(":")[0]
-    if kind not in DEVICES:
-        near = did_you_mean(kind, DEVICES)
-        yield Finding("refused", "device", f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{near}")
-    elif row.plugin is not None and kind not in row.plugin.composes.devices:
-        allowed = ", ".join(sorted(row.plugin.composes.devices))
-        default = f"mode {row.mode!r} does not run on {kind}; it runs on {allowed}"
-        yield Finding("refused", f"{row} on {kind}", row.plugin.composes.why_not.get(kind, default))

@@ -1,4 +1,4 @@
-"""The key `compile`: which modules are compiled, whether that can work here, and compiling them in place.
+"""The key `compile`: which modules are compiled, and compiling them in place.
 
 `module.compile()` changes no module and no name, and copies of the model are not compiled. Hooks, random numbers and
 what is sent between ranks stay outside of the compiled code (`torch.compiler.disable`).
@@ -6,13 +6,9 @@ what is sent between ranks stay outside of the compiled code (`torch.compiler.di
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,39 +27,23 @@ _ROWS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Compilation:
-    """What is compiled, and how.
-
-    Attributes:
-        names: of the modules; "" is the model itself.
-        options: the config's.
-    """
+    """What is compiled, and how."""
 
     names: tuple[str, ...]
+    """The modules; "" is the model itself."""
     options: CompileConfig
 
     def apply(self, model: nn.Module, is_here: Callable[[str], bool]) -> list[nn.Module]:
-        """Compile those modules of `model` in place that this rank computes. Nothing runs before their first call.
-
-        Args:
-            is_here: whether it computes the module of this name.
-
-        Returns:
-            The modules; `uncompile` undoes it.
-        """
-        options = self.options
+        """Compile those modules of `model` in place that this rank computes (`is_here`, by name), and return them.
+        `uncompile` undoes it. Nothing runs before their first call."""
         modules = list(dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name)))
-        arguments: dict[str, Any] = {
-            "backend": options.backend,
-            "mode": options.mode,
-            "dynamic": options.dynamic,
-            "fullgraph": options.fullgraph,
-        }
+        arguments = self.options.model_dump(include={"backend", "mode", "dynamic", "fullgraph"})
         for module in modules:
             forward = vars(module).get("forward")
             if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
-                forward.compiled = compiled(forward.own, len(modules), **arguments)
+                forward.compiled = _compiled(forward.own, len(modules), arguments)
             else:
-                compile_in_place(module, len(modules), **arguments)
+                _compile_in_place(module, len(modules), arguments)
         return modules
 
 
@@ -72,13 +52,13 @@ def resolve(
 ) -> tuple[Compilation | None, list[str]]:
     """What is compiled of `model`, or every reason why it cannot be.
 
-    Under several ranks the blocks, if there are any: gradients of one graph come all at once, when its backward ends,
-    and with several graphs they are sent while backward runs.
+    Under several ranks the blocks, if there are any: the gradients of one graph come when all of its backward has run,
+    and with a graph for each block they are sent meanwhile.
 
     Args:
         ranks: of all axes together.
         partition: how a pipeline cuts the model, if one does. Its stages call blocks, and not the model.
-        checkpoints: whether activations are computed again, of modules that may be compiled, and may not be in one.
+        checkpoints: whether activations of modules are computed again, which may be compiled, but not inside a graph.
     """
     if any(is_compiled(module) for module in model.modules()):
         return None, ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
@@ -96,62 +76,33 @@ def resolve(
 
 def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, ...]:
     """The repeated blocks of `model`, without those that no stage of a pipeline calls."""
-    blocks = tuple(find_blocks(model))
-    if partition is None:
-        return blocks
-    passed_by = {name for name, _ in partition.not_called(model)}
-    return tuple(name for name in blocks if name not in passed_by)
+    passed_by = set() if partition is None else {name for name, _ in partition.not_called(model)}
+    return tuple(name for name in find_blocks(model) if name not in passed_by)
 
 
 def find_blocks(model: nn.Module) -> Iterator[str]:
     """Names of the repeated blocks: modules of one class, with submodules of their own, that stand next to each other
-    in a ModuleList or Sequential. Where such lists are nested, the blocks are the outermost modules that are not lists
-    of blocks themselves."""
+    in a ModuleList or Sequential. Of nested lists, the outermost modules that are not lists of blocks themselves."""
     children = {name: model.get_submodule(name) for name in children_of(model)}
     within = {name: list(find_blocks(child)) for name, child in children.items()}
-    kinds: Counter[type[nn.Module]] = Counter()
-    if isinstance(model, _ROWS):
-        kinds.update(type(child) for name, child in children.items() if _may_be_block(child, within[name]))
+    candidates = {
+        name
+        for name, child in children.items()
+        if type(child).forward is not nn.Module.forward  # a list or dict, which nobody calls
+        and next(child.children(), None) is not None
+        and not (isinstance(child, _ROWS) and within[name])
+    }
+    kinds = Counter(type(children[name]) for name in candidates if isinstance(model, _ROWS))
     for name, child in children.items():
-        if _may_be_block(child, within[name]) and kinds[type(child)] > 1:
+        if name in candidates and kinds[type(child)] > 1:
             yield name
         else:
             yield from (f"{name}.{inner}" for inner in within[name])
 
 
-def find_device_problem(options: CompileConfig, device: torch.device) -> str | None:
-    """Why the backend cannot generate code for this device."""
-    if options.backend != "inductor":
-        return None
-    if device.type == "cuda":
-        if find_spec("triton") is not None:
-            return None
-        return (
-            f"compile: backend='inductor' needs triton for {device}, which is not installed; install triton, use "
-            "another backend ('aot_eager' generates no code), or leave compile out"
-        )
-    compiler = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))  # as inductor does
-    if shutil.which(compiler) is not None:
-        return None
-    return (
-        f"compile: backend='inductor' needs a C++ compiler for the CPU, and {compiler!r} was not found; install it, or "
-        "name one in the environment variable CXX; or use another backend ('aot_eager' generates no code), or leave "
-        "compile out"
-    )
-
-
-def _may_be_block(module: nn.Module, within: list[str]) -> bool:
-    """Not a single layer, not a list or dict that nobody calls, and not a row of blocks."""
-    is_called = type(module).forward is not nn.Module.forward
-    return is_called and any(True for _ in module.children()) and not (isinstance(module, _ROWS) and within)
-
-
-# -- in place --------------------------------------------------------------------------------------------------------
-
-
-def compile_in_place(module: nn.Module, recompiles: int, **options: Any) -> None:
-    """`module.compile(**options)` with the differences of `compiled`; also where `forward` is torch's own (Sequential,
-    TransformerEncoderLayer), which torch before 2.15 silently does not compile."""
+def _compile_in_place(module: nn.Module, recompiles: int, arguments: dict[str, Any]) -> None:
+    """`module.compile()`, also where `forward` is torch's own (Sequential, TransformerEncoderLayer), which torch before
+    2.15 silently does not compile."""
     call: Any = module._call_impl
     if type(module).forward.__module__.partition(".")[0] == "torch":
         inner = module._call_impl
@@ -159,22 +110,21 @@ def compile_in_place(module: nn.Module, recompiles: int, **options: Any) -> None
         def call(*args: Any, **kwargs: Any) -> Any:
             return inner(*args, **kwargs)
 
-    module._compiled_call_impl = compiled(call, recompiles, **options)
+    module._compiled_call_impl = _compiled(call, recompiles, arguments)
 
 
-def compiled(call: Callable[..., Any], recompiles: int, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(call, **options)` with two differences: hooks that come and go on modules within are noticed; and
-    torch's limit on variants of one piece of code (8, for all modules that share it together) is `recompiles` times as
-    high, after which calls run uncompiled."""
+def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """`torch.compile(call)` that notices hooks that come and go on modules within, and has `recompiles` times torch's
+    limit of variants (8 for all modules together that share code; more calls run uncompiled)."""
     from torch._dynamo import config as dynamo_config
 
     # torch reads these when it compiles, in one of the calls, and torch.compile has no arguments for them.
     limit = dynamo_config.recompile_limit * recompiles
     within = dynamo_config.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False)
-    result: Callable[..., Any] = within(torch.compile(call, **options))
+    result: Callable[..., Any] = within(torch.compile(call, **arguments))
     return result
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo `compile_in_place`."""
+    """Undo what `Compilation.apply` did to a module."""
     module._compiled_call_impl = None

@@ -17,7 +17,7 @@ from .amp.o1 import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.plugin import AMP_PLUGINS, AMP_TYPE
 from .amp.precision import Precision
-from .amp.recipe import FP32, Recipe, UpdateOptions
+from .amp.recipe import FP32
 from .amp.step_result import StepResult
 from .checkpoint import validate
 from .deferred.recording import recording_of
@@ -25,7 +25,7 @@ from .errors import IncompatibleConfigError, InputError, bullet_list
 from .key_checks import recipe_of
 from .loop.accumulation import Accumulation
 from .loop.executor import DirectBackward
-from .shard import OneRank, ParamShard
+from .shard import ParamShard
 
 
 def convert_to_amp(
@@ -68,12 +68,9 @@ def convert_to_amp(
     keys = {name: key for key, name in compat.HALF_DTYPES.items()}
     if dtype not in keys:
         raise InputError(f"dtype={dtype!r} is not a half precision; allowed: {', '.join(map(repr, keys))}")
-    if not isinstance(amp_config or {}, Mapping):
-        raise InputError(f"amp_config={amp_config!r} is not a dict; write for example dict(opt_level='O2')")
-    own = dict(amp_config or {})
-    if "mode" in own:
-        raise InputError(f"amp_config has mode={own['mode']!r}, but mode={str(mode)!r} was given; leave it out")
-    config = load_config({keys[dtype]: {"mode": mode, **own}})
+    if "mode" in (amp_config or {}):
+        raise InputError(f"amp_config has a mode, and mode={str(mode)!r} was given; leave one of the two out")
+    config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
     assert config.precision is not None
     recipe, backend = recipe_of(config), AMP_PLUGINS.get(config.precision.mode).backend(config.precision.options)
     if isinstance(model, nn.Module) and any(map(recording_of, model.parameters())):
@@ -91,25 +88,19 @@ def convert_to_amp(
     compat.raise_for(compat.check(config, 1, device.type))
     unfit = [inputs.find_device_problem(device, recipe), backend.find_problem(device)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        unfit.append(_find_ddp_problem(recipe))
+        if recipe.loss_scale is not None and not recipe.keeps_scale:  # DDP averages one backward of each forward
+            unfit.append(
+                f"num_losses={recipe.num_losses} with a dynamic scale for each cannot be averaged by "
+                "DistributedDataParallel; use halfmesh.initialize, which averages them, or num_losses=1"
+            )
         recipe = dataclasses.replace(recipe, wide_gradients=False)  # DDP takes gradients in the parameter's dtype only
     if any(unfit):
         raise IncompatibleConfigError([problem for problem in unfit if problem])
     shards = [ParamShard(name, param) for name, param in model.named_parameters()]
-    update = convert(model, optimizer, shards, recipe, OneRank(), UpdateOptions(), cast=backend.cast_model)
+    update = convert(model, optimizer, shards, recipe, cast=backend.cast_model)
     precision = backend.precision(recipe, device)
     wrapped = None if criterion is None else AMPCriterion(criterion, precision)
     return AMPModel(model, precision), AMPOptimizer(update, precision), wrapped
-
-
-def _find_ddp_problem(recipe: Recipe) -> str | None:
-    """Why DistributedDataParallel, which averages in one backward of each forward, would leave gradients unaveraged."""
-    if recipe.loss_scale is None or recipe.keeps_scale:
-        return None
-    return (
-        f"num_losses={recipe.num_losses} with a dynamic scale for each cannot be averaged by DistributedDataParallel; "
-        "use halfmesh.initialize, which averages them, or num_losses=1"
-    )
 
 
 class AMPModel(nn.Module):
@@ -217,9 +208,10 @@ class AMPOptimizer(optim.Optimizer):
             loss_id: which of the `num_losses` losses this is (mode APEX).
 
         Raises:
-            InputError: not a scalar with a graph, or an unknown `loss_id`.
+            InputError: not a scalar with a graph, an unknown `loss_id`, or after `close`.
         """
-        self._refuse_if_closed()
+        if self._closed:
+            raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
         self._accumulation.backward(
             self._executor, loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id
         )
@@ -231,7 +223,6 @@ class AMPOptimizer(optim.Optimizer):
             InputError: no `backward` since the last step.
             NonFiniteError: inf or nan in too many updates in a row.
         """
-        self._refuse_if_closed()
         if not self._accumulation.has_backward:
             raise InputError(
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "
@@ -265,9 +256,7 @@ class AMPOptimizer(optim.Optimizer):
         Raises:
             InputError: between backward and step, where masters have no gradients yet.
         """
-        if (
-            self._accumulation.has_backward
-        ):  # apex's idiom clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
+        if self._accumulation.has_backward:  # apex's clip_grad_norm_(amp.master_params(optimizer)) would clip nothing
             raise InputError(
                 "master_params() was called between backward and step, where masters have no gradients yet; to clip "
                 "call optimizer.clip_grad_norm(max_norm)"
@@ -301,10 +290,6 @@ class AMPOptimizer(optim.Optimizer):
         self._precision.recipe, self._precision.casts = FP32, None
         self.optimizer.__dict__.pop("zero_grad", None)
         self._update.close()
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise InputError("this optimizer is closed; step the one that was given, or call convert_to_amp again")
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there yet, while an object is made

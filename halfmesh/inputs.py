@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,12 @@ from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .deferred.adoption import recorded
 from .errors import NO_BATCH, InputError, shorten
-from .parallel.context import ParallelContext
 from .shard import foreign_params
 
 if TYPE_CHECKING:
     from .config import Config
     from .data.sharding import ShardedLoader
+    from .parallel.context import ParallelContext
 
 
 def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
@@ -69,11 +68,11 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
             "mode='torch' or opt_level='O2'"
         )
-    allowed = _allowed_dtypes(recipe)
-    yield from _find_overflows(model, recipe)
-    odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
-    if odd:
-        yield _dtype_problem(odd, params[odd[0]].dtype, recipe, mode)
+    for name, tensor in tensors_to_cast(model, recipe):
+        problem = find_overflow(name, tensor.detach(), recipe.param_dtype)
+        if problem is not None:
+            yield f"model: {problem}"
+    yield from _find_dtype_problems(params, recipe, mode)
 
 
 def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Iterator[str]:
@@ -91,13 +90,6 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
         )
         return
     yield from _find_lost_eps(optimizer, recipe)
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:  # LBFGS
-        yield (
-            f"optimizer: {type(optimizer).__name__}.step needs a closure that runs the model again, which cannot be "
-            "joined with a loss scale, accumulation or a verdict shared by all ranks; use SGD, Adam, AdamW or "
-            "another optimizer whose step() needs none"
-        )
     if isinstance(model, nn.Module):
         foreign = foreign_params(optimizer, model.parameters())
         if foreign:
@@ -139,7 +131,7 @@ def find_other_problems(
         if loader is None:
             continue
         if isinstance(loader, DataLoader):
-            if _length(loader) == 0:
+            if _is_empty(loader):
                 yield f"{name}: it is empty: {NO_BATCH}"
         elif isinstance(loader, Dataset):
             yield (
@@ -148,65 +140,11 @@ def find_other_problems(
             )
         else:
             yield f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given"
-    yield from _find_scheduler_problems(lr_scheduler, optimizer, dataloader, config)
-
-
-def _find_overflows(model: nn.Module, recipe: Recipe) -> Iterator[str]:
-    """Values that the parameters' new dtype cannot hold."""
-    if recipe.param_dtype is None:
-        return
-    for name, tensor in tensors_to_cast(model, recipe):
-        problem = find_overflow(name, tensor.detach(), recipe.param_dtype)
-        if problem is not None:
-            yield f"model: {problem}"
-
-
-def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
-    """A function of a tensor's name in `model` and a value for it, which raises InputError if the dtype that the recipe
-    casts the tensor to cannot hold the value."""
-    dtype = recipe.param_dtype
-    cast = set() if dtype is None else {name for name, _ in tensors_to_cast(model, recipe)}
-
-    def check(name: str, value: torch.Tensor) -> None:
-        problem = find_overflow(name, value, dtype) if dtype is not None and name in cast else None
-        if problem is not None:
-            raise InputError(f"model: {problem}")
-
-    return check
-
-
-def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
-    """Why this device cannot train in the recipe's dtype: found by trying a matrix product and its backward."""
-    dtype = recipe.compute_dtype
-    if dtype not in HALF:
-        return None
-    try:
-        if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
-            raise RuntimeError("its compute capability is below 8.0")
-        probe_dtype(device, dtype)
-    except (RuntimeError, NotImplementedError) as error:
-        other, reason = "fp16" if dtype == torch.bfloat16 else "bf16", str(error).splitlines()[0]
-        return (
-            f"device {device}: it cannot multiply matrices in {_short(dtype)} ({reason}); use {other}, or no half "
-            "precision"
-        )
-    return None
-
-
-def probe_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise RuntimeError if `device` lacks matrix products of `dtype`."""
-    weight = torch.ones(8, 8, device=device, dtype=dtype, requires_grad=True)
-    (torch.ones(8, 8, device=device, dtype=dtype) @ weight).sum().backward()
-
-
-def _find_scheduler_problems(lr_scheduler: Any, optimizer: Any, dataloader: Any, config: Config) -> Iterator[str]:
     if lr_scheduler is None:
         return
-    theirs = getattr(lr_scheduler, "optimizer", optimizer)
-    if theirs is not optimizer:
+    if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         yield "lr_scheduler: it was built on another optimizer than the one passed; build it on that one"
-    needs_metric = isinstance(lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau)
-    if needs_metric and config.lr_interval != "manual":
+    if isinstance(lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau) and config.lr_interval != "manual":
         yield (
             "lr_scheduler: ReduceLROnPlateau.step needs a metric, which the engine does not have; set "
             "lr_interval='manual' and call engine.lr_scheduler.step(metric) yourself"
@@ -218,37 +156,60 @@ def _find_scheduler_problems(lr_scheduler: Any, optimizer: Any, dataloader: Any,
         )
 
 
-def _allowed_dtypes(recipe: Recipe) -> set[torch.dtype]:
-    if recipe.param_dtype is None:
-        return {torch.float32, torch.float64}
-    if recipe.keep_batchnorm_fp32:  # fp32 that was rounded before is not fp32
-        return {torch.float32}
-    return {torch.float32, recipe.param_dtype}
+def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
+    """A function of a tensor's name in `model` and a value for it, which raises InputError if the dtype that the recipe
+    casts the tensor to cannot hold the value."""
+    cast = {name for name, _ in tensors_to_cast(model, recipe)}
+
+    def check(name: str, value: torch.Tensor) -> None:
+        problem = find_overflow(name, value, recipe.param_dtype) if name in cast else None
+        if problem is not None:
+            raise InputError(f"model: {problem}")
+
+    return check
 
 
-def _dtype_problem(names: list[str], dtype: torch.dtype, recipe: Recipe, mode: str | None) -> str:
-    found = f"model: {len(names)} parameter(s) are {_short(dtype)} ({shorten(names)})"
-    key = "bf16" if dtype == torch.bfloat16 else "fp16"
-    if mode is None:
-        return (
-            f"{found}, but the config has neither fp16 nor bf16: without fp32 masters small updates are lost; set "
-            f"{key} = dict(mode='naive'), or build the model in float32"
-        )
-    if recipe.param_dtype is None:
-        return (
-            f"{found}, but mode={mode!r} keeps parameters in float32 and casts while it computes; build the model in "
-            f"float32 (model.float()), or set {key} = dict(mode='naive')"
-        )
-    allowed = " or ".join(sorted(map(_short, _allowed_dtypes(recipe)), reverse=True))
-    why = ", and BatchNorm stays in float32" if recipe.keep_batchnorm_fp32 else ""
-    return f"{found}, but mode={mode!r} computes in {_short(recipe.compute_dtype)}{why}; build the model in {allowed}"
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # an IterableDataset without a length
+def find_device_problem(device: torch.device, recipe: Recipe) -> str | None:
+    """Why this device cannot train in the recipe's dtype."""
+    if device.type != "cuda" or recipe.compute_dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(False):
         return None
+    return (
+        f"device {device}: it has no matrix products in bfloat16, which torch would emulate slowly (its compute "
+        "capability is below 8.0); use fp16"
+    )
+
+
+def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: str | None) -> Iterator[str]:
+    allowed = {torch.float32, recipe.param_dtype or torch.float64}
+    if recipe.keep_batchnorm_fp32:  # fp32 that was rounded before is not fp32
+        allowed = {torch.float32}
+    odd = [name for name, p in params.items() if p.dtype not in allowed and p.dtype.is_floating_point]
+    if not odd:
+        return
+    dtype = params[odd[0]].dtype
+    found = f"model: {len(odd)} parameter(s) are {_short(dtype)} ({shorten(odd)})"
+    naive = f"set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
+    if mode is None:
+        yield (
+            f"{found}, but the config has neither fp16 nor bf16: without fp32 masters small updates are lost; {naive}, "
+            "or build the model in float32"
+        )
+    elif recipe.param_dtype is None:
+        yield (
+            f"{found}, but mode={mode!r} keeps parameters in float32 and casts while it computes; build the model in "
+            f"float32 (model.float()), or {naive}"
+        )
+    else:
+        names = " or ".join(sorted(map(_short, allowed), reverse=True))
+        why = ", and BatchNorm stays in float32" if recipe.keep_batchnorm_fp32 else ""
+        yield f"{found}, but mode={mode!r} computes in {_short(recipe.compute_dtype)}{why}; build the model in {names}"
+
+
+def _is_empty(loader: DataLoader[Any]) -> bool:
+    try:
+        return len(loader) == 0
+    except TypeError:  # an IterableDataset without a length
+        return False
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -260,11 +221,8 @@ def _kind(value: Any) -> str:
 
 
 def refuse_uneven_evaluation(loader: ShardedLoader | None, context: ParallelContext) -> None:
-    """Raise InputError, on all ranks, if `loader` has more batches on some of them: under fsdp a batch needs all ranks,
-    which hold the weights together.
-
-    A loader without a length is not looked at.
-    """
+    """Raise InputError, on all ranks, if `loader` has a length, and more batches on some of them: under fsdp a batch
+    needs all ranks, which hold the weights together."""
     if loader is None or loader.length is None:
         return
     counts = context.everyone(loader.length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -17,10 +16,10 @@ _log = get_logger(__name__)
 
 
 class _Reference(NamedTuple):
-    """Where an object is imported from ("module:attribute"), and whose it is (" by the package 'name'", or "")."""
+    """An object that is not imported yet: "module:attribute", and the package that brings it (None: halfmesh)."""
 
     target: str
-    package: str
+    package: str | None = None
 
 
 class Registry(Generic[T]):
@@ -32,8 +31,8 @@ class Registry(Generic[T]):
         [project.entry-points."halfmesh.amp_plugins"]
         my_mode = "my_package.amp:MyPlugin"
 
-    The first to take a name keeps it. Registering it again raises RegistryError unless `override=True` says to replace
-    it; an entry point whose name is taken is left out with a warning.
+    A name can be taken once, unless `override=True` says to replace it. An entry point whose name is taken is left
+    out with a warning.
 
     Args:
         kind: what the objects are, for messages.
@@ -58,27 +57,23 @@ class Registry(Generic[T]):
         """Register `obj` under `name`, or return a decorator that does.
 
         Raises:
-            RegistryError: the name is taken and `override` is False.
+            RegistryError: `name` is no string, or is taken and `override` is False.
         """
+        if not isinstance(name, str):
+            raise RegistryError(f"a {self.kind} needs a name: write register('name'), not register({name!r})")
         if obj is None:
             return lambda decorated: self.register(name, decorated, override=override)
-        if not isinstance(name, str) or not name:
+        if name.lower() in self._entries and not override:
             raise RegistryError(
-                f"a {self.kind} is registered under a non-empty string, but {name!r} was given; name it"
-            )
-        if override:
-            self._read_entry_points()  # else one of the same name would be read later, and warned of
-        elif name.lower() in self._entries:
-            raise RegistryError(
-                f"the {self.kind} {name!r} is already registered ({_where(self._entries[name.lower()])}); "
-                "choose another name, or pass override=True to replace it"
+                f"the {self.kind} {name!r} is already registered ({self.peek(name)}); choose another name, or pass "
+                "override=True to replace it"
             )
         self._entries[name.lower()] = obj
         return obj
 
     def register_lazy(self, name: str, reference: str, *, override: bool = False) -> None:
         """Register the object that `reference` ("package.module:attribute") names; it is imported on first use."""
-        self.register(name, _Reference(reference, ""), override=override)  # type: ignore[arg-type]
+        self.register(name, _Reference(reference), override=override)  # type: ignore[arg-type]
 
     def unregister(self, name: str) -> None:
         """Forget `name` (for tests and notebooks that define a plugin twice)."""
@@ -116,7 +111,7 @@ class Registry(Generic[T]):
             try:
                 found = self.get(name)
             except RegistryError as error:
-                if not self._entries[name].package:
+                if self._entries[name].package is None:
                     raise
                 self.unregister(name)
                 _log.warning("%s; it is left out", error)
@@ -132,16 +127,17 @@ class Registry(Generic[T]):
         return isinstance(name, str) and name.lower() in self.names()
 
     def _import(self, key: str, reference: _Reference) -> Any:
-        failed = f"the {self.kind} {key!r} is registered as {reference.target!r}{reference.package}, which fails: "
+        by = "" if reference.package is None else f" by the package {reference.package!r}"
         module, _, attribute = reference.target.partition(":")
+        cause: Exception | None = None
         try:
             found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise RegistryError(f"{failed}{error}") from error
+            problem = self._find_problem(found)
         except Exception as error:  # importing a module may raise anything
-            raise RegistryError(f"{failed}{type(error).__name__}: {error}") from error
-        if (problem := self._find_problem(found)) is not None:
-            raise RegistryError(f"{failed}{problem}")
+            cause, problem = error, f"{type(error).__name__}: {error}"
+        if problem is not None:
+            message = f"the {self.kind} {key!r} is registered as {reference.target!r}{by}, which fails: {problem}"
+            raise RegistryError(message) from cause
         return found
 
     def _read_entry_points(self) -> None:
@@ -149,19 +145,10 @@ class Registry(Generic[T]):
             return
         self._entry_points_read = True
         for point in entry_points(group=self.entry_point_group):
-            package = " by a package" if point.dist is None else f" by the package {point.dist.name!r}"
-            new = _Reference(point.value, package)
-            taken = self._entries.setdefault(point.name.lower(), new)
-            if taken != new:  # a package may be on the path twice
+            package = point.dist.name if point.dist else "?"
+            if point.name.lower() in self._entries:
                 _log.warning(
-                    f"the {self.kind} {point.name!r} is already registered ({_where(taken)}), and entry point "
-                    f"{point.value!r}{package} has the same name; it is left out. Rename one of them, or remove the "
-                    "package"
+                    f"the {self.kind} {point.name!r} of the package {package!r} is left out: the name is taken"
                 )
-
-
-def _where(entry: Any) -> str:
-    if isinstance(entry, _Reference):
-        return f"{entry.target}{entry.package}"
-    named = entry if inspect.isclass(entry) or inspect.isfunction(entry) else type(entry)
-    return f"{named.__module__}.{named.__qualname__}"
+            else:
+                self._entries[point.name.lower()] = _Reference(point.value, package)

@@ -14,10 +14,7 @@ from .tensors import in_memory_order
 
 @dataclass(eq=False, slots=True)
 class ParamShard:
-    """What one rank holds of one parameter.
-
-    `parallel` makes them, `amp` turns their gradients into new weights. Neither needs to know how the other works.
-    """
+    """What one rank holds of one parameter. `parallel` makes them, `amp` turns their gradients into new weights."""
 
     name: str
     """The parameter's name in the whole model."""
@@ -26,13 +23,13 @@ class ParamShard:
     weight: float = 1.0
     """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
     source: ParamShard | None = field(default=None, repr=False)
-    """The parameter that the model uses, if `param` is only the part of it that this rank steps (zero1, fsdp). Backward
-    leaves the gradient there."""
+    """The parameter that the model uses, and in which backward leaves the gradient, if this rank steps only a part of
+    it, `param` (zero1, fsdp)."""
     start: int = 0
     """Where the part begins in the memory of `source`, in elements."""
     original: nn.Parameter | None = field(default=None, repr=False)
-    """The parameter that the model came with, if it uses another one meanwhile (fsdp: a DTensor, whose local memory
-    `param` shares)."""
+    """The parameter that the model came with, if it now uses another one (fsdp: a DTensor with `param` as its local
+    part)."""
 
     @property
     def model_param(self) -> nn.Parameter:
@@ -48,12 +45,12 @@ class ParamShard:
         return in_memory_order(tensor)[self.start : self.start + self.param.numel()]
 
     def rebind_view(self) -> None:
-        """Make `param` a view of the model's parameter again, after that got other memory."""
+        """Make `param` a view of the model's parameter again, after that got new memory."""
         if self.source is not None and self.original is None:
             self.param.data = self.part_of(self.source.param.data)
 
     def rebind_grad(self) -> None:
-        """Take this part of the gradient of `source` again, after the user changed it or set it to None."""
+        """Take this part of the gradient of `source` again, after the user changed that."""
         assert self.source is not None
         grad: Any = self.source.param.grad
         if grad is None:
@@ -84,13 +81,6 @@ def clear_grads(params: Iterable[torch.Tensor]) -> None:
                 param.grad_dtype = param.dtype
 
 
-def reset_grad(param: torch.Tensor) -> None:
-    """As `clear_grads`, also after a cast of `param` without a gradient: a `grad_dtype` that was set once stays."""
-    param.grad = None
-    if param.grad_dtype is not param.dtype:
-        param.grad_dtype = param.dtype
-
-
 def foreign_params(optimizer: optim.Optimizer, known: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters of `optimizer` that are not among `known`, by their place in its groups and their shape."""
     ids = set(map(id, known))
@@ -117,25 +107,22 @@ class Publisher(Protocol):
     """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 
     def begin(self) -> None:
-        """Called before an update writes weights."""
+        """An update is about to write weights."""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """Start to send the new weights of `shards`; need not wait for it."""
 
     def finish(self) -> None:
-        """Called after all shards were given to `stepped`; returns when this rank has all new weights."""
+        """All shards were given to `stepped`: return when this rank has all new weights."""
 
 
 class Ranks(Protocol):
-    """The ranks that share one update."""
+    """The ranks that share one update: this one's number, and how many there are."""
 
     @property
-    def rank(self) -> int:
-        """This process's number among them, 0 to size - 1."""
-
+    def rank(self) -> int: ...
     @property
-    def size(self) -> int:
-        """How many there are."""
+    def size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> object:
         """Sum `tensor` in place over all of them."""

@@ -20,24 +20,17 @@ def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type = torch.Tensor) 
     """
     if isinstance(tree, kind):
         return fn(tree)
+    old: dict[Any, Any]
     if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(fn, value, kind) for key, value in tree.items()}
-        return tree if _same(mapped.values(), tree.values()) else _rebuild_mapping(tree, mapped)
-    if isinstance(tree, (list, tuple)):
-        items = [map_tensors(fn, item, kind) for item in tree]
-        if _same(items, tree):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-        mapped = {name: map_tensors(fn, value, kind) for name, value in fields.items()}
-        if _same(mapped.values(), fields.values()):
-            return tree
-        rebuilt = copy.copy(tree)  # keeps attributes that are not fields
-        for name, value in mapped.items():
-            object.__setattr__(rebuilt, name, value)  # works on a frozen dataclass, too
-        return rebuilt
-    return tree
+        old = dict(tree.items())
+    elif isinstance(tree, (list, tuple)):
+        old = dict(enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+    else:
+        return tree
+    new = {key: map_tensors(fn, value, kind) for key, value in old.items()}
+    return tree if all(new[key] is value for key, value in old.items()) else _rebuild(tree, new)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -47,21 +40,24 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def _rebuild_mapping(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    if type(tree) is dict:
-        return mapped
-    if dataclasses.is_dataclass(tree):  # a model output that is both a mapping and a dataclass
-        return type(tree)(**mapped)
-    if hasattr(tree, "copy") and hasattr(tree, "update"):
-        rebuilt = tree.copy()  # keeps what a subclass has besides its items, such as a default factory
-        if type(rebuilt) is type(tree):
-            rebuilt.update(mapped)
+def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
+    """A container like `tree` with the values `new`."""
+    kind: Any = type(tree)
+    if kind is dict:
+        return new
+    if isinstance(tree, (list, tuple)):
+        return kind(*new.values()) if hasattr(tree, "_fields") else kind(new.values())
+    if dataclasses.is_dataclass(tree) and isinstance(tree, Mapping):  # a model's output
+        return kind(**new)
+    if isinstance(tree, Mapping):
+        if hasattr(tree, "copy") and hasattr(tree, "update") and type(rebuilt := tree.copy()) is kind:
+            rebuilt.update(new)  # it keeps what a subclass has besides its items, such as a default factory
             return rebuilt
-    return type(tree)(mapped)  # type: ignore[call-arg]
-
-
-def _same(new: Any, old: Any) -> bool:
-    return all(a is b for a, b in zip(new, old, strict=True))
+        return kind(new)
+    rebuilt = copy.copy(tree)  # keeps attributes that are not fields
+    for name, value in new.items():
+        object.__setattr__(rebuilt, name, value)  # works on a frozen dataclass, too
+    return rebuilt
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

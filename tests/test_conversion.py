@@ -203,8 +203,7 @@ def test_misuse():
         ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
         ({"optimizer": sgd(MLP().parameters())}, InputError, "parameter(s) that are not the model's"),
         ({"criterion": nn.MSELoss}, InputError, "the class MSELoss was given, not a criterion; write MSELoss()"),
-        ({"amp_config": "O1"}, InputError, "amp_config='O1' is not a dict; write for example dict(opt_level='O2')"),
-        ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has mode='naive', but mode='torch' was given"),
+        ({"amp_config": {"mode": "naive"}}, InputError, "amp_config has a mode, and mode='torch' was given"),
     ],
 )
 def test_refusals_leave_everything_untouched(arguments, error, message):
@@ -234,9 +233,10 @@ def test_closed_means_closed():
     optimizer.close()
     x, y = make_data(4)
     assert torch.equal(model(x), model.module(x))  # an fp32 model again
-    for call in (lambda: optimizer.backward(criterion(model(x), y)), optimizer.step):
-        with pytest.raises(InputError, match="this optimizer is closed"):
-            call()
+    with pytest.raises(InputError, match="this optimizer is closed"):
+        optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match="there is nothing to step with"):
+        optimizer.step()
 
 
 def test_states_that_do_not_fit():

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh import inputs
+from halfmesh.amp.recipe import Recipe
 from halfmesh.errors import ConfigError, IncompatibleConfigError, InputError
 from tests.support.models import FP16_NAIVE, FP16_TORCH, MLP, adamw, make_data, make_loader, sgd
 
@@ -74,7 +75,6 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
             {"optimizer": sgd(MLP(seed=3).parameters())},
             r"holds 9 parameter\(s\) that are not the model's: param_groups\[0\]",
         ),
-        ({"optimizer": optim.LBFGS, "config": FP16_NAIVE}, "optimizer: LBFGS.step needs a closure"),
         ({"criterion": "cross_entropy"}, "criterion: a callable .* is needed, but a str was given"),
         ({"criterion": nn.MSELoss}, r"the class MSELoss was given, not a criterion; write MSELoss\(\)"),
         ({"loader": [(1, 2)]}, "dataloader: a torch.utils.data.DataLoader is needed, but a list was given"),
@@ -121,21 +121,20 @@ def test_naive_takes_a_model_built_in_its_own_precision():
 
 def test_all_problems_at_once():
     with pytest.raises(InputError) as caught:
-        start(MLP().half(), optim.LBFGS, 3, "data", FP16_TORCH)
+        start(MLP().half(), 0.1, 3, "data", FP16_TORCH)
     first, *lines = str(caught.value).splitlines()
     assert first == "4 problem(s) in what was passed to initialize:"
     assert [line.split(":")[0].strip(" -") for line in lines] == ["model", "optimizer", "criterion", "dataloader"]
 
 
 def test_a_device_without_the_dtype(monkeypatch):
-    def refuse_half(device, dtype):
-        if dtype == torch.float16:
-            raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'\nsecond line")
-
-    monkeypatch.setattr(inputs, "probe_dtype", refuse_half)
-    with pytest.raises(IncompatibleConfigError, match=r"device cpu: it cannot multiply matrices in float16.*use bf16"):
-        start(config=FP16_TORCH)
-    start(config={"bf16": {"mode": "torch"}})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    gpu, recipes = torch.device("cuda:1"), (Recipe(torch.bfloat16, autocast=True), Recipe(torch.float16, autocast=True))
+    problems = [
+        inputs.find_device_problem(device, recipe) for device in (gpu, torch.device("cpu")) for recipe in recipes
+    ]
+    assert problems[0].startswith("device cuda:1: it has no matrix products in bfloat16")
+    assert problems[1:] == [None] * 3
 
 
 @pytest.mark.parametrize("make", [optim.Adam, optim.RMSprop])

@@ -4,10 +4,10 @@ Read in this order:
     recipe          a precision mode as plain values
     plugin          what a mode is; naive_amp, torch_amp, apex_amp: the three; apex_backend: casts of an installed apex
     precision       runs model and criterion in a recipe's formats; o1: apex's lists for that
-    convert         applies a recipe to a model and its optimizer, and takes it back; state_hooks, originals: so that
-                    state dicts and closed models have full precision
+    convert         applies a recipe to a model and its optimizer, and takes it back; in between, state dicts have
+                    full precision
     optimizer       the path of an update, from a loss to new weights. Below it:
-    master_weights  what the user's optimizer holds
+    master_weights  what the user's optimizer holds; originals: full precision of what it does not hold
     loss_scales     what backward begins with; loss_scaler: how a scale moves; multi_loss: several losses
     grad_norm       norm and overflow, on all ranks the same
     stepper         calls `optimizer.step()`; fused: with which implementation

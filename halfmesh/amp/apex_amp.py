@@ -67,12 +67,10 @@ def _to_bool(value: Any) -> Any:
 
 def _to_scale(value: Any) -> Any:
     """apex also takes a number as a string, from command lines."""
-    if not isinstance(value, str) or value == "dynamic":
-        return value
     try:
-        return float(value)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
-        raise ValueError(f"{value!r} is neither a number nor 'dynamic'{did_you_mean(value, ['dynamic'])}") from None
+        return value
 
 
 _DtypeName = Annotated[Literal["float32", "float16"], BeforeValidator(_to_dtype_name)]
@@ -119,11 +117,10 @@ class ApexOptions(Options):
     @property
     def properties(self) -> Properties:
         """The opt level's properties with the overrides."""
-        given = {name: getattr(self, name) for name in Properties.__dataclass_fields__}
-        overrides = {name: value for name, value in given.items() if value is not None}
+        given = self.model_dump(include=set(Properties.__dataclass_fields__), exclude_none=True)
         if self.cast_model_type is False:
-            overrides["cast_model_type"] = None
-        return replace(OPT_LEVELS[self.opt_level], **overrides)
+            given["cast_model_type"] = None
+        return replace(OPT_LEVELS[self.opt_level], **given)
 
 
 def _find_problems(options: ApexOptions) -> Iterator[str]:
@@ -171,11 +168,12 @@ class ApexAMP(AMPPlugin):
         param_dtype = _dtype(properties.cast_model_type)
         casts_model = param_dtype == torch.float16
         masters = properties.master_weights and casts_model
+        patches = properties.patch_torch_functions
         return Recipe(
-            compute_dtype=torch.float16 if casts_model or properties.patch_torch_functions else torch.float32,
+            compute_dtype=torch.float16 if casts_model or patches else torch.float32,
             param_dtype=param_dtype,
-            autocast=properties.patch_torch_functions,
-            cast_lists="apex" if properties.patch_torch_functions else "torch",
+            autocast=patches,
+            cast_lists="apex" if patches else "torch",
             keep_batchnorm_fp32=properties.keep_batchnorm_fp32 and casts_model,
             master_weights=masters,
             loss_scale=_loss_scale(options, properties.loss_scale),

@@ -1,20 +1,23 @@
-"""Apply a recipe to a model and its optimizer, and take it back."""
+"""Apply a recipe to a model and its optimizer, and take it back. In between, state dicts have full precision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from ..shard import ParamShard, Ranks, reset_grad
-from .master_weights import cast_state, masters_for, repoint
+from .._torch import assigns
+from ..errors import InputError
+from ..shard import ParamShard, Ranks
+from .master_weights import MasterWeights, cast_state, masters_for, repoint
 from .optimizer import MixedPrecisionOptimizer
 from .originals import current_value
 from .precision import cast_model, tensors_to_cast
 from .recipe import Recipe, UpdateOptions
-from .state_hooks import watch_state
 
 
 def convert(
@@ -36,71 +39,144 @@ def convert(
         device: where updates are decided, see `MixedPrecisionOptimizer`.
         cast: casts the model.
     """
-    dtypes = {name: tensor.dtype for name, tensor in named_tensors(model)}
-    # What is sharded is cast where it is gathered: the parts are the masters.
+    dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
+    # fsdp casts its parameters while they are gathered: the shards are the masters.
     apart = {id(shard.source.param) for shard in shards if shard.source is not None and shard.original is not None}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(shard.model_param) for shard in shards if id(shard.param) in held}
+    to_cast, not_trained = set(), {}
+    for name, tensor in tensors_to_cast(model, recipe, apart):
+        to_cast.add(id(tensor))
+        if id(tensor) not in trained:
+            not_trained[name] = tensor.detach()
     masters: dict[nn.Parameter, nn.Parameter] = {}
     if recipe.master_weights:
-        to_cast = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
         masters = masters_for(optimizer, [shard for shard in shards if id(shard.model_param) in to_cast], {})
-    came = dict(_not_trained(model, optimizer, shards, recipe, apart))
     cast(model, recipe, apart)
     for shard in shards:
         shard.rebind_view()
-        reset_grad(shard.param)
-    changed = {tensor: dtypes[name] for name, tensor in named_tensors(model) if tensor.dtype != dtypes[name]}
+        _reset_grad(shard.param)
+    changed = {tensor: dtypes[name] for name, tensor in _named_tensors(model) if tensor.dtype != dtypes[name]}
     if not recipe.master_weights:
         cast_state(optimizer, changed)
     update = MixedPrecisionOptimizer(optimizer, shards, recipe, ranks, options, masters, device)
-    for name, tensor in named_tensors(model):
-        if name in came:
-            update.master_weights.originals.add(tensor, came.pop(name))  # one by one: the host may be another memory
-    hooks = list(watch_state(model, update.master_weights, changed))
-    update.on_close = lambda: take_back(model, update, dtypes, hooks)
+    for name, tensor in _named_tensors(model):
+        if name in not_trained:  # taken out one by one, to free GPU memory while the originals go to the host
+            update.master_weights.originals.add(tensor, not_trained.pop(name))
+    hooks = list(_add_state_hooks(model, update.master_weights, changed))
+    update.on_close = lambda: _take_back(model, update, dtypes, hooks)
     return update
 
 
-def take_back(
+def _take_back(
     model: nn.Module,
     update: MixedPrecisionOptimizer,
     dtypes: Mapping[str, torch.dtype],
     hooks: Sequence[RemovableHandle],
 ) -> None:
-    """Give the model what it came with, trained: the masters' values, and full precision of the rest; the optimizer its
-    parameters."""
+    """Give the model its dtypes and the full-precision values, and the optimizer the model's parameters."""
     for hook in hooks:
         hook.remove()
     masters, changed = update.master_weights.masters, {}
     for shard in update.master_weights.shards:
-        if shard.source is not None and shard.param in masters:  # whoever has all parts brings them together
+        if shard.source is not None and shard.param in masters:  # the sharding's own close gathers them
             value = current_value(shard.param, masters[shard.param])
             shard.param.data = value.to(dtypes.get(shard.name, value.dtype))
-            reset_grad(shard.param)
-    for name, tensor in named_tensors(model):
+            _reset_grad(shard.param)
+    for name, tensor in _named_tensors(model):
         dtype, full = dtypes.get(name, tensor.dtype), update.master_weights.full_value(tensor)
-        if full is not None:
-            tensor.data = full.to(dtype)
-            reset_grad(tensor)
-        elif tensor.dtype != dtype:
+        if full is None and tensor.dtype == dtype:
+            continue
+        if full is None:
             changed[tensor] = tensor.dtype
-            tensor.data = tensor.data.to(dtype)
-            reset_grad(tensor)
+        tensor.data = (tensor.data if full is None else full).to(dtype)
+        _reset_grad(tensor)
     cast_state(update.optimizer, changed)
     repoint(update.optimizer, {master: param for param, master in masters.items()})
 
 
-def _not_trained(
-    model: nn.Module, optimizer: optim.Optimizer, shards: Sequence[ParamShard], recipe: Recipe, apart: Collection[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What will be cast and is not in the optimizer, as it is now."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    trained = {id(shard.model_param) for shard in shards if id(shard.param) in held}
-    for name, tensor in tensors_to_cast(model, recipe, apart) if recipe.param_dtype is not None else ():
-        if id(tensor) not in trained:
-            yield name, tensor.detach()
+def _reset_grad(tensor: torch.Tensor) -> None:
+    """Drop the gradient; the next one comes in the tensor's dtype. (`grad_dtype` outlives a cast of the tensor.)"""
+    tensor.grad = None
+    if tensor.grad_dtype is not tensor.dtype:
+        tensor.grad_dtype = tensor.dtype
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(model: nn.Module, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and buffers under each of their names."""
-    yield from model.named_parameters()
-    yield from model.named_buffers(remove_duplicate=False)
+    yield from model.named_parameters(recurse=recurse, remove_duplicate=recurse)
+    yield from model.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
+# -- state dicts -----------------------------------------------------------------------------------------------
+
+
+class _FullPrecision:
+    """Where the hooks of one module find full precision.
+
+    A copy of the model (deepcopy for an average of its weights, torch.save) knows the dtypes alone: its masters would
+    be copied too.
+    """
+
+    def __init__(self, dtypes: dict[str, torch.dtype | None], master_weights: MasterWeights | None) -> None:
+        self.dtypes = dtypes
+        """By the tensor's name in the module, its dtype before it was cast; None: it was not."""
+        self.master_weights = master_weights
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FullPrecision, (self.dtypes, None)
+
+
+def _add_state_hooks(
+    model: nn.Module, master_weights: MasterWeights, dtypes: Mapping[torch.Tensor, torch.dtype]
+) -> Iterator[RemovableHandle]:
+    for module in model.modules():
+        own = {name: dtypes.get(tensor) for name, tensor in _named_tensors(module, recurse=False)}
+        if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hooks
+            full = _FullPrecision(own, master_weights)
+            yield module.register_state_dict_post_hook(partial(_save_full, full))
+            yield module.register_load_state_dict_pre_hook(partial(_load_full, full))
+
+
+@torch.no_grad()
+def _save_full(full: _FullPrecision, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put the masters and originals of `module` into `state`; other tensors get the dtypes that they came with."""
+    own = dict(_named_tensors(module, recurse=False))
+    for name in {**full.dtypes, **own}:  # torch.nn.utils.prune gives them other names
+        key, dtype = prefix + name, full.dtypes.get(name)
+        if not isinstance(state.get(key), torch.Tensor):
+            continue  # not persistent, or taken out by a hook of the user's
+        value = full.master_weights.full_value(own[name]) if full.master_weights and name in own else None
+        if value is not None:
+            state[key] = value
+        elif dtype is not None:
+            state[key] = state[key].to(dtype)
+
+
+@torch.no_grad()
+def _load_full(
+    full: _FullPrecision, module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any
+) -> None:
+    """Take what is loaded into `module` to its masters and originals too, in full precision.
+
+    Raises:
+        InputError: `assign=True`, after which the optimizer would step parameters that nobody uses.
+    """
+    if full.master_weights is None:
+        return
+    masters, originals = full.master_weights.masters, full.master_weights.originals
+    held = {id(shard.model_param): shard for shard in full.master_weights.trained}
+    for name, param in _named_tensors(module, recurse=False):
+        value, shard = state.get(prefix + name), held.get(id(param))
+        if value is not None and shard is not None and assigns(metadata):
+            raise InputError(
+                "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
+                "go on stepping the old ones; load without assign, or load before initialize"
+            )
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            continue
+        originals.keep(param, value)
+        # A value in the parameter's dtype is no more exact than what the parameter gets: the next step adopts that.
+        if shard is not None and shard.param in masters and value.dtype != param.dtype:
+            master = masters[shard.param]
+            master.copy_(shard.part_of(torch.empty_like(param, dtype=master.dtype).copy_(value)))

@@ -30,11 +30,11 @@ class MasterWeights:
         masters: those made before the cast; others are made from the parameters as they are.
 
     Attributes:
-        masters: the master of each of the model's parameters that has one.
-        trained: the shards whose parameters the optimizer holds, or has held: those with masters.
-        stepped: of these, those that it holds, each with what it holds: the parameter or its master.
-        receivers: for each of `trained` the shard in which backward leaves the gradient.
-        grad_params: the parameters in which gradients may be, of `trained` and `receivers`.
+        masters: parameter of the model -> its master.
+        trained: the shards that the optimizer steps, or has stepped: a master stays when its parameter leaves.
+        stepped: shard -> what the optimizer now holds for it, the parameter or its master.
+        receivers: for each of `trained`, the shard in which backward leaves the gradient.
+        grad_params: every parameter that may hold a gradient.
         originals: the full precision of tensors that are cast and not trained.
 
     Raises:
@@ -85,7 +85,7 @@ class MasterWeights:
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups] != self._ids
 
     def target(self, shard: ParamShard) -> nn.Parameter:
-        """What the optimizer holds for `shard`, one of those trained."""
+        """What the optimizer steps for `shard`: its master, if it has one."""
         return self.masters.get(shard.param, shard.param)
 
     def publish(self, shards: Iterable[ParamShard]) -> None:
@@ -101,9 +101,9 @@ class MasterWeights:
             self._stamps = self._current_stamps()
 
     def adopt_external_writes(self) -> None:
-        """Copy to the masters what others wrote into the model since the last `publish`; the next would undo it.
+        """Copy to the masters what others wrote into the model since the last `publish`, which the next would undo.
 
-        Not seen are writes through `param.data`, as in `param.data.clamp_()`: torch keeps no count of those.
+        Writes through `param.data` are not seen: torch does not count them.
         """
         if not self.masters:
             return
@@ -119,7 +119,7 @@ class MasterWeights:
         return self.originals.value(tensor) if master is None else current_value(tensor, master)
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """The masters by the parameter's name; copies of those whose parameters were written by others."""
+        """The masters by the parameter's name, with what others have written into the model."""
         return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
 
     @torch.no_grad()
@@ -139,29 +139,21 @@ class MasterWeights:
 
     def _refuse_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""
-        known = [*(shard.param for shard in self.shards), *self.masters.values()]
-        foreign = foreign_params(self.optimizer, known)
-        if not foreign:
-            return
+        foreign = foreign_params(self.optimizer, [*(shard.param for shard in self.shards), *self.masters.values()])
         sharded = {id(p): s.name for s in self.shards if s.source for p in (s.source.param, s.original)}
-        names = [sharded[id(param)] for param in foreign.values() if id(param) in sharded]
-        if names:
+        if foreign:
+            names = [sharded.get(id(param), place) for place, param in foreign.items()]
             raise InputError(
-                f"{shorten(names)} came into the optimizer after initialize, which had sharded the model's parameters "
-                "over the data ranks by then, and put shards into the optimizer; put them in before (frozen ones may "
-                "be unfrozen later), or use data='replicate'"
+                f"{shorten(names)} came into the optimizer after initialize. Only parameters that this rank's model "
+                "had then can be added: zero1 and fsdp step shards instead, and under a pipeline each rank has its "
+                "stages only. Add them before initialize (they may be frozen, and unfrozen later), or close the "
+                "engine and initialize again; take parameters from engine.model, not from a list made before"
             )
-        raise InputError(
-            f"{len(foreign)} parameter(s) came into the optimizer after initialize that this rank's part of the model "
-            f"did not have then: {shorten(list(foreign))}. Add a new layer before initialize (it may be frozen, and "
-            "unfrozen later), or close the engine, add it, and initialize again. What the model had is to be taken "
-            "from engine.model, not from a list made before: under a pipeline each rank has its stages only"
-        )
 
 
 def make_master(param: torch.Tensor) -> nn.Parameter:
-    """An fp32 copy of `param`. An fp32 parameter gives its memory, so cast the model afterwards; a view does not, which
-    would keep all of the memory that it is a view of."""
+    """An fp32 copy of `param`. An fp32 parameter gives its memory, so cast the model afterwards; a view is copied,
+    because it would keep all of what it is a view of."""
     value = param.detach().float()
     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
         value = value.clone()
@@ -201,17 +193,13 @@ def cast_state(optimizer: optim.Optimizer, dtypes: Mapping[torch.Tensor, torch.d
 def bucket_bytes(device: torch.device, numel: int) -> int:
     """How many bytes of fp32 gradients to step at a time, of `numel` elements in all.
 
-    Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for the host: each bucket
-    launches some kernels, and the optimizer looks through all of its parameters.
+    Few, so that few fp32 copies exist at a time; on CUDA not so few that the update waits for kernel launches.
     """
-    if device.type != "cuda":
-        return 25 * _MIB
-    return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB))
+    return max(25 * _MIB, min(4 * numel // 16, 512 * _MIB)) if device.type == "cuda" else 25 * _MIB
 
 
 def by_bytes(items: Iterable[_T], limit: float, numel: Callable[[_T], int]) -> list[list[_T]]:
-    """Consecutive buckets of `items` whose `numel` fp32 elements take at most `limit` bytes; a larger item has its
-    own."""
+    """Consecutive buckets of `items` of at most `limit` bytes in fp32; a larger item has its own."""
     buckets: list[list[_T]] = []
     room = 0.0
     for item in items:

@@ -30,8 +30,8 @@ class NaiveOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> NaiveOptions:
+        moot = sorted(self.model_fields_set & _DYNAMIC_KEYS)
         if self.loss_scale != "dynamic":
-            moot = sorted(self.model_fields_set & _DYNAMIC_KEYS)
             if moot:
                 raise ValueError(
                     f"loss_scale={self.loss_scale} is static, so {', '.join(moot)} would have no effect; "
@@ -73,13 +73,5 @@ class NaiveAMP(AMPPlugin):
 def _loss_scale(options: NaiveOptions) -> LossScale:
     if options.loss_scale != "dynamic":
         return LossScale(initial=options.loss_scale, dynamic=False, verbose=options.verbose)
-    return LossScale(
-        initial=options.initial_scale,
-        growth_factor=options.growth_factor,
-        backoff_factor=options.backoff_factor,
-        growth_interval=options.growth_interval,
-        hysteresis=options.hysteresis,
-        min_scale=options.min_scale,
-        max_scale=options.max_scale,
-        verbose=options.verbose,
-    )
+    keys = options.model_dump(include={*_DYNAMIC_KEYS, "verbose"})
+    return LossScale(initial=keys.pop("initial_scale"), **keys)

@@ -22,7 +22,7 @@ from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 
 from .._torch import edit_stamp
-from ..errors import InputError, did_you_mean
+from ..errors import InputError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -111,7 +111,7 @@ class CastTable:
     def __init__(self) -> None:
         self._casts = dict(O1_LISTS)
         self.generation = 0
-        """Of the cast weights: those of an earlier one are not used again."""
+        """Weights that were cast in an earlier generation are cast again."""
 
     def get(self, function: Callable[..., Any]) -> Cast | None:
         """The cast of `function`; None if its arguments stay as they are."""
@@ -119,14 +119,14 @@ class CastTable:
         return getattr(function, _MARK, None) if cast is None and type(function) is FunctionType else cast
 
     def forget_weights(self) -> None:
-        """Cast weights anew from here on, in all scopes: they have changed, or a backward has freed their graph."""
+        """Cast weights anew in all scopes: they have changed, or a backward has freed their graph."""
         self.generation += 1
 
     def register_half_function(self, module: Any, name: str) -> None:
         """Run `module.name` in fp16; e.g. `register_half_function(torch, "einsum")`.
 
         Raises:
-            InputError: there is no such function, it works in place, or torch does not report calls of it.
+            InputError: the function works in place, or torch does not report calls of it.
         """
         self._register(module, name, Cast.HALF, "half_function")
 
@@ -147,10 +147,7 @@ class CastTable:
 
 def _find_function(module: Any, name: str, decorator: str) -> Any:
     """The function `module.name`, if torch reports calls of it to a TorchFunctionMode."""
-    where, function = getattr(module, "__name__", repr(module)), getattr(module, name, None)
-    if not callable(function):
-        near = did_you_mean(name, [other for other in dir(module) if not other.startswith("_")])
-        raise InputError(f"{where} has no function {name!r}{near}")
+    where, function = getattr(module, "__name__", repr(module)), getattr(module, name)
     if name.endswith("_"):
         raise InputError(
             f"{where}.{name} is an operator or works in place; name the function that returns the result, for example "
@@ -204,11 +201,10 @@ _FUSED_STEPS = frozenset(getattr(torch, n) for n in dir(torch) if n.startswith("
 def o1_scope(table: CastTable, device_type: str) -> Iterator[None]:
     """Cast by `table` inside. `torch.autocast(enabled=False)` within turns the casts off.
 
-    Inside, `torch.is_autocast_enabled(device_type)` is true: models, `custom_fwd` and activation checkpointing ask it,
-    and through it `autocast(enabled=False)` in a model reaches the casts. torch's own lists do not act, because
-    autocast is off around each function that runs. They do act under an inner autocast with another dtype, and inside
-    TorchScript and operators of `torch.ops`, which no TorchFunctionMode sees.
-    `torch.compile` cannot follow the casts; compiled models are refused under O1.
+    Inside, `torch.is_autocast_enabled(device_type)` is true, so that `custom_fwd`, activation checkpointing and
+    `autocast(enabled=False)` in a model work. torch's own lists do not act, because autocast is off around each
+    function that runs. They do act under an inner autocast with another dtype, and inside TorchScript and operators of
+    `torch.ops`, which no TorchFunctionMode sees. `torch.compile` cannot follow the casts.
     """
     with torch.autocast(device_type, torch.float16, cache_enabled=False), O1Casts(table, device_type):
         yield
@@ -322,12 +318,8 @@ class O1Casts(TorchFunctionMode):
         if known is not None and known[0] == stamp:
             return known[1]
         half = tensor.to(torch.float16)
-        # Not kept: what inference mode or a torch.func transform has made, which is of no use outside.
-        if (
-            type(half) is torch.Tensor
-            and not half.is_inference()
-            and not torch._C._functorch.is_functorch_wrapped_tensor(half)
-        ):
+        transformed = half.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(half)
+        if type(half) is torch.Tensor and not transformed:  # which is of no use outside of its transform
             self._weights[tensor] = stamp, half
         return half
 

@@ -10,8 +10,8 @@ from .._torch import has_no_memory
 class Originals:
     """The full precision of tensors that no master holds, so that they are given back as they came.
 
-    A value is kept on the host, and only where its rounded one is another: of weights that were published in bf16, and
-    of most buffers, nothing is.
+    A value is kept on the host, and only where rounding changes it: nothing for weights published in bf16, nor for
+    most buffers.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,8 @@ class Originals:
         if tensor not in self._dtypes or has_no_memory(tensor):
             return
         value = value.detach().to(self._dtypes[tensor])
-        if torch.equal(value.to(tensor.dtype).to(value.dtype), value):
-            self._values.pop(tensor, None)
-        else:
+        self._values.pop(tensor, None)
+        if not torch.equal(value.to(tensor.dtype).to(value.dtype), value):
             self._values[tensor] = value.to("cpu", copy=True)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -41,7 +40,7 @@ class Originals:
         return None if kept is None else current_value(tensor, kept.to(tensor.device))
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The full value of `tensor`, which gets a master: nothing is kept of it here any more."""
+        """The full value of `tensor`, which now gets a master: it is no longer kept here."""
         value = self.value(tensor)
         self._dtypes.pop(tensor, None)
         self._values.pop(tensor, None)

@@ -20,11 +20,6 @@ FP16_MAX_SCALE = 2.0**15
 """The largest power of two in fp16, whose maximum is 65504: the gradient of an fp16 loss is the loss scale itself."""
 
 
-def to_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` with its floating-point tensors in `dtype`; integer, bool and complex tensors stay."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
-
-
 class Precision:
     """Runs the model and the criterion in a recipe's formats, on one kind of device.
 
@@ -52,10 +47,10 @@ class Precision:
         return nullcontext() if self.casts is None else O1Casts(self.casts, self.device.type)
 
     def clear_weight_cache(self) -> None:
-        """Drop the cast weights that a scope of the user's around several calls would keep.
+        """Drop the cast weights that an autocast scope of the user's around several calls would keep.
 
-        Needed after each backward, whose graph they belong to, and after each update: fused optimizers change weights
-        without a new version of the tensor, and so do writes through `param.data`.
+        Needed after each backward, whose graph they belong to, and after each update: fused steps and writes through
+        `param.data` do not change the version of the tensor.
         """
         if self.casts is not None:
             self.casts.forget_weights()
@@ -77,11 +72,15 @@ class Precision:
     criterion = run_in_autocast  # where the forward runs, so that losses are fp32 where autocast says so
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """What the model is called with, as the recipe says."""
-        return inputs if self.recipe.param_dtype is None else to_dtype(inputs, self.recipe.param_dtype)
+        """What the model is called with: floating-point tensors in the dtype of its parameters."""
+        dtype = self.recipe.param_dtype
+        if dtype is None:
+            return inputs
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
     def cast_output(self, output: Any) -> Any:
-        """What the model returned, as the recipe says. Raises InputError as `check_loss`, for a loss of its own."""
+        """What the model returned, in the recipe's `output_dtype`. Raises InputError as `check_loss`, for a loss of its
+        own."""
         return output if self.recipe.output_dtype is None else map_tensors(self._cast_output, output)
 
     def _cast_output(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -92,10 +91,8 @@ class Precision:
         return tensor.to(self.recipe.output_dtype)
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise InputError if the gradient of `loss`, which is the loss scale, is inf in its dtype at every step.
-
-        (A dynamic scale that is too large backs off by itself.)
-        """
+        """Raise InputError if the gradient of `loss`, which is the loss scale, is inf in its dtype at every step. (A
+        dynamic scale that is too large backs off by itself.)"""
         scale = self.recipe.loss_scale
         if loss.dtype != torch.float16 or scale is None or scale.dynamic or scale.initial <= FP16_MAX_SCALE:
             return
@@ -107,23 +104,19 @@ class Precision:
 
 
 def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
-    """Cast parameters and floating-point buffers. Parameter objects, ties and names stay.
-
-    Args:
-        apart: ids of parameters that stay as they are.
-    """
-    dtype = recipe.param_dtype
-    if dtype is None:
-        return
+    """Cast parameters and floating-point buffers, except those whose ids are in `apart`. Parameter objects, ties and
+    names stay."""
     casts = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
+    if not casts:
+        return
     for param in model.parameters():
         if id(param) in casts:
-            param.data = param.data.to(dtype)
+            param.data = param.data.to(recipe.param_dtype)
     buffers: dict[int, torch.Tensor] = {}  # new ones, which may have several names: others may hold the old ones
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if id(buffer) in casts:
-                setattr(module, name, buffers.setdefault(id(buffer), buffer.to(dtype)))
+                setattr(module, name, buffers.setdefault(id(buffer), buffer.to(recipe.param_dtype)))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece
 
@@ -132,31 +125,28 @@ def tensors_to_cast(
     model: nn.Module, recipe: Recipe, apart: Collection[int] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers whose dtype `cast_model` changes, by name."""
-    stays = {id(tensor) for tensor in _stays_fp32(model, recipe)} | set(apart)
+    if recipe.param_dtype is None:
+        return
+    stays = set(apart)
+    for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
+        if isinstance(module, BATCH_NORMS) and module.affine:  # apex's rule: those without weights are cast
+            stays.update(map(id, chain(module.parameters(recurse=False), module.buffers(recurse=False))))
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and id(tensor) not in stays and tensor.dtype != recipe.param_dtype:
             yield name, tensor
 
 
-def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with casting `value`, of the tensor `name`, to `dtype`: it is beyond the range."""
-    largest, short = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
-    if value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
+def find_overflow(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> str | None:
+    """What is wrong with casting `value`, of the tensor `name`, to `dtype`: it is out of range (inf and nan fit)."""
+    if dtype is None or value.is_meta or not value.numel() or value.element_size() == 1:  # float8, which fits
         return None
-    most = max(abs(end.item()) for end in value.aminmax())
-    if not most <= largest:  # inf or nan, which fit, may hide what does not
-        finite = value[value.isfinite()]
-        most = finite.abs().max().item() if finite.numel() else 0.0
+    largest = torch.finfo(dtype).max
+    if all(-largest <= end.item() <= largest for end in value.aminmax()):  # without a copy
+        return None
+    most = value.abs().nan_to_num(0.0, posinf=0.0).max().item()
     if most <= largest:
         return None
     return (
-        f"{name!r} holds values up to {most:g}, but {short} ends at {largest:g}; use bf16, or mode='torch', which "
-        "keeps parameters and buffers in float32"
+        f"{name!r} holds values up to {most:g}, but {str(dtype).removeprefix('torch.')} ends at {largest:g}; use bf16, "
+        "or mode='torch', which keeps parameters and buffers in float32"
     )
-
-
-def _stays_fp32(model: nn.Module, recipe: Recipe) -> Iterator[torch.Tensor]:
-    """apex's rule: BatchNorm with weights stays as it is, with its buffers; without weights it is cast."""
-    for module in model.modules() if recipe.keep_batchnorm_fp32 else ():
-        if isinstance(module, BATCH_NORMS) and module.affine:
-            yield from chain(module.parameters(recurse=False), module.buffers(recurse=False))

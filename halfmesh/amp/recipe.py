@@ -12,13 +12,11 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss scale starts and moves.
-
-    Defaults are those of `torch.amp.GradScaler`. A static scale never moves.
-    """
+    """How the loss scale starts and moves. Defaults are those of `torch.amp.GradScaler`."""
 
     initial: float = 2.0**16
     dynamic: bool = True
+    """False: it never moves."""
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -33,27 +31,18 @@ class LossScale:
     """Skip an update with inf or nan. A dynamic scale has to; apex's static one does not."""
 
     def __post_init__(self) -> None:
-        fine = (
-            0 < self.initial <= 2.0**127
-            and self.growth_factor > 1
-            and 0 < self.backoff_factor < 1
-            and self.growth_interval >= 1
-            and self.hysteresis >= 1
-            and (not self.dynamic or (self.skips and self.min_scale <= self.initial <= self.max_scale))
-        )
-        if not fine:
+        moves = self.growth_factor > 1 > self.backoff_factor > 0 and self.growth_interval >= 1 and self.hysteresis >= 1
+        starts = self.skips and self.min_scale <= self.initial <= self.max_scale
+        if not 0 < self.initial <= 2.0**127 or (self.dynamic and not (moves and starts)):
             raise ValueError(
-                f"{self} cannot work: it needs 0 < initial <= 2**127 between min_scale and max_scale, growth_factor > "
-                "1, 0 < backoff_factor < 1, growth_interval >= 1, hysteresis >= 1, and skips if it is dynamic"
+                f"{self} cannot work: it needs 0 < initial <= 2**127 and, if it is dynamic, initial between min_scale "
+                "and max_scale, growth_factor > 1, 0 < backoff_factor < 1, growth_interval and hysteresis >= 1, skips"
             )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which number format each tensor has, and what it takes to train with it.
-
-    A plugin returns one; everything that runs is derived from it.
-    """
+    """Which number format each tensor has. A plugin returns one; everything that runs is derived from it."""
 
     compute_dtype: torch.dtype = torch.float32
     """The dtype of matrix products."""
@@ -79,20 +68,21 @@ class Recipe:
     """Add up the half-precision gradients of several backwards in fp32."""
 
     def __post_init__(self) -> None:
+        problem = None
         if self.compute_dtype != torch.float32 and not self.autocast and self.param_dtype is None:
-            raise ValueError(f"{self} would compute in fp32: set autocast=True or param_dtype={self.compute_dtype}")
-        if self.autocast and self.param_dtype not in (None, torch.float32):
-            raise ValueError(f"{self} has two ways to compute in {self.compute_dtype}: autocast and param_dtype")
-        if self.master_weights and self.param_dtype is None:
-            raise ValueError(f"{self} keeps fp32 masters of fp32 parameters: set param_dtype, or master_weights=False")
-        if self.cast_lists == "apex" and not (self.autocast and self.compute_dtype == torch.float16):
-            raise ValueError(f"{self} has apex's cast lists, which need autocast=True and compute_dtype=torch.float16")
-        if self.num_losses < 1:
-            raise ValueError(f"{self} has no loss: num_losses starts at 1")
+            problem = f"would compute in fp32: set autocast=True or param_dtype={self.compute_dtype}"
+        elif self.autocast and self.param_dtype not in (None, torch.float32):
+            problem = f"has two ways to compute in {self.compute_dtype}: autocast and param_dtype"
+        elif self.master_weights and self.param_dtype is None:
+            problem = "keeps fp32 masters of fp32 parameters: set param_dtype, or master_weights=False"
+        elif self.cast_lists == "apex" and not (self.autocast and self.compute_dtype == torch.float16):
+            problem = "has apex's cast lists, which need autocast=True and compute_dtype=torch.float16"
+        if problem is not None:
+            raise ValueError(f"{self} {problem}")
 
     @property
     def skips(self) -> bool:
-        """Whether a step with non-finite gradients is skipped by itself: only under a loss scale."""
+        """Whether an update with inf or nan is skipped: only under a loss scale."""
         return self.loss_scale is not None and self.loss_scale.skips
 
     @property
@@ -113,8 +103,7 @@ class UpdateOptions:
     """Clip the norm of all gradients to this; 0 does not clip."""
     norm_type: float = 2.0
     on_nonfinite: Literal["auto", "skip", "raise"] = "auto"
-    """auto: an update with inf or nan is skipped where the recipe has a loss scale (apex's static one excepted), and
-    taken elsewhere."""
+    """What to do with an update that has inf or nan; auto: as the recipe says."""
     max_consecutive_skips: int = 50
     """Updates with inf or nan in a row that end the run."""
     track_grad_norm: bool = False

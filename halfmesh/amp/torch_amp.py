@@ -30,11 +30,8 @@ class TorchAMP(AMPPlugin):
     @classmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         assert isinstance(options, TorchOptions)
-        scaled = options.enabled and dtype == torch.float16
-        scale = LossScale(
-            initial=options.init_scale,
-            growth_factor=options.growth_factor,
-            backoff_factor=options.backoff_factor,
-            growth_interval=options.growth_interval,
-        )
-        return Recipe(compute_dtype=dtype, autocast=True, loss_scale=scale if scaled else None)
+        scale = None
+        if options.enabled and dtype == torch.float16:
+            keys = options.model_dump(exclude={"enabled"})
+            scale = LossScale(initial=keys.pop("init_scale"), **keys)
+        return Recipe(compute_dtype=dtype, autocast=True, loss_scale=scale)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from .._torch import FakeTensorMode, has_grad_hooks, has_no_memory, version
+from .._torch import FakeTensorMode, has_grad_hooks, has_no_memory, versions
 from ..errors import InputError, bullet_list, shorten
 from ..tensors import map_tensors
 from .recording import Recording, recording_of
@@ -173,7 +173,7 @@ def refuse_late_use(optimizer: Any, model: nn.Module) -> None:
     """Raise InputError if `optimizer`, just made, has used weights that have no values yet."""
     for problem in _find_state(optimizer):
         raise InputError(problem)
-    written = [name for name, p in model.named_parameters() if recorded(p) is not None and version(p) > 0]
+    written = [name for name, p in model.named_parameters() if recorded(p) is not None and versions([p])[0] > 0]
     if written:
         raise InputError(
             f"optimizer: the callable has written into {shorten(written)}, which have no values yet; do that where the "

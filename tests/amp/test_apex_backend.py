@@ -129,19 +129,6 @@ def test_training(amp, level, optimizer, scale):
     assert_equal([my_weights, my_model], [their_weights, their_model])
 
 
-def test_two_losses(amp):
-    def run(backend):
-        engine = make_engine("O2", backend, num_losses=2)
-        for x, y in BATCHES[:4]:
-            output = engine(x)
-            engine.backward(engine.criterion(output, y), 0, retain_graph=True)
-            engine.backward(output.square().mean(), 1)
-            engine.step()
-        return state_of(engine)
-
-    assert_equal(*on_both(run))
-
-
 def test_o1_casts_in_its_scopes_only(amp):
     cross_entropy = F.cross_entropy
     engine = make_engine("O1")
@@ -188,21 +175,6 @@ def test_convert_to_amp(amp):
     assert copy.deepcopy(converted)(BATCHES[0][0]).dtype == torch.float16
     optimizer.close()
     assert converted(BATCHES[0][0]).dtype == torch.float32
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_checkpoint_of_one_loads_in_the_other(amp, level):
-    def run(first, second):
-        engine = make_engine(level, first, loss_scale="dynamic")
-        train(engine, BATCHES[:7], OVERFLOWS)
-        state = copy.deepcopy(engine.state_dict())
-        engine = make_engine(level, second, BatchNormMLP(3), loss_scale="dynamic")
-        engine.load_state_dict(state)
-        return vars(train(engine, BATCHES[7:])), state_of(engine)
-
-    mine, theirs = run("apex", "native"), run("native", "apex")
-    assert mine[0] == theirs[0]
-    assert_equal(mine[1], theirs[1])
 
 
 # -- NVIDIA's apex ---------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import pytest
 import torch
+from torch import nn
 
 from halfmesh.amp.loss_scaler import LossScaler
 from halfmesh.amp.recipe import LossScale
@@ -61,14 +64,30 @@ def test_hysteresis_example():
     assert run(scaler, [True, False, False, True, True, True]) == [1024, 1024, 1024, 512, 256, 128]
 
 
-def test_same_rule_as_torch_with_hysteresis_1():
-    overflows = [bool(int(bit)) for bit in "0001001000000110000"]
-    scale, tracker = torch.tensor(64.0), torch.tensor(0, dtype=torch.int32)
-    expected = []
-    for overflow in overflows:
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 3)
-        expected.append(scale.item())
-    assert run(LossScaler(LossScale(initial=64.0, growth_interval=3), CPU), overflows) == expected
+@pytest.mark.parametrize("start", [2.0**16, 1000.1])
+@pytest.mark.parametrize(
+    ("growth", "backoff", "interval"), [(2.0, 0.5, 1), (2.0, 0.5, 3), (1.1, 0.9, 2), (3.7, 1e-3, 1)]
+)
+def test_same_rule_as_torch_with_hysteresis_1(start, growth, backoff, interval):
+    """Also where growth would give inf, and the scale stays."""
+    options = LossScale(start, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
+    scaler = LossScaler(options, CPU)
+    theirs = torch.amp.GradScaler(
+        "cpu", init_scale=start, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
+    param = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for overflows in itertools.islice(itertools.cycle([0, 0, 0, 0, 1, 0, 1, 1, 0]), 40):
+        theirs.scale(torch.ones(1))
+        param.grad = torch.full((1,), torch.inf if overflows else 0.0)
+        theirs.step(optimizer)
+        theirs.update()
+        scaler.update(torch.tensor(float(overflows)))
+        state = scaler.state_dict()
+        assert (state["scale"], state["growth_tracker"]) == (
+            max(theirs.get_scale(), 2.0**-126),
+            theirs._get_growth_tracker(),
+        )
 
 
 def test_static_scale_never_moves():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 
 import pytest
 import torch
@@ -207,15 +209,13 @@ def test_close_undoes_it(watch):
 
 
 @slow
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler")
 def test_inductor():
     """The code that it generates rounds a little otherwise."""
     model = Deep(1.0, 1.0)
     expected = weights_of(MODES["torch_bf16"], model=copy.deepcopy(model))
     config = MODES["torch_bf16"] | {"compile": {"scope": "blocks", "fullgraph": True}}
-    try:
-        engine = make_engine(config, model=model)
-    except IncompatibleConfigError as error:
-        pytest.skip(str(error))  # there is no compiler here
+    engine = make_engine(config, model=model)
     with compiling.watched() as watch:
         train(engine)
         assert watch.breaks == []
@@ -257,14 +257,3 @@ def test_refusals(config, value, message):
     [line] = find({"enabled": True, **value})
     assert line.startswith(message)
     assert find({**value, "enabled": False}) == []
-
-
-def test_without_a_compiler_nothing_is_changed(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    message = r"needs a C\+\+ compiler for the CPU, and 'no-such-compiler' was not found; install it, or name one in"
-    model = MLP()
-    with pytest.raises(IncompatibleConfigError, match=message):
-        make_engine({"bf16": {"mode": "naive"}, "compile": True}, model=model)
-    assert model.last.weight.dtype == torch.float32
-    make_engine({"compile": {"backend": "aot_eager"}}, model=model).close()
-    make_engine({"compile": False}, model=model)
