@@ -137,28 +137,17 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if near else ""
 
 
-class _Short(reprlib.Repr):
-    """A bounded repr of nested, long or recursive values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 4
-        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
-        self.maxstring = self.maxother = 300
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to convert very long integers to text.
-        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"<an integer of {x.bit_length()} bits>"
-
-
-_SHORT = _Short()
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = 12
+_REPR.maxstring = _REPR.maxother = 300
 
 
 def show(value: object, most: int = 400) -> str:
     """`repr(value)` for a message, of at most `most` characters; the type's name where `repr` fails."""
     try:
-        text = _SHORT.repr(value)
-    except Exception:
+        text = _REPR.repr(value)
+    except Exception:  # of the user's class, or an integer of more digits than Python writes
         return f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
