@@ -171,7 +171,7 @@ def _activations(parts: EngineParts) -> str | None:
     division, options = parts.division, parts.config.activation_checkpoint
     words = []
     if division.plans.activations is not None:
-        kind = "modules" if options.patterns else "blocks"
+        kind = "module(s)" if options.patterns else "block(s)"
         words.append(f"{len(division.checkpointed)} {kind} checkpointed ({options.label})")
     if division.offload is not None:
         words.append("offloaded")

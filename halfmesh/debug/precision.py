@@ -20,12 +20,12 @@ from .tensor_stats import TensorStats, largest_number, measure, name_of
 MULTIPLE = 8
 """Elements of half precision in 16 bytes. Matrix products on tensor cores are most efficient where the sizes are
 multiples of that (NVIDIA, "Matrix Multiplication Background User's Guide", section on tensor core requirements).
-Sizes of a few, such as the channels of images, are no choice."""
+Sizes of 4 and less, such as the channels of images, are given by the data."""
 
 
 @dataclass
 class _Layer:
-    """What was seen of one module that has parameters of its own, on one rank; or, added up, on several."""
+    """What one rank, or several together, measured of a module that has parameters of its own."""
 
     kind: str
     param_dtype: torch.dtype
@@ -38,7 +38,7 @@ class _Layer:
     """Of the parameters' complete gradients."""
 
     def add(self, other: _Layer) -> None:
-        """What another rank has seen."""
+        """Add what another rank measured."""
         self.masters |= other.masters
         self.outputs += other.outputs
         self.gradients += other.gradients
@@ -78,7 +78,7 @@ class PrecisionSurvey(Probes):
         self.report = PrecisionReport(name_of(update.recipe.compute_dtype))
         self._trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
         self._got: set[str] = set()
-        """Names of parameters that have got a gradient."""
+        """Names of parameters with a gradient."""
         self._layers: dict[str, _Layer] = {}
         for name, module in parts.model.named_modules():
             own = dict(module.named_parameters(name, recurse=False))
@@ -100,14 +100,16 @@ class PrecisionSurvey(Probes):
             layer.gradients += measure(grad)
 
     def before_step(self) -> None:
-        """What of the parameters' gradients the optimizer steps with on this rank."""
+        """Measure the gradients that this rank's optimizer steps with."""
         update = self._parts.update
         self._scale = update.loss_scales.current()[0]
         for layer in self._layers.values():
             layer.weights = TensorStats()  # inside a cycle those of the next microbatch are sums with these
         for shard, grad in update.gradients().items():
-            self._layers[shard.name.rpartition(".")[0]].weights += measure(grad)
             self._got.add(shard.name)
+            owner = shard.name.rpartition(".")[0]
+            if owner in self._layers:
+                self._layers[owner].weights += measure(grad)
 
     def finish(self) -> None:
         """Fill the report, the same over all ranks, which call this together.
@@ -138,7 +140,7 @@ class PrecisionSurvey(Probes):
                 seen += [layer.weights for layer in layers.values()]
             report.room = _room(seen)
         report.layers = tuple(layer.row(name, self._scale) for name, layer in layers.items())
-        odd = [f"{name} ({layer.odd_sizes})" for name, layer in layers.items() if layer.odd_sizes]
+        odd = [f"{name or 'the model itself'} ({layer.odd_sizes})" for name, layer in layers.items() if layer.odd_sizes]
         report.findings = tuple(find_problems(report, sorted(trained - got), odd))
 
 
@@ -148,7 +150,7 @@ def _has_master(shard: ParamShard, parts: EngineParts) -> bool:
 
 
 def _odd_sizes(module: nn.Module) -> str:
-    """ "10 x 64", if these sizes of this rank's part of a weight are no multiples of 8; a table's are as it likes."""
+    """ "10 x 64", if these sizes of this rank's part of a weight are no multiples of 8; embedding tables aside."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or weight.dim() < 2 or isinstance(module, nn.Embedding):
         return ""
