@@ -32,8 +32,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         if self.logger.hasHandlers():
             self.logger.log(level, msg, *args, stacklevel=2, **kwargs)
         if not _is_shown(self.logger):
+            record = logging.LogRecord(self.logger.name, level, "", 0, msg, args, None)
             prefix = "" if level <= logging.INFO else f"{logging.getLevelName(level)}: "
-            print(f"{prefix}{str(msg) % args if args else msg}", file=sys.stderr)
+            if self.logger.filter(record):
+                print(f"{prefix}{record.getMessage()}", file=sys.stderr)
 
 
 def get_logger(name: str = "halfmesh") -> RankLogger:
