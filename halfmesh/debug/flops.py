@@ -19,7 +19,7 @@ from .probes import eager
 
 _aten = torch.ops.aten
 _KNOWN = ("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler", "inductor")
-"""Namespaces of operators that are known: those of them that have no formula multiply no matrices, but for these."""
+"""Namespaces whose operators multiply no matrices if they have no formula, but for these:"""
 _UNCOUNTED = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 
 
@@ -55,7 +55,7 @@ class FlopCounter(TorchDispatchMode, EngineHook):
         self.flops = Counter[str]()
         self.unknown: set[str] = set()
         self._formulas = _formulas()
-        self._undivided = 0  # how deep this is within modules that all ranks of a tensor group compute alike
+        self._undivided = 0  # depth of nested modules that another rank counts
         self._is_paused = False
 
     def before_step(self) -> None:
@@ -77,13 +77,13 @@ class FlopCounter(TorchDispatchMode, EngineHook):
         if has_no_memory(factors[0]):  # stages of a pipeline look for the shapes of what they send
             return result
         flops = int(formula(*args, **kwargs, out_val=result))
-        if self._undivided and not in_backward:  # not this one, nor those that will come of it in backward
+        if self._undivided and not in_backward:  # takes back what its products in backward will add
             flops *= -_products_of_backward(packet, factors)
         self.flops[str(factors[1].dtype)] += flops  # a factor in every one of them, and not a bias
         return result
 
     def enter(self, depth: int) -> None:
-        """A module begins (1) or ends (-1) that all ranks of the tensor group compute alike, and another one counts."""
+        """Begin (1) or end (-1) a module that all ranks of the tensor group compute alike: another rank counts it."""
         self._undivided += depth
 
     def uncounted(self, run: Callable[[], None]) -> None:
