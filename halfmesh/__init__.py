@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .config.load import load_config
     from .conversion import convert_to_amp
     from .data.loader import get_dataloader
-    from .debug.diagnosis import Diagnosis
+    from .debug.nonfinite import Diagnosis
     from .debug.precision_report import PrecisionReport
     from .deferred.creation import deferred_init, model_creation
     from .engine import Engine
@@ -79,7 +79,7 @@ _NAMES = {
     "deferred.creation": ("deferred_init", "model_creation"),
     "data.loader": ("get_dataloader",),
     "engine": ("Engine",),
-    "debug.diagnosis": ("Diagnosis",),
+    "debug.nonfinite": ("Diagnosis",),
     "debug.precision_report": ("PrecisionReport",),
     "loop.lr": (
         "CosineAnnealingWarmupLR",

@@ -239,9 +239,7 @@ def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
     if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
         from .debug.sync_check import SyncCheck
 
-        sync = SyncCheck(parts)
-        parts.executor = sync.compared(parts.executor)
-        hooks.append(sync)
+        hooks.append(SyncCheck(parts))
     hooks.append(NonFiniteProbes(parts))
     if config.gradient_accumulation > 1:
         hooks.append(CountedBatches(parts))

@@ -12,23 +12,18 @@ from pathlib import Path
 from typing import Any
 
 EXIT_PREEMPTED = 75
-"""Exit status of a process that was told to end and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
-
-MOST_LINES = 100
-"""The most mistakes that one message lists."""
+"""Exit status of a preempted process that has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 NO_BATCH = (
     "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
     "drop_last=False"
 )
-"""Said of a loader that is empty when it is passed, or in an epoch."""
+_MOST_LINES = 100
+"""The most mistakes that one message lists."""
 
 
 class HalfmeshError(Exception):
-    """Base class of every error that halfmesh raises on purpose: `except HalfmeshError` catches all of them.
-
-    (Not `Preempted`, which is a `SystemExit`.)
-    """
+    """Base class of every error that halfmesh raises on purpose (but not of `Preempted`, a `SystemExit`)."""
 
 
 class ConfigError(HalfmeshError, ValueError):
@@ -44,8 +39,8 @@ class ConfigError(HalfmeshError, ValueError):
     def __init__(self, problems: Sequence[str], source: str = "the config") -> None:
         self.problems = tuple(problems)
         self.source = source
-        rest = [f"and {len(problems) - MOST_LINES} more"] if len(problems) > MOST_LINES else []
-        lines = [*self.problems[:MOST_LINES], *rest]
+        rest = [f"and {len(problems) - _MOST_LINES} more"] if len(problems) > _MOST_LINES else []
+        lines = [*self.problems[:_MOST_LINES], *rest]
         super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", lines))
 
 
@@ -64,7 +59,7 @@ class InputError(HalfmeshError, ValueError):
 
 
 class RegistryError(HalfmeshError, LookupError):
-    """A name is not registered, or is registered already, or what it stands for cannot be imported.
+    """A name is not registered, or is registered already, or its object cannot be imported.
 
     What to do: use a registered name (the message has the nearest), or install the package that has it.
     """
@@ -73,7 +68,7 @@ class RegistryError(HalfmeshError, LookupError):
 class LaunchError(HalfmeshError, RuntimeError):
     """The environment does not describe a process group, or the group cannot be made.
 
-    What to do: start the program with the launcher that the message names, or correct the variables that it names.
+    What to do: use the launcher that the message names, or correct the variables that it names.
     """
 
 
@@ -105,8 +100,7 @@ class SyncError(HalfmeshError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """The run was told to end, by a signal or `engine.preempt()`, and has saved. Raised on all ranks after the same
-    step.
+    """A signal or `engine.preempt()` told the run to end, and it has saved. Raised on all ranks after the same step.
 
     Ends the process with status `EXIT_PREEMPTED`, like `sys.exit(75)`; `finally` blocks run.
 
@@ -137,28 +131,17 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {near!r}?" if near else ""
 
 
-class _Short(reprlib.Repr):
-    """A bounded repr of nested, long or recursive values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 4
-        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 12
-        self.maxstring = self.maxother = 300
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to convert very long integers to text.
-        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"<an integer of {x.bit_length()} bits>"
-
-
-_SHORT = _Short()
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = 12
+_REPR.maxstring = _REPR.maxother = 300
 
 
 def show(value: object, most: int = 400) -> str:
     """`repr(value)` for a message, of at most `most` characters; the type's name where `repr` fails."""
     try:
-        text = _SHORT.repr(value)
-    except Exception:
+        text = _REPR.repr(value)
+    except Exception:  # of the user's class, or an integer of more digits than Python writes
         return f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Files of a run that goes on."""
+"""Files of records that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename the file `path`, which is another run's, if it is there and not empty.
-
-    Raises:
-        IsADirectoryError: it is a folder, which holds who knows what, and stays.
-    """
+    """Rename the file `path`, another run's, if it is there and not empty. Raises IsADirectoryError for a folder."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
     if not path.exists() or not path.stat().st_size:
@@ -88,25 +84,25 @@ class RecordFile:
         """Begin to write a run that goes on after update `step`; at 0 a file that is there is renamed.
 
         Returns:
-            The lines that were taken away: of what is trained again.
+            The lines that were taken away: of what is trained again, and one that a crash has cut off.
         """
         if step == 0:
             set_aside(self._path)
-        kept: list[str] = []
-        dropped: list[str] = []
-        for line in _lines(self._path):
-            (kept if _step_of(line) <= step else dropped).append(line)
-        self._last = kept[-1] if kept else ""
-        self._has = trained_at(map(_record_of, kept))
-        replace_file(self._path, "".join(f"{line}\n" for line in kept))
+        text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+        records = [(line, _parse(line)) for line in text.splitlines()]
+        kept = [(line, record) for line, record in records if record.get("step", -1) <= step]
+        self._last = kept[-1][0] if kept else ""
+        self._has = trained_at(record for _, record in kept)
+        replace_file(self._path, "".join(f"{line}\n" for line, _ in kept))
         self._file = self._path.open("a")
-        return dropped
+        return [line for line, record in records if record.get("step", -1) > step]
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line."""
         if self._file is None or is_again(record, self._has):
             return
-        line = json.dumps({name: None if _is_odd(value) else value for name, value in record.items()})
+        is_odd = {name: isinstance(value, float) and not math.isfinite(value) for name, value in record.items()}
+        line = json.dumps({name: None if is_odd[name] else value for name, value in record.items()})
         if line != self._last:  # an evaluation that was made again
             self._file.write(f"{line}\n")
             self._file.flush()
@@ -119,28 +115,9 @@ class RecordFile:
             self._file = None
 
 
-def _lines(path: Path) -> list[str]:
-    """What is no text, as after a crash of the machine, is replaced: the line is no record then."""
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-
-
-def _step_of(line: str) -> float:
-    """Of a line of an earlier run. One that was cut off in the middle goes, others that are no records stay."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, RecursionError):
-        return math.inf
-    except (KeyError, TypeError):
-        return -1
-
-
-def _record_of(line: str) -> Mapping[str, Any]:
+def _parse(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
+    except ValueError:
+        return {"step": math.inf}
     return record if isinstance(record, dict) else {}
-
-
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .amp.optimizer import MixedPrecisionOptimizer
 from .amp.recipe import Recipe
-from .division import Division
 from .errors import shorten
 from .global_batch import batch_size
-from .memory import StateBytes, readable, state_bytes
+from .memory import readable, state_bytes
 from .parallel.registries import SCHEDULES
 from .parallel.tensor import TensorParallel
 from .parallel.tensor_plans import generalise
@@ -31,7 +29,7 @@ class EffectivePlan:
     Attributes:
         name: the engine's, if it has one.
         rows: by name, in words: precision, loss scale, layout, batch, update, memory; others where they apply.
-        values: the same as plain values, for JSON. Bytes are this rank's.
+        values: what programs read of it, as plain values for JSON. Bytes are this rank's.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -45,62 +43,50 @@ class EffectivePlan:
 
 def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
     """The plan of an engine whose model is divided and cast; `loader` is the user's."""
-    update, division = parts.update, parts.division
-    held = _held(parts, update)
+    config, context, division = parts.config, parts.context, parts.division
+    size, cycle = batch_size(loader), config.gradient_accumulation
+    reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dp_size > 1 else None
+    held = state_bytes(parts.model, parts.update, reduced)
+    batch = f"{size or '?'} per rank x {context.dp_size} data rank(s) x {cycle} accumulated"
+    total = size and size * context.dp_size * cycle
+    if total:
+        batch += f" = {total} samples per update{' (global_batch_size)' if config.global_batch_size else ''}"
+    memory = (
+        f"{readable(held.known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
+        f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state "
+        f"{'?' if held.optimizer is None else readable(held.optimizer)}"
+    )
     rows = {
         "precision": _precision(parts, recipe),
         "loss scale": _loss_scale(recipe),
-        "layout": _layout(parts, division),
-        **({} if division.plans.partition is None else {"stages": _stages(parts, division, division.plans.partition)}),
-        **({} if division.plans.compilation is None else {"compile": _compile(parts, division)}),
-        **({} if not _changes_activations(division) else {"activations": _activations(parts, division)}),
-        **({} if division.late is None else {"values": division.late.words}),
-        "batch": _batch(parts, loader),
-        "update": _update(parts, update),
-        "memory": _memory(held),
+        "layout": _layout(parts),
+        "stages": _stages(parts, division.plans.partition),
+        "compile": _compile(parts),
+        "activations": _activations(parts),
+        "values": None if division.late is None else division.late.words,
+        "batch": batch,
+        "update": _update(parts),
+        "memory": memory,
     }
-    return EffectivePlan(
-        rows, _values(parts, update, recipe, loader, division) | {"bytes": asdict(held)}, parts.config.name
-    )
-
-
-def _values(
-    parts: EngineParts, update: MixedPrecisionOptimizer, recipe: Recipe, loader: Any, division: Division
-) -> dict[str, Any]:
-    config, context, partition = parts.config, parts.context, division.plans.partition
-    size, cycle = batch_size(loader), config.gradient_accumulation
-    return {
+    scale = recipe.loss_scale
+    values = {
         "mode": None if config.precision is None else config.precision.label,
         "compute_dtype": _short(recipe.compute_dtype),
-        "param_dtype": None if recipe.param_dtype is None else _short(recipe.param_dtype),
-        "master_weights": bool(recipe.master_weights),
-        "loss_scale": None
-        if recipe.loss_scale is None
-        else {"initial": recipe.loss_scale.initial, "dynamic": recipe.loss_scale.dynamic},
+        "loss_scale": None if scale is None else {"initial": scale.initial, "dynamic": scale.dynamic},
         "mesh": {"pp": context.pp_size, "dp": context.dp_size, "tp": context.tp_size},
-        "device": context.device.type,
-        "data_strategy": config.parallel.data.strategy,
-        "stages": None if partition is None else list(partition.names),
-        "batch": {
-            "per_rank": size,
-            "data_ranks": context.dp_size,
-            "accumulated": cycle,
-            "per_update": None if size is None else size * context.dp_size * cycle,
-        },
-        "optimizer": type(update.optimizer).__name__,
-        "fused": bool(update.stepper.takes_grad_scale),
-        "clip_grad_norm": config.clip_grad_norm.max_norm or None,
+        "batch": {"per_rank": size, "data_ranks": context.dp_size, "accumulated": cycle, "per_update": total},
+        "bytes": asdict(held),
     }
+    return EffectivePlan({name: text for name, text in rows.items() if text is not None}, values, config.name)
 
 
 def _precision(parts: EngineParts, recipe: Recipe) -> str:
     precision = parts.config.precision
     mode = "none" if precision is None else precision.label
     params = "as given" if recipe.param_dtype is None else _short(recipe.param_dtype)
-    masters = ", fp32 masters" if recipe.master_weights else ""
-    lists = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}
-    how = lists[recipe.cast_lists] if recipe.autocast else ""
+    how = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}[recipe.cast_lists] if recipe.autocast else ""
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
+    masters = ", fp32 masters" if recipe.master_weights else ""
     return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}, parameters {params}{norm}{masters}"
 
 
@@ -117,119 +103,102 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(parts: EngineParts, division: Division) -> str:
-    context, data = parts.context, parts.config.parallel.data
+def _layout(parts: EngineParts) -> str:
+    context, division, data = parts.context, parts.division, parts.config.parallel.data
     mesh = f"pp {context.pp_size} x dp {context.dp_size} x tp {context.tp_size} on {context.device.type}"
     if context.size == 1:
         return f"{mesh}; one process holds all of the model"
     held = "every rank holds all of the model" if division.cut is None else "every rank holds its stages"
     if division.tensor is not None:
-        held = _divided(
-            parts, division, division.tensor, "this stage's numbers" if division.cut is not None else "the numbers"
-        )
-    averaged = f", gradients averaged in {data.reduce_dtype}" if context.dp_size > 1 else ""
+        numbers = "the numbers" if division.cut is None else "this stage's numbers"
+        held = _divided(parts, division.tensor, numbers)
     if division.sharded is not None:
         where = " in host memory" if data.cpu_offload else ""
-        held = f"{held}, in parts{where} over {data.hybrid or context.dp_size} data ranks (fsdp)"
+        held += f", in parts{where} over {data.hybrid or context.dp_size} data ranks (fsdp)"
+    if context.dp_size > 1:
+        held += f", gradients averaged in {data.reduce_dtype}"
     if division.slices is not None:
-        averaged += f", each data rank steps 1/{context.dp_size} of it (zero1)"
-    return f"{mesh}; {held}{averaged}"
+        held += f", each data rank steps 1/{context.dp_size} of it (zero1)"
+    return f"{mesh}; {held}"
 
 
-def _divided(parts: EngineParts, division: Division, tensor: TensorParallel, numbers: str) -> str:
-    """Which layers are divided over the tensor group, and what part of the numbers that is."""
-    sharded = [] if division.sharded is None else division.sharded.parts
+def _divided(parts: EngineParts, tensor: TensorParallel, numbers: str) -> str:
+    """Which layers are divided over the tensor group, and what share of the whole model's `numbers` that is."""
+    sharded = () if parts.division.sharded is None else parts.division.sharded.parts
     came = {part.source.param: part.model_param for part in sharded if part.source is not None}
-    params = list(parts.model.named_parameters())
-    cut = {name for name, param in params if came.get(param, param) in tensor.splits}
-    own = sum(param.numel() for name, param in params if name in cut)
-    whole = sum(param.numel() for name, param in params if name not in cut)
-    names = {name.rpartition(".")[0] for name in cut}
-    kinds = Counter(generalise(name) for name in sorted(names))
-    layers = ", ".join(f"{kind} x {count}" if count > 1 else kind for kind, count in kinds.items())
-    share = own * tensor.axis.size / (own * tensor.axis.size + whole)
+    params = dict(parts.model.named_parameters())
+    cut = {name for name, param in params.items() if came.get(param, param) in tensor.splits}
+    sizes = {name: param.numel() * (tensor.axis.size if name in cut else 1) for name, param in params.items()}
+    share = sum(sizes[name] for name in cut) / sum(sizes.values())
+    layers = _counted(generalise(name) for name in sorted({name.rpartition(".")[0] for name in cut}))
     sequence = " and the sequence" if tensor.plan.regions else ""
     return f"{share:.0%} of {numbers}{sequence} divided over tp: {layers}"
 
 
-def _stages(parts: EngineParts, division: Division, partition: Partition) -> str:
+def _stages(parts: EngineParts, partition: Partition | None) -> str | None:
     """Schedule, bubble, who has which stage and what part of the whole it is, and what several have."""
+    if partition is None:
+        return None
     pipeline, total = parts.config.parallel.pipeline, sum(partition.costs) or 1
     microbatches = pipeline.microbatches or 1
-    waits = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, microbatches)
-    each = "; ".join(
+    bubble = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, microbatches)
+    stages = [
         f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of parameters)"
         for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
-    )
-    tied = sorted(division.cut.tied_names) if division.cut is not None else []
-    shared = f"; on several stages: {shorten(tied)}" if tied else ""
-    return f"{pipeline.schedule}, {microbatches} microbatches, bubble {waits:.0%}; {each}{shared}"
+    ]
+    tied = [] if parts.division.cut is None else sorted(parts.division.cut.tied_names)
+    stages += [f"on several stages: {shorten(tied)}"] if tied else []
+    return f"{pipeline.schedule}, {microbatches} microbatches, bubble {bubble:.0%}; {'; '.join(stages)}"
 
 
-def _compile(parts: EngineParts, division: Division) -> str:
+def _compile(parts: EngineParts) -> str | None:
     """What of this rank's part is compiled, and how."""
-    options = parts.config.compile
-    whole = division.compiled == [parts.model]
-    kinds = Counter(type(module).__name__ for module in division.compiled)
-    what = "the whole model" if whole else ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    options, compiled = parts.config.compile, parts.division.compiled
+    if parts.division.plans.compilation is None:
+        return None
+    what = "the whole model"
+    if compiled != [parts.model]:
+        kinds = Counter(type(module).__name__ for module in compiled)
+        what = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "nothing on this rank"
     settings = [f"{key}={value!r}" for key in ("mode", "dynamic") if (value := getattr(options, key)) is not None]
     settings += ["fullgraph=True"] if options.fullgraph else []
-    return ", ".join([f"{what or 'nothing on this rank'} with {options.backend}, when first called", *settings])
+    return ", ".join([f"{what} with {options.backend}, when first called", *settings])
 
 
-def _changes_activations(division: Division) -> bool:
-    return division.plans.activations is not None or division.offload is not None
-
-
-def _activations(parts: EngineParts, division: Division) -> str:
+def _activations(parts: EngineParts) -> str | None:
     """What of this rank's part is computed again in backward, and what waits on the host."""
-    if division.plans.activations is None:
-        return "offloaded"
-    count = len(division.checkpointed)
-    what = "module" if parts.config.activation_checkpoint.patterns else "block"
-    offloaded = ", offloaded" if division.offload is not None else ""
-    label = parts.config.activation_checkpoint.label
-    return f"{count} {what}{'s' if count != 1 else ''} checkpointed ({label}){offloaded}"
+    division, options = parts.division, parts.config.activation_checkpoint
+    words = []
+    if division.plans.activations is not None:
+        kind = "module(s)" if options.patterns else "block(s)"
+        words.append(f"{len(division.checkpointed)} {kind} checkpointed ({options.label})")
+    if division.offload is not None:
+        words.append("offloaded")
+    return ", ".join(words) or None
 
 
-def _batch(parts: EngineParts, loader: Any) -> str:
-    cycle, dp = parts.config.gradient_accumulation, parts.context.dp_size
-    size = batch_size(loader)
-    factors = f"{size or '?'} per rank x {dp} data rank(s) x {cycle} accumulated"
-    asked = " (global_batch_size)" if parts.config.global_batch_size else ""
-    return f"{factors} = {size * dp * cycle} samples per update{asked}" if size else factors
+def _update(parts: EngineParts) -> str:
+    update, max_norm = parts.update, parts.config.clip_grad_norm.max_norm
+    stepper, masters = update.stepper, update.master_weights
+    fused = "fused" if stepper.takes_grad_scale else "not fused"
+    fused += " by fused='auto'" if stepper.switched else ""
+    fused += ", no host read" if stepper.folds else ""
+    words = [f"{type(update.optimizer).__name__} ({fused})"]
+    if max_norm:
+        words.append(f"clip norm {max_norm:g}")
+    if masters.masters and stepper.can_step_in_buckets:
+        words.append("masters' gradients in buckets")
+    trainable = sum(param.requires_grad for param in parts.model.parameters())
+    left = trainable - sum(shard.param.requires_grad for shard in masters.trained)
+    if left:
+        words.append(f"{left} trainable parameter(s) left out")
+    return ", ".join(words)
 
 
-def _update(parts: EngineParts, update: MixedPrecisionOptimizer) -> str:
-    config = parts.config
-    fused = "fused" if update.stepper.takes_grad_scale else "not fused"
-    fused += " by fused='auto'" if update.stepper.switched else ""
-    fused += ", no host read" if update.stepper.folds else ""
-    left = sum(p.requires_grad for p in parts.model.parameters()) - sum(
-        shard.param.requires_grad for shard in update.master_weights.trained
-    )
-    held = f", {left} trainable parameter(s) left out" if left else ""
-    clip = f", clip norm {config.clip_grad_norm.max_norm:g}" if config.clip_grad_norm.max_norm else ""
-    streamed = (
-        ", masters' gradients in buckets"
-        if update.master_weights.masters and update.stepper.can_step_in_buckets
-        else ""
-    )
-    return f"{type(update.optimizer).__name__} ({fused}){clip}{streamed}{held}"
+def _counted(names: Iterable[str]) -> str:
+    """ "head, blocks.*.mlp x 12"."""
+    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(names).items())
 
 
-def _held(parts: EngineParts, update: MixedPrecisionOptimizer) -> StateBytes:
-    data = parts.config.parallel.data
-    return state_bytes(parts.model, update, getattr(torch, data.reduce_dtype) if parts.context.dp_size > 1 else None)
-
-
-def _memory(held: StateBytes) -> str:
-    optimizer = "?" if held.optimizer is None else readable(held.optimizer)
-    return (
-        f"{readable(held.known)} per rank besides activations: parameters {readable(held.parameters)}, masters "
-        f"{readable(held.masters)}, gradients {readable(held.gradients)}, optimizer state {optimizer}"
-    )
-
-
-def _short(dtype: Any) -> str:
+def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")

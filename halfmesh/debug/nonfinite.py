@@ -1,30 +1,158 @@
-"""Finds the first inf or nan of an update: in weights, the batch, outputs of modules, the loss and gradients."""
+"""Where inf or nan came from: the first tensor of an update that holds one, for NonFiniteError."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from ..amp.step_result import StepResult
-from ..errors import NonFiniteError
-from ..loop.parts import EngineHook, EngineParts
-from ..parallel.pipeline.microbatches import parameter_names
+from ..errors import NonFiniteError, bullet_list
+from ..loop.parts import EngineParts
 from ..shard import compute_dtype
 from ..tensors import tensors_of
-from .diagnosis import Diagnosis, Fault, Kind, advise, history
 from .probes import CRITERION, Probes, Visit
-from .tensor_stats import is_finite, largest_number, measure
+from .tensor_stats import TensorStats, is_finite, largest_number, measure, name_of
 
-_WEIGHT, _INPUT, _FORWARD, _BACKWARD = range(4)
-"""Phases of a microbatch."""
+Kind = Literal["weight", "input", "output", "loss", "gradient"]
+_PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
+"""Of a microbatch; the others are of its forward, 1."""
+_SHOWN = 9
+"""So many of the last loss scales are shown."""
 
 
-class NonFiniteProbes(Probes, EngineHook):
+@dataclass(frozen=True)
+class Fault:
+    """The first inf or nan of an update.
+
+    Attributes:
+        kind: what holds it. "input": what a module was given. "gradient": of a module's output; of what the modules
+            `around` were given, if `name` is "".
+        name: of the module or parameter.
+        label: the same for messages, with the module's class.
+        stats: of the tensor, with its dtype.
+        key: in which order it was computed, to compare over ranks.
+        inputs: of an "output" or "loss", the largest finite magnitude that went into it.
+        around: for "input" the module whose forward made it, for "gradient" those whose backward made it.
+        ranks: where it is.
+    """
+
+    kind: Kind
+    name: str
+    label: str
+    stats: TensorStats
+    key: tuple[int, ...]
+    inputs: float | None = None
+    around: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        around, stats = " or ".join(self.around), self.stats
+        match self.kind:
+            case "weight":
+                what = f"the weight {self.label}, before the forward"
+            case "input":
+                made = f", made by operations in the forward of {around}" if around else " by the loop"
+                what = f"what {self.label} was given{made}"
+            case "output":
+                what = f"the output of {self.label}"
+            case "loss":
+                what = "the loss"
+            case "gradient":
+                of = f"the output of {self.label}" if self.name else f"what {around} was given"
+                what = f"the gradient of {of}, made by the backward of {around or 'what follows it'}"
+        counts = [f"{count} {kind}" for count, kind in ((stats.inf, "inf"), (stats.nan, "nan")) if count]
+        text = f"{what}, in {name_of(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
+        if self.inputs is not None:
+            text += f"; what it was given reaches {self.inputs:.3g}"
+        return text + (f"; float16 ends at {largest_number(torch.float16):g}" if stats.dtype == torch.float16 else "")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `NonFiniteError.diagnosis` holds. The same on all ranks.
+
+    Attributes:
+        scales: the loss scales (of the first loss) of the last updates, oldest first, each with the number of updates
+            that it was used for; the last one is that of the update that failed. Empty without loss scaling.
+        skipped, updates: how many of the last updates were skipped, of how many.
+        was_watched: whether the modules were watched in the update that failed.
+        fault: the first inf or nan in that update; None if the modules were not watched, or all was finite in them.
+        advice: what to do.
+    """
+
+    scales: tuple[tuple[float, int], ...]
+    skipped: int
+    updates: int
+    was_watched: bool
+    fault: Fault | None
+    advice: str
+    world_size: int = 1
+
+    def __str__(self) -> str:
+        lines = []
+        if self.updates:
+            lines.append(f"{self.skipped} of the {self.updates} updates before this one were skipped")
+        if self.scales:
+            scales = [f"{scale:g}" + (f" ({count} updates)" if count > 1 else "") for scale, count in self.scales]
+            lines.append(f"loss scale: {' -> '.join(['...'] * (len(scales) > _SHOWN) + scales[-_SHOWN:])}")
+        if self.fault is not None:
+            ranks = self.fault.ranks
+            where = "all ranks" if len(ranks) == self.world_size else f"rank {', '.join(map(str, ranks))}"
+            lines.append(
+                f"first inf or nan of this update{f', on {where}' if self.world_size > 1 else ''}: {self.fault}"
+            )
+        elif self.was_watched:
+            lines.append("the outputs of all modules, the loss, and the gradients of both were finite in this update")
+        else:
+            lines.append("the modules were not watched in this update")
+        return bullet_list("Diagnosis:", [*lines, f"advice: {self.advice}"])
+
+
+_UNWATCHED = (
+    "set debug='nonfinite' in the config: the first module with inf or nan is named then, in each update (every module "
+    "is looked at, which is slow). max_consecutive_skips does that by itself in the last updates before it stops"
+)
+_SUMS = (
+    "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: lower the loss scale, "
+    "or use bf16"
+)
+_RANGE = (
+    "use bf16, which has the range of fp32, or make what goes in smaller (a norm before it). In mode 'torch' a layer "
+    "may compute in fp32: within its forward, `with torch.autocast(x.device.type, enabled=False)` on x.float()"
+)
+_SCALE = "lower the loss scale (a dynamic one falls by itself), or use bf16. If that does not help, "
+_ADVICE: dict[Kind, str] = {
+    "weight": (
+        "the model was bad before this batch; go on from an older checkpoint, with a lower learning rate or "
+        "clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)"
+    ),
+    "input": "look at the data, or in that forward for a division by 0, a logarithm, root or exponential",
+    "output": "look in that forward for a division by 0, a logarithm, root or exponential, or for numbers that grow",
+    "loss": (
+        "look for a logarithm of 0, an exponential, or a division by a count that may be 0; let the criterion compute "
+        "in fp32, from logits instead of probabilities"
+    ),
+    "gradient": (
+        "look in that forward for a root, norm, logarithm, power or division at 0, whose value is finite and whose "
+        "derivative is not: add a small number to what goes into it, as in sqrt(x + 1e-12)"
+    ),
+}
+
+
+def _advise(fault: Fault | None, was_watched: bool) -> str:
+    if fault is None:
+        return _SUMS if was_watched else _UNWATCHED
+    if fault.stats.dtype != torch.float16 or fault.stats.nan:
+        return _ADVICE[fault.kind]
+    return _SCALE + _ADVICE["gradient"] if fault.kind == "gradient" else _RANGE
+
+
+class NonFiniteProbes(Probes):
     """Watches the modules in the updates before `max_consecutive_skips` stops the run, or with `debug="nonfinite"` in
     all; a NonFiniteError then says where inf or nan came from. Watching reads the host at each module."""
 
@@ -33,7 +161,7 @@ class NonFiniteProbes(Probes, EngineHook):
         self._always = parts.config.debug == "nonfinite"
         self._first: Fault | None = None
         self._grad: torch.Tensor | None = None  # that of the fault, if it is a gradient
-        self._users: list[Visit] = []
+        self._users: list[Visit] = []  # what was given that tensor
         if self._always:
             self.attach()
 
@@ -41,20 +169,13 @@ class NonFiniteProbes(Probes, EngineHook):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         model = self._parts.model
-        if not (self.attached and model.training):
-            return
-        if not self._parts.accumulation.holds_gradients:
+        if self.attached and model.training and not self._parts.accumulation.holds_gradients:
             for index, (name, param) in enumerate(model.named_parameters()):
-                self._look_at_weight(index, name, param, compute_dtype(param))
-        for index, (name, tensor) in enumerate(_arguments(model, args, kwargs)):
-            if not is_finite(tensor):
-                self._take("input", name, "", tensor, self._key(_INPUT, order=index))
+                self._look("weight", param.to(compute_dtype(param)), name, repr(name), order=index)
 
     def after_backward(self, loss: Any) -> None:
-        if self.attached:
-            for tensor in tensors_of(loss):
-                if not is_finite(tensor):
-                    self._take("loss", "", "", tensor, self._key(_FORWARD, order=sys.maxsize))
+        for tensor in tensors_of(loss) if self.attached else ():
+            self._look("loss", tensor, order=sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
         nears_limit = self._parts.update.skip_counter.nears_limit
@@ -70,15 +191,19 @@ class NonFiniteProbes(Probes, EngineHook):
         if parts.config.name is not None:
             error.add_note(f"in the engine named {parts.config.name!r}")
         results, losses = list(parts.results), parts.update.loss_scales
-        scale = losses.current()[0] if losses.scalers else None
+        scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
+        if self._first is not None and self._grad is not None:
+            callers = {id(user.caller) for user in self._users}  # these only hand the tensor on
+            around = dict.fromkeys(user.label for user in self._users if id(user) not in callers)
+            self._first = replace(self._first, around=tuple(around))
         fault = _first_of_all(parts.context.everyone(self._first))
         error.diagnosis = Diagnosis(
-            scales=() if scale is None else history([*(result.loss_scale for result in results), scale]),
+            scales=tuple((scale, len(list(same))) for scale, same in groupby(scales)),
             skipped=sum(result.skipped for result in results),
             updates=len(results),
             was_watched=self.attached,
             fault=fault,
-            advice=advise(fault, self.attached, parts.update.recipe, scale),
+            advice=_advise(fault, self.attached),
             world_size=parts.context.size,
         )
         error.args = (f"{error}\n{error.diagnosis}",)
@@ -90,52 +215,46 @@ class NonFiniteProbes(Probes, EngineHook):
     # -- what the modules do -----------------------------------------------------------------------------------
 
     def entered(self, visit: Visit) -> None:
-        bad = _first_bad(visit.inputs)
-        if bad is not None:
-            kind: Kind = "target" if visit.name == CRITERION and not bad.requires_grad else "between"
-            around = () if visit.caller is None else (_words(visit.caller),)
-            self._take(kind, visit.name, visit.kind, bad, self._key(_FORWARD, visit, visit.order), around=around)
+        around = () if visit.caller is None else (visit.caller.label,)
+        for tensor in visit.inputs:
+            self._look("input", tensor, visit.name, visit.label, visit, visit.order, around)
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
-        bad = _first_bad(outputs)
-        if bad is not None:
-            kind: Kind = "loss" if visit.name == CRITERION else "output"
-            inputs = max((measure(tensor).largest for tensor in visit.inputs), default=0.0)
-            self._take(kind, visit.name, visit.kind, bad, self._key(_FORWARD, visit, visit.order), inputs=inputs)
+        kind: Kind = "loss" if visit.name == CRITERION else "output"
+        for tensor in outputs:
+            if self._look(kind, tensor, visit.name, visit.label, visit, visit.order) and self._first is not None:
+                largest = max((measure(given).largest for given in visit.inputs), default=0.0)
+                self._first = replace(self._first, inputs=largest)
 
     def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        if grad is self._grad and self._first is not None:
+        name, label = ("", "") if of_input else (visit.name, visit.label)
+        if grad is self._grad or self._look("gradient", grad, name, label, visit, order):
+            self._grad = grad
             if of_input:
                 self._users.append(visit)
-                self._first = replace(self._first, around=tuple(_innermost(self._users)))
-            return
-        if is_finite(grad):
-            return
-        name, layer = ("", "") if of_input else (visit.name, visit.kind)
-        around = (_words(visit),) if of_input else ()
-        if self._take("gradient", name, layer, grad, self._key(_BACKWARD, visit, order), around=around):
-            self._grad, self._users = grad, [visit] if of_input else []
 
-    # -- parts -------------------------------------------------------------------------------------------------
+    def _look(
+        self,
+        kind: Kind,
+        tensor: torch.Tensor,
+        name: str = "",
+        label: str = "",
+        visit: Visit | None = None,
+        order: int = 0,
+        around: tuple[str, ...] = (),
+    ) -> bool:
+        """Whether `tensor` has inf or nan and comes before what was found so far, in which case it is kept.
 
-    def _look_at_weight(self, index: int, name: str, param: torch.Tensor, dtype: torch.dtype) -> None:
-        fits = dtype == param.dtype or measure(param).largest <= largest_number(dtype)
-        if not (fits and is_finite(param)):
-            self._take("weight", name, "", param, self._key(_WEIGHT, order=index), dtype=dtype)
-
-    def _key(self, phase: int, visit: Visit | None = None, order: int = 0) -> tuple[int, ...]:
-        """Microbatches of a pipeline do not depend on each other; within one, stages follow each other, and in backward
-        the other way round."""
-        cycle = self._parts.accumulation.index
+        Microbatches of a pipeline do not depend on each other; within one, stages follow each other, in backward the
+        other way round.
+        """
         microbatch, stage = (0, 0) if visit is None else (visit.microbatch, visit.stage)
-        return cycle, phase, microbatch, -stage if phase == _BACKWARD else stage, order
-
-    def _take(self, kind: Kind, name: str, layer: str, tensor: torch.Tensor, key: tuple[int, ...], **more: Any) -> bool:
-        """Note a fault. Returns whether it comes before what was found so far."""
-        if self._first is not None and self._first.key <= key:
+        stage = -stage if kind == "gradient" else stage
+        key = self._parts.accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
+        if (self._first is not None and self._first.key <= key) or is_finite(tensor):
             return False
-        self._first = Fault(kind, name, layer, more.pop("dtype", tensor.dtype), measure(tensor), key, **more)
-        self._grad = None
+        self._first = Fault(kind, name, label, measure(tensor), key, around=around)
+        self._grad, self._users = None, []
         return True
 
     def _forget(self) -> None:
@@ -151,28 +270,3 @@ def _first_of_all(faults: Sequence[Fault | None]) -> Fault | None:
     what = first.key, first.kind, first.name
     same = [rank for rank, f in enumerate(faults) if f is not None and (f.key, f.kind, f.name) == what]
     return replace(first, ranks=tuple(same))
-
-
-def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the model is called with, each with the name of the argument."""
-    names = [name for name in parameter_names(model) if not name.startswith("*")]
-    named = [(names[i] if i < len(names) else f"{i + 1}", value) for i, value in enumerate(args)]
-    for name, value in [*named, *kwargs.items()]:
-        for tensor in tensors_of(value):
-            yield name, tensor
-
-
-def _first_bad(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    return next((tensor for tensor in tensors if not is_finite(tensor)), None)
-
-
-def _innermost(visits: Sequence[Visit]) -> list[str]:
-    """Without those that only hand the tensor on to others among them."""
-    callers = {id(visit.caller) for visit in visits}
-    return list(dict.fromkeys(_words(visit) for visit in visits if id(visit) not in callers))
-
-
-def _words(visit: Visit) -> str:
-    if visit.name == CRITERION:
-        return CRITERION
-    return f"{visit.name!r} ({visit.kind})" if visit.name else f"the model itself ({visit.kind})"

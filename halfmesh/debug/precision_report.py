@@ -1,17 +1,25 @@
-"""What `engine.precision_report()` gives: a value that prints as a table."""
+"""What `engine.precision_report()` gives: a table of the layers, and what in it is worth a change."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_COLUMNS = 120
-_NAME = 30
-"""Characters of a module's name; of longer ones the end is shown."""
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "": "-"}
-_HEADER = ("module", "params", "output", "|output|", "of max", "|grad|", "of max", "zero", "subn.", "w.subn.")
-_WIDTHS = (_NAME, 13, 6, 9, 7, 9, 7, 7, 7, 7)
+from ..errors import shorten
+
+MANY_SKIPPED = 0.05
+"""A dynamic scale at its place overflows about once in `growth_interval` updates (2000: 0.05 %); this is a hundred
+times as often."""
+MUCH_SUBNORMAL = 0.05
+"""Where about 5 % of a speech model's weight gradients were too small for fp16, it lost 80 % in accuracy without fp32
+masters (Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)."""
+HIGH_OUTPUT = 0.25
+"""Twice as large, and twice as large again, and it overflows: a choice of ours."""
+HIGH_SCALE = 2.0**24
+"""Where apex.amp's dynamic scale stops (its max_loss_scale). A gradient of 2**-24 is 1 then."""
+_LINE = 120
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,6 @@ class LayerPrecision:
             `subnormal_gradients`: that are so small, below 6.1e-5, that float16 has lost some of their digits.
         subnormal_weight_gradients: as `subnormal_gradients`, of the complete gradients of its parameters.
         nonfinite: how many numbers were inf or nan.
-        without_gradient: parameters that are trained, and got no gradient in this update.
-        odd_sizes: its sizes that are no multiples of 8, in half precision ("out_features=10").
     """
 
     name: str
@@ -49,8 +55,6 @@ class LayerPrecision:
     subnormal_gradients: float | None
     subnormal_weight_gradients: float | None
     nonfinite: int
-    without_gradient: tuple[str, ...]
-    odd_sizes: tuple[str, ...]
 
 
 @dataclass
@@ -80,50 +84,24 @@ class PrecisionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
-        return dict(_plain(asdict(self)))
+        return asdict(self)
 
     def __str__(self) -> str:
         """A table of at most 120 columns, then findings."""
-        rows = [_HEADER, *map(_cells, self.layers)]
-        table = ["  ".join(_fitted(cell, width) for cell, width in zip(row, _WIDTHS, strict=True)) for row in rows]
-        findings = [f"- {finding}" for finding in self.findings] or ["nothing that is worth a change was found"]
-        first, *rest = [_wrapped(line) for line in [self._first_line(), *findings]]
-        return "\n".join([first, *map(str.rstrip, table), *rest])
-
-    def _first_line(self) -> str:
-        words = [f"precision report: {self.compute_dtype}"]
+        title = [f"precision report: {self.compute_dtype}"]
         if self.loss_scale is not None:
-            words.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
+            title.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
         if self.room is not None:
-            words.append(f"room above it x{self.room:.0f}")
-        words.append(f"{self.skipped} of the last {self.updates} updates skipped")
-        return ", ".join(words)
+            title.append(f"room above it x{self.room:.0f}")
+        title.append(f"{self.skipped} of the last {self.updates} updates skipped")
+        table = ["  ".join(name.ljust(width) for name, width, _ in _COLUMNS)]
+        table += ["  ".join(cell(row).ljust(width) for _, width, cell in _COLUMNS) for row in self.layers]
+        findings = [f"- {finding}" for finding in self.findings] or ["nothing that is worth a change was found"]
+        return "\n".join([", ".join(title), *map(str.rstrip, table), *map(_wrapped, findings)])
 
 
-def _cells(layer: LayerPrecision) -> tuple[str, ...]:
-    params = _SHORT.get(layer.param_dtype, layer.param_dtype) + ("+masters" if layer.masters else "")
-    return (
-        layer.name or "(the model itself)",
-        params,
-        _SHORT.get(layer.output_dtype, layer.output_dtype),
-        _number(layer.largest_output),
-        _percent(layer.output_share),
-        _number(layer.largest_gradient),
-        _percent(layer.gradient_share),
-        _percent(layer.zero_gradients),
-        _percent(layer.subnormal_gradients),
-        _percent(layer.subnormal_weight_gradients),
-    )
-
-
-def _fitted(cell: str, width: int) -> str:
-    if width != _NAME:
-        return cell.ljust(width)
-    return cell.ljust(width) if len(cell) <= width else "..." + cell[3 - width :]
-
-
-def _wrapped(line: str) -> str:
-    return "\n".join(textwrap.wrap(line, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False))
+def _dtype(name: str) -> str:
+    return name.replace("bfloat", "bf").replace("float", "fp") or "-"
 
 
 def _number(value: float | None) -> str:
@@ -136,7 +114,78 @@ def _percent(share: float | None) -> str:
     return "<0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _wrapped(line: str) -> str:
+    return "\n".join(textwrap.wrap(line, _LINE, subsequent_indent="  ", break_on_hyphens=False))
+
+
+_COLUMNS: tuple[tuple[str, int, Callable[[LayerPrecision], str]], ...] = (
+    ("module", 30, lambda row: (row.name if len(row.name) <= 30 else f"...{row.name[-27:]}") or "(the model itself)"),
+    ("params", 13, lambda row: _dtype(row.param_dtype) + "+masters" * row.masters),
+    ("output", 6, lambda row: _dtype(row.output_dtype)),
+    ("|output|", 9, lambda row: _number(row.largest_output)),
+    ("of max", 7, lambda row: _percent(row.output_share)),
+    ("|grad|", 9, lambda row: _number(row.largest_gradient)),
+    ("of max", 7, lambda row: _percent(row.gradient_share)),
+    ("zero", 7, lambda row: _percent(row.zero_gradients)),
+    ("subn.", 7, lambda row: _percent(row.subnormal_gradients)),
+    ("w.subn.", 7, lambda row: _percent(row.subnormal_weight_gradients)),
+)
+
+
+# -- findings --------------------------------------------------------------------------------------------------------
+
+
+def find_problems(report: PrecisionReport, without_gradient: Sequence[str], odd_sizes: Sequence[str]) -> Iterator[str]:
+    """The findings. `without_gradient` are names of parameters, `odd_sizes` layers with their sizes."""
+
+    def names(chosen: Callable[[LayerPrecision], bool]) -> str:
+        return shorten([row.name or "the model itself" for row in report.layers if chosen(row)])
+
+    if bad := names(lambda row: row.nonfinite > 0):
+        yield f"inf or nan in outputs or gradients of {bad}: this update is skipped, or spoilt"
+    if report.loss_scale is not None:
+        yield from judge_scale(report.loss_scale)
+    if report.skipped > MANY_SKIPPED * report.updates:
+        yield (
+            f"{report.skipped} of the last {report.updates} updates were skipped: the scale has not found its place "
+            "yet (the first updates of a run), or gradients overflow at any scale; clip_grad_norm does not help there, "
+            "a lower learning rate or bf16 does"
+        )
+    if high := names(lambda row: row.output_dtype == "float16" and (row.output_share or 0) > HIGH_OUTPUT):
+        yield (
+            f"outputs of {high} reach above {HIGH_OUTPUT:.0%} of float16's largest number: use bf16, or a norm before "
+            "these layers"
+        )
+    if small := names(
+        lambda row: max(row.subnormal_gradients or 0, row.subnormal_weight_gradients or 0) > MUCH_SUBNORMAL
+    ):
+        how = "the loss scale has no room above, as gradients elsewhere are large: use bf16"
+        if (report.room or 1) >= 2:
+            grows = " (a dynamic one grows by itself: start higher, or with a shorter growth_interval)"
+            how = f"the loss scale could be {report.room:.0f} times larger{grows * report.is_dynamic}"
+        yield (
+            f"more than {MUCH_SUBNORMAL:.0%} of the gradients of {small} are below 6.1e-5, where float16 loses digits, "
+            f"and smaller ones are zero: {how}"
+        )
+    if without_gradient:
+        yield (
+            f"no gradient came to {shorten(without_gradient)}: they are not used for this batch, or cut off (detach, "
+            "no_grad)"
+        )
+    if odd_sizes:
+        yield f"sizes that are no multiple of 8, which tensor cores want in half precision: {shorten(odd_sizes)}"
+
+
+def judge_scale(scale: float) -> Iterator[str]:
+    """What is wrong with a loss scale that is very low or very high, if it is."""
+    if scale < 1:
+        yield (
+            f"the loss scale is {scale:g}, below 1: gradients are made smaller, so they overflow by themselves. Look "
+            "for inf or nan (debug='nonfinite' names the module), lower the learning rate, or use bf16"
+        )
+    if scale > HIGH_SCALE:
+        yield (
+            f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Look whether "
+            "the loss is divided too much, whether it depends on the parameters at all, and whether they learn; "
+            "max_scale of mode 'naive' (max_loss_scale of 'apex') is a ceiling"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._torch import is_compiled, is_in_backward
-from ..loop.parts import EngineParts
+from ..loop.parts import EngineHook, EngineParts
 from ..tensors import tensors_of
 
 CRITERION = "the criterion"
@@ -30,7 +30,7 @@ class Visit:
     """
 
     name: str
-    module: Any
+    module: nn.Module
     stage: int
     microbatch: int
     order: int
@@ -38,16 +38,17 @@ class Visit:
     inputs: Sequence[torch.Tensor] = ()
 
     @property
-    def kind(self) -> str:
-        """The module's class; "" of the criterion."""
-        return "" if self.name == CRITERION else type(self.module).__name__
+    def label(self) -> str:
+        """For messages: "'1.scores' (Scores)"."""
+        if self.name == CRITERION:
+            return CRITERION
+        return f"{repr(self.name) if self.name else 'the model'} ({type(self.module).__name__})"
 
 
-class Probes:
+class Probes(EngineHook):
     """Between `attach` and `detach`, calls the methods below for training forwards and their backwards.
 
-    What activation checkpointing computes again counts once. Compiled modules run uncompiled: they have no place for
-    hooks.
+    What activation checkpointing computes again counts once. Compiled modules run uncompiled, as hooks need.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -61,14 +62,14 @@ class Probes:
     # -- to override -------------------------------------------------------------------------------------------
 
     def entered(self, visit: Visit) -> None:
-        """A call begins; `visit.inputs` are what it was given."""
+        """A call begins; `visit.inputs` are the tensors that it was given."""
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
         """It ends."""
 
     def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        """The gradient of one of its outputs, or inputs. One tensor may be several of those; they follow each other,
-        with the same `grad`, from the one that made it to what used it."""
+        """The gradient of one of its outputs or inputs. A tensor that is both, of several calls, comes once for each,
+        with the same `grad`: first of the call that returned it, then of those that took it."""
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
@@ -81,13 +82,15 @@ class Probes:
         """Put the hooks on."""
         parts, scope = self._parts, self._scope
         partition, criterion = parts.division.plans.partition, parts.criterion
-        passed_by = set() if partition is None else {module for _, module in partition.not_called(parts.model)}
-        self._names = {module: name for name, module in parts.model.named_modules() if module not in passed_by}
-        if isinstance(criterion, nn.Module):
-            self._names[criterion] = CRITERION
-        elif criterion is not None:
+        not_called = set() if partition is None else {module for _, module in partition.not_called(parts.model)}
+        self._names = {module: name for name, module in parts.model.named_modules() if module not in not_called}
+        if criterion is not None and not isinstance(criterion, nn.Module):
+            module = nn.Module()
+            module.forward = criterion
             scope.callback(setattr, parts, "criterion", criterion)
-            parts.criterion = self._watched(criterion)
+            parts.criterion = criterion = module
+        if criterion is not None:
+            self._names[criterion] = CRITERION
         scope.enter_context(eager(parts))
         for stage in parts.executor.stages:
             scope.callback(stage.register_forward_pre_hook(self._begin_stage, with_kwargs=True).remove)
@@ -100,25 +103,19 @@ class Probes:
         self._scope.close()
         self._names, self._open = {}, []
 
-    def _watched(self, criterion: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._parts.model.training:
-                return criterion(*args, **kwargs)
-            visit = self._begin(CRITERION, criterion, [args, kwargs])
-            value = criterion(*args, **kwargs)
-            self._end(visit, tensors_of(value))
-            return value
-
-        call.forward = getattr(criterion, "forward", criterion)  # type: ignore[attr-defined]  # whose signature counts
-        return call
-
     def _begin_stage(self, stage: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._place = stage.index, int(kwargs["index"])
 
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._parts.model.training and not is_in_backward():
-            self._open.append(self._begin(self._names[module], module, [args, kwargs]))
+        if not self._parts.model.training or is_in_backward():
+            return
+        self._order += 1
+        caller = self._open[-1] if self._open else None
+        visit = Visit(self._names[module], module, *self._place, self._order, caller, tensors_of([args, kwargs]))
+        self._open.append(visit)
+        self.entered(visit)
+        self._hook(visit, visit.inputs, of_input=True)
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -132,24 +129,11 @@ class Probes:
             self._open.pop()  # calls that an error has ended
         if self._open:
             visit = self._open.pop()
-            self._end(visit, outputs)
-            self._hook(visit, outputs, of_input=False)
-
-    def _begin(self, name: str, module: Any, inputs: Any) -> Visit:
-        self._order += 1
-        caller = self._open[-1] if self._open else None
-        visit = Visit(name, module, *self._place, self._order, caller, tensors_of(inputs))
-        with _without_autocast(visit.inputs):
-            self.entered(visit)
-        self._hook(visit, visit.inputs, of_input=True)
-        return visit
-
-    def _end(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
-        self._order += 1
-        visit.order = self._order
-        with _without_autocast(outputs):
+            self._order += 1
+            visit.order = self._order
             self.left(visit, outputs)
-        visit.inputs = ()
+            visit.inputs = ()
+            self._hook(visit, outputs, of_input=False)
 
     def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor], of_input: bool) -> None:
         for tensor in tensors:
@@ -159,8 +143,7 @@ class Probes:
     def _gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor) -> None:
         if self.attached:
             self._order += 1
-            with _without_autocast([grad]):
-                self.gradient(visit, of_input, grad, self._order)
+            self.gradient(visit, of_input, grad, self._order)
 
 
 @contextmanager
@@ -170,12 +153,4 @@ def eager(parts: EngineParts) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     else:
-        yield
-
-
-@contextmanager
-def _without_autocast(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What is computed with `tensors` is not cast, and no part of a graph."""
-    device = tensors[0].device.type if tensors else "cpu"
-    with torch.no_grad(), torch.autocast(device, enabled=False):
         yield

@@ -5,8 +5,8 @@ For finding mistakes, not for speed: everything is read once more, brought to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,15 +14,15 @@ from ..amp.step_result import StepResult
 from ..checkpoint.state import ShardedState
 from ..errors import SyncError
 from ..launching.env import RankNames
-from ..loop.executor import Executor
 from ..loop.parts import EngineHook, EngineParts
+from ..parallel.context import is_plain, plain_settings
 from ..parallel.drift import Common, describe, find_drift
+from ..parallel.reducer import STATISTICS
 from ..tensors import tensors_of
-from .common_state import common_state
 
-if TYPE_CHECKING:
-    from ..parallel.pipeline.stage import StageModule
-
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer that say how it computes, which a rank may choose by what it holds."""
+_AVERAGED = (*STATISTICS, "num_batches_tracked")
 _OTHER_BATCH = (
     "These ranks compute one batch together: iterate engine.dataloader, or shard a loader of your own by "
     "engine.context.dp_rank of engine.context.dp_size; and let random augmentation draw the same on all of them"
@@ -43,70 +43,117 @@ class SyncCheck(EngineHook):
         pp, _, tp = context.shape
         names = RankNames(context.size, pp, tp)
         self._names = [names.name(rank) for rank in range(context.size)]
-        self._group = context.batch_group
-        self._steps = 0  # the last one after which all was equal
+        self._step = 0  # the last one after which all was equal
 
-    def compared(self, executor: Executor) -> ComparedExecutor:
-        """`executor`, which compares what it is given before it computes."""
-        return ComparedExecutor(executor, self, self._sharded.model)
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._compare_batch("the inputs of engine(...)", [args, kwargs])
+
+    def before_criterion(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._compare_batch("the arguments of engine.criterion(...)", [args, kwargs])
 
     def after_step(self, result: StepResult) -> None:
-        """Compare everything. All ranks together."""
         step = self._parts.global_step
-        state = common_state(self._sharded, self._context, step, result, self._parts.dataloader)
-        drift = find_drift(state, self._context.device)
+        drift = find_drift(self._state(result), self._context.device)
         if drift is not None:
-            before = f"after step {self._steps} they did not" if self._steps else "this is the first comparison"
+            before = f"after step {self._step} they did not" if self._step else "this is the first comparison"
             step = self._context.from_first(step)  # it may be what differs
             raise SyncError(
                 f"after step {step} the ranks differ in {drift.name} ({before}):\n"
                 f"{describe(drift, self._names)}\n{_DRIFTED}"
             )
-        self._steps = step
+        self._step = step
 
-    def compare_batch(self, of: str, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Compare what the ranks that compute one batch were given. These together."""
-        if self._group is None:
+    def _compare_batch(self, of: str, tree: Any) -> None:
+        """Compare what the ranks that compute one batch were given in training; without outputs of the model, which
+        are equal but for rounding."""
+        group = self._context.batch_group
+        if group is None or not (self._parts.model.training and torch.is_grad_enabled()):
             return
+        tensors = [(number, tensor) for number, tensor in enumerate(tensors_of(tree)) if tensor.grad_fn is None]
         forms = [(str(tensor.dtype), tuple(tensor.shape)) for _, tensor in tensors]
         batch = [Common(f"the types and shapes of the tensors in {of}", forms)]
         batch += [Common(f"tensor {number} of {of}", tensor, order=1) for number, tensor in tensors]
-        drift = find_drift(batch, self._context.device, self._group)
+        drift = find_drift(batch, self._context.device, group)
         if drift is not None:
-            names = [self._names[rank] for rank in torch.distributed.get_process_group_ranks(self._group)]
+            names = [self._names[rank] for rank in torch.distributed.get_process_group_ranks(group)]
             raise SyncError(
-                f"after step {self._steps}, ranks were given different batches; {drift.name}:\n"
+                f"after step {self._step}, ranks were given different batches; {drift.name}:\n"
                 f"{describe(drift, names)}\n{_OTHER_BATCH}"
             )
 
+    # -- what should be equal ----------------------------------------------------------------------------------
 
-class ComparedExecutor:
-    """`halfmesh.loop.executor.Executor` that compares what it is given in training, before it computes."""
+    def _state(self, result: StepResult) -> Iterator[Common]:
+        """All that this rank has after a step, causes before what follows from them. It reads the device.
 
-    def __init__(self, executor: Executor, sync: SyncCheck, model: torch.nn.Module) -> None:
-        self._sync = sync
-        self._model = model
-        self._executor = executor
-        self.is_single, self.check, self.backward = executor.is_single, executor.check, executor.backward
-        self.close = executor.close
+        Of a tensor, those ranks have to agree that hold the same part of it: over the data axis where it is replicated,
+        over the tensor axis where it is not cut, over the pipeline where stages share it, over the copies of hybrid
+        sharding.
+        """
+        parts = self._progress(), self._random(), self._verdict(result), self._settings(), self._weights()
+        for order, part in enumerate((*parts, self._buffers(), self._optimizer_state())):
+            for common in part:
+                yield Common(common.name, common.value, common.among, order)
 
-    @property
-    def stages(self) -> Collection[StageModule]:
-        return self._executor.stages
+    def _progress(self) -> Iterator[Common]:
+        yield Common("engine.global_step", self._parts.global_step)
+        if self._parts.dataloader is not None:
+            yield Common("the place in engine.dataloader (epoch, batches trained on)", self._parts.dataloader.place)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._compare("the inputs of engine(...)", (args, kwargs))
-        return self._executor.forward(*args, **kwargs)
+    def _random(self) -> Iterator[Common]:
+        """The model's own random numbers, where a tensor group draws alike."""
+        division, stage = self._parts.division, (self._context.pp_rank, self._context.dp_rank)
+        if division.random is not None:
+            yield Common("the model's random numbers (torch)", division.random.state, stage)
+            host = division.host_random.state
+            if host is not None:
+                name, keys, *rest = host["numpy"]
+                drawn = host["python"], name, keys.tolist(), *rest
+                yield Common("the model's random numbers (python, numpy)", drawn, stage)
 
-    def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self._compare("the arguments of engine.criterion(...)", (args, kwargs))
-        return self._executor.criterion(criterion, *args, **kwargs)
+    def _verdict(self, result: StepResult) -> Iterator[Common]:
+        update = self._parts.update
+        yield Common("whether the step was skipped", result.skipped)
+        for number, state in enumerate(update.loss_scales.state_dict()):
+            of = f" of loss {number}" if number else ""
+            yield from (Common(f"{key} of the loss scaler{of}", value) for key, value in state.items())
+        yield from (Common(f"{key} of the skip counter", v) for key, v in update.skip_counter.state_dict().items())
+        yield Common("the gradient norm", result.grad_norm)  # it is divided by the scale
 
-    def _compare(self, of: str, tree: Any) -> None:
-        if self._model.training and torch.is_grad_enabled():
-            self._sync.compare_batch(of, _given(tree))
+    def _settings(self) -> Iterator[Common]:
+        """Of the optimizer's groups, learning rates first."""
+        groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
+        settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
+        for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
+            if key not in _IMPLEMENTATION:
+                yield Common(f"{key} of parameter group {number}", value)
 
+    def _weights(self) -> Iterator[Common]:
+        """What the model computes with, then the masters."""
+        division, masters = self._parts.division, self._parts.update.master_weights.masters
+        for shard, name in self._sharded.names():
+            # Under zero1 this rank steps a part of what it computes with.
+            whole = shard if division.slices is None or shard.source is None else shard.source
+            yield Common(f"the weight {name}", whole.param.detach(), division.placement(whole))
+        for shard, name in self._sharded.names():
+            if shard.param in masters:
+                yield Common(f"the fp32 master of {name}", masters[shard.param].detach(), division.placement(shard))
 
-def _given(tree: Any) -> list[tuple[int, torch.Tensor]]:
-    """The tensors, numbered, without those that come from the model: outputs are equal but for rounding."""
-    return [(number, tensor) for number, tensor in enumerate(tensors_of(tree)) if tensor.grad_fn is None]
+    def _buffers(self) -> Iterator[Common]:
+        """Those that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
+        first = self._parts.division.first_names(self._parts.model)
+        for name, buffer in self._parts.model.named_buffers():
+            among = None if name.rpartition(".")[2] in _AVERAGED else self._context.dp_rank
+            yield Common(f"the buffer {first.get(name, name)}", buffer.detach(), among)
+
+    def _optimizer_state(self) -> Iterator[Common]:
+        update = self._parts.update
+        for shard, name in self._sharded.trained():
+            placement = self._parts.division.placement(shard)
+            if placement.regions:  # else nothing of it is here
+                state = update.optimizer.state.get(update.master_weights.target(shard), {})
+                yield Common(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) or is_plain(value):
+                        among = None if key == "step" else placement
+                        yield Common(f"the optimizer's {key} of {name}", value, among)

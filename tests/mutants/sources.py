@@ -312,8 +312,8 @@ NONFINITE = (
     Fault(
         "the optimizer's products count as the model's",
         "debug/flops.py",
-        "        self._is_over = True\n",
-        "        pass\n",
+        "        self._is_paused = True\n\n    def __torch_dispatch__",
+        "        pass\n\n    def __torch_dispatch__",
         ("tests/debug/test_flops.py",),
     ),
 )
