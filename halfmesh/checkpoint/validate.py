@@ -1,4 +1,4 @@
-"""Whether a state or a checkpoint is of this engine: compared before anything changes."""
+"""Whether a state or a checkpoint fits this engine: compared before anything changes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ def class_name(value: object) -> str:
 
 
 def refuse_unfit(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not one of an engine with so many loss scalers."""
+    """Raise InputError if `state` is not of an engine with so many loss scalers."""
     _refuse_missing(state, KEYS, "engine", "(for a model's own state use engine.model.load_state_dict)")
     _refuse_other_scales(state["update"], scalers, "its weights: engine.model.load_state_dict(state['model'])")
 
 
 def refuse_unfit_update(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not one of an update, as of convert_to_amp, with so many loss scalers."""
+    """Raise InputError if `state` is not of an optimizer of convert_to_amp with so many loss scalers."""
     _refuse_missing(state, UPDATE_KEYS, "optimizer", "of convert_to_amp")
     _refuse_other_scales(state, scalers, "the model's state dict")
 
 
 def _refuse_missing(state: Mapping[str, Any], keys: Sequence[str], owner: str, hint: str) -> None:
-    if not isinstance(state, Mapping):
-        kind = type(state).__name__
-        raise InputError(f"{owner}.load_state_dict takes what {owner}.state_dict() gave, but a {kind} came")
     missing = [key for key in keys if key not in state]
     if missing:
         raise InputError(
@@ -55,35 +52,32 @@ def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) 
         )
 
 
-def layout(context: ParallelContext, cuts_updates: bool = False) -> dict[str, int]:
-    """Which part of the model this rank holds; with `cuts_updates` (zero1, fsdp) also which this rank steps."""
+def layout(context: ParallelContext, cuts_updates: bool) -> dict[str, int]:
+    """Which part of the model this rank holds; with `cuts_updates` (zero1, fsdp) also which it steps."""
     axes = ("pp", "dp", "tp") if cuts_updates else ("pp", "tp")
     return {f"{axis}_{what}": getattr(context, f"{axis}_{what}") for axis in axes for what in ("size", "rank")}
 
 
 def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
-    """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's, `mine`."""
+    """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's."""
     if dict(saved) != dict(mine):
         raise InputError(
-            f"the state holds {_words(saved)}, and this rank {_words(mine)}; load what was saved by the rank at "
-            "the same place of the same layout. Whole weights go into any layout: "
+            f"the state is of {_words(saved)}, and this rank is {_words(mine)}; load what the same rank of the same "
+            "layout has saved. For any layout use engine.save and engine.load, or load whole weights: "
             "engine.model.load_state_dict(weights)"
         )
 
 
 def _words(layout: Mapping[str, int]) -> str:
-    words = f"part {layout['tp_rank']} of {layout['tp_size']} (tensor) of stage {layout['pp_rank']} of "
-    words += f"{layout['pp_size']} of the model"
-    return words + (
-        f", and part {layout['dp_rank']} of {layout['dp_size']} of it (zero1 or fsdp)" if "dp_rank" in layout else ""
-    )
+    axes = [key.removesuffix("_rank") for key in layout if key.endswith("_rank")]
+    return ", ".join(f"{axis} {layout[f'{axis}_rank']} of {layout[f'{axis}_size']}" for axis in axes)
 
 
 # -- checkpoints and files of weights ----------------------------------------------------------------------------------
 
 
 def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> Iterator[str]:
-    """What of a model is not as it was saved in `source`: names and shapes of the whole tensors."""
+    """How names and shapes of a model's whole tensors differ from those that `source` has."""
     missing, unexpected = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
     if missing:
         near = {name: find_near(name, unexpected) for name in missing}
@@ -100,7 +94,7 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
 
 
 def extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
-    """What modules give and take with `get_extra_state` and `set_extra_state`."""
+    """How the names differ of what modules save with `get_extra_state`."""
     if mine - saved:
         yield f"the checkpoint has no {shorten(sorted(mine - saved))} (of get_extra_state)"
     if saved - mine:
@@ -108,36 +102,39 @@ def extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
 
 
 def optimizer_problems(
-    optimizer: object, groups: list[list[str]], common: Mapping[str, Any], scheduled: bool
+    optimizer: object, scheduler: object | None, groups: list[list[str]], common: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What of an optimizer is not as it was saved.
+    """How the optimizer and the scheduler differ from those of a checkpoint.
 
     Args:
-        groups: the names of the parameters of each of its groups, in the whole model.
+        groups: the names of the parameters of each of the optimizer's groups, in the whole model.
         common: of the checkpoint.
-        scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
     """
-    own = class_name(optimizer)
-    if common["optimizer"] != own:
+    has_scheduler = scheduler is not None and common["lr_class"] is not None
+    if has_scheduler and common["lr_class"] != class_name(scheduler):
         yield (
-            f"it was saved with the optimizer {common['optimizer']}, and this is {own}; use the same class, or load "
-            "the weights alone: engine.load_weights"
+            f"it was saved with the lr_scheduler {common['lr_class']}, and this is {class_name(scheduler)}; use the "
+            "same class, or give initialize none"
+        )
+    if common["optimizer"] != class_name(optimizer):
+        yield (
+            f"it was saved with the optimizer {common['optimizer']}, and this is {class_name(optimizer)}; use the same "
+            "class, or load the weights alone: engine.load_weights"
         )
         return
-    mine, theirs = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
-    if sorted(mine) == sorted(theirs):
-        if scheduled and mine != theirs:
-            order = [str(theirs.index(group)) for group in mine]
-            yield (
-                f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
-                "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
-                "order of then, or give initialize no lr_scheduler"
-            )
-        return
-    here, there = ({name for names in each for name in names} for each in (mine, theirs))
-    only = {"here": here - there, "in the checkpoint": there - here}
-    words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
-    yield (
-        f"its optimizer has groups of {list(map(len, theirs))} parameters, and this one of {list(map(len, mine))} "
-        f"({'; '.join(words) or 'the same parameters, in other groups'}); build the groups as they were then"
-    )
+    mine, saved = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
+    if sorted(mine) != sorted(saved):
+        here, there = ({name for names in each for name in names} for each in (mine, saved))
+        only = {"here": here - there, "in the checkpoint": there - here}
+        words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
+        yield (
+            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))} "
+            f"({'; '.join(words) or 'the same parameters, in other groups'}); build the groups as they were then"
+        )
+    elif has_scheduler and mine != saved:
+        order = [str(saved.index(group)) for group in mine]
+        yield (
+            f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
+            "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
+            "order of then, or give initialize no lr_scheduler"
+        )

@@ -100,7 +100,7 @@ def test_state_of_no_parameter_is_refused(tmp_path):
 
 def state_of_parts(rank, world_size, folder):
     said = []
-    for make in (lambda param: [param], lambda param: float(rank), lambda param: 3):
+    for make in (lambda param: [param], lambda param: 3):
         engine = make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make}))
         train(engine, 1)
         try:
@@ -113,9 +113,8 @@ def state_of_parts(rank, world_size, folder):
 
 @pytest.mark.distributed
 def test_state_of_divided_parameters(tmp_path):
-    for kept, differs, same in run_ranks(state_of_parts, 2, str(tmp_path)):
+    for kept, same in run_ranks(state_of_parts, 2, str(tmp_path)):
         assert "Keeps keeps a list as state 'kept' of up.weight, of which this rank holds a part" in kept
-        assert "Keeps keeps 'kept' of first.weight, which is 0.0 on one rank and 1.0 on another" in differs
         assert same == "saved"
 
 

@@ -95,4 +95,4 @@ def test_where_there_are_no_locks_it_is_said_once(tmp_path, monkeypatch, caplog)
     engine = made()
     for _ in range(2):
         assert engine.save(tmp_path).exists()
-    assert caplog.text.count(f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); see to it") == 1
+    assert caplog.text.count(f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); make sure") == 1
