@@ -74,10 +74,8 @@ class Checkpointer:
         parts, context = self._parts, self._parts.context
         parts.statistics.look()
         self.wait()
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise InputError(
-                f"engine.save: keep={keep!r} is not a number of checkpoints; give 1 or more, or None for all"
-            )
+        if keep is not None and keep < 1:
+            raise InputError(f"engine.save: keep={keep!r}: give a number of checkpoints, 1 or more, or None for all")
         if not context.agree(json.dumps([str(directory), keep, in_background])):
             raise InputError(
                 "engine.save was called with different arguments on each rank; give the same on all of them"
@@ -194,20 +192,18 @@ class Checkpointer:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
         parts, state, common = self._parts, self.sharded_state, stored.common
 
-        def describe_own() -> tuple[dict[str, Any], list[list[str]], list[str]]:
+        def describe_own() -> tuple[dict[str, Any], list[list[str]]]:
             state.update.sync_param_groups()
             shapes = {name: shard.placement.shape for name, shard in without_empty(state.weight_targets()).items()}
-            return shapes, [group["params"] for group in state.groups()], list(state.extras())
+            return shapes | dict.fromkeys(state.extras()), [group["params"] for group in state.groups()]
 
-        all_shapes, all_groups, all_extras = zip(
-            *gather_results(parts.context, f"loading {stored.folder} failed", describe_own), strict=True
-        )
-        model, groups = _merge(all_shapes), join_groups(all_groups)
+        everyone = gather_results(parts.context, f"loading {stored.folder} failed", describe_own)
+        model, groups = _merge([shapes for shapes, _ in everyone]), join_groups([names for _, names in everyone])
         saved = {n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)}
+        saved |= dict.fromkeys(common["extras"])
         saved_name, name = folder.engine_name(stored.manifest), parts.config.name
         problems = [
             *validate.model_problems(model, saved, "the checkpoint"),
-            *validate.extra_problems({name for names in all_extras for name in names}, common["extras"].keys()),
             *validate.optimizer_problems(parts.update.optimizer, parts.lr.scheduler, groups, common),
         ]
         if None not in (saved_name, name) and saved_name != name:

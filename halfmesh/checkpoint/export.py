@@ -56,8 +56,9 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
     for name, first in state.division.first_names(state.model).items():
         names.setdefault(first, []).append(name)
     names = {name: names[name] or [name] for name in tensors}
+    nbytes = {name: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
     copies = {name: len(names[name]) if format == "safetensors" else 1 for name in tensors}
-    files = _split({name: copies[name] * tensor.nbytes for name, tensor in tensors.items()}, int(max_file_gb * GIB))
+    files = _split({name: copies[name] * nbytes[name] for name in tensors}, int(max_file_gb * GIB))
     places = _places(path, len(files))
     for place, held in zip(places, files, strict=True):
         content: dict[str, Any] = {}
@@ -70,8 +71,7 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
     weight_map = {
         n: place.name for place, held in zip(places, files, strict=True) for name in held for n in names[name]
     }
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    run_on_rank_zero(context, what, partial(_complete, path, places, weight_map, total))
+    run_on_rank_zero(context, what, partial(_complete, path, places, weight_map, sum(nbytes.values())))
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +64,6 @@ class WholeTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 def describe(shards: Shards) -> dict[str, Any]:
     """Shape, dtype and boxes of what a rank holds, for the other ranks."""
@@ -79,13 +74,8 @@ def describe(shards: Shards) -> dict[str, Any]:
 
 
 def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str, WholeTensor]:
-    """All tensors of which some rank holds something.
-
-    Args:
-        by_rank: what `describe` gave on each rank.
-        spread: a box that several ranks hold is written by the one that has the least to write so far; else by the
-            first of them.
-    """
+    """All tensors, from what `describe` gave on each rank. A box that several ranks hold is written by the first of
+    them; with `spread` by the one that has the least to write so far."""
     load = [0] * len(by_rank)
     found = {}
     for name in dict.fromkeys(name for described in by_rank for name in described):
@@ -140,7 +130,7 @@ class ShardedState:
             else:
                 value = shard.param
             found[name] = TensorShard(value.detach(), self.division.placement(shard))
-        for name, key in self._buffers(state):
+        for name, key in self._buffers(state).items():
             found[name] = TensorShard(state[key].detach(), whole(state[key].shape))
         return found
 
@@ -155,19 +145,16 @@ class ShardedState:
             for shard, name in self.names()
         }
         own = dict(self.model.named_buffers(remove_duplicate=False))
-        for name, key in self._buffers(self.model.state_dict()):
+        for name, key in self._buffers(self.model.state_dict()).items():
             found[name] = TensorShard(originals.target(own[key]), whole(own[key].shape))
         return found
 
     def in_fp16(self) -> set[str]:
         """The names of what the model computes with in fp16, which ends at 65504."""
-        found = {
-            name
-            for shard, name in self.names()
-            if compute_dtype(shard.param if shard.source is None else shard.source.param) == torch.float16
-        }
+        tensors: dict[str, torch.Tensor] = {name: (shard.source or shard).param for shard, name in self.names()}
         own = dict(self.model.named_buffers(remove_duplicate=False))
-        return found | {n for n, key in self._buffers(self.model.state_dict()) if own[key].dtype == torch.float16}
+        tensors |= {name: own[key] for name, key in self._buffers(self.model.state_dict()).items()}
+        return {name for name, tensor in tensors.items() if compute_dtype(tensor) == torch.float16}
 
     def written(self) -> list[torch.Tensor]:
         """What new weights of the optimizer's parameters are written into; under zero1 also what `tell` brings from
@@ -180,11 +167,7 @@ class ShardedState:
 
     @torch.no_grad()
     def tell(self, others: bool = True) -> None:
-        """Bring new weights of the optimizer's parameters to the model, and to the ranks that use them.
-
-        Args:
-            others: False: send nothing to other ranks.
-        """
+        """Bring new weights of the optimizer's parameters to the model and, with `others`, to ranks that use them."""
         masters = self.update.master_weights
         masters.originals.publish()
         masters.publish(masters.trained)
@@ -217,16 +200,13 @@ class ShardedState:
         for key in self.extras().keys() & extras.keys():
             self.model.get_submodule(key.rpartition(".")[0]).set_extra_state(extras[key])
 
-    def _buffers(self, state: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """The first name of each buffer in `state`, and its name there."""
-        first = self.division.first_names(self.model)
-        params = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        done: set[str] = set()
-        for key, value in state.items():
-            name = first.get(key, key)
-            if isinstance(value, torch.Tensor) and key not in params and not _is_extra(key) and name not in done:
-                done.add(name)
-                yield name, key
+    def _buffers(self, state: dict[str, Any]) -> dict[str, str]:
+        """For the first name of each buffer in `state`, the model's state dict, its name there."""
+        first, found = self.division.first_names(self.model), dict[str, str]()
+        for key, _ in self.model.named_buffers(remove_duplicate=False):
+            if key in state:
+                found.setdefault(first.get(key, key), key)
+        return found
 
     # -- the optimizer -----------------------------------------------------------------------------------------
 
@@ -240,11 +220,8 @@ class ShardedState:
         ]
 
     def optimizer_state(self) -> tuple[Shards, dict[str, dict[str, Any]]]:
-        """The tensors of the optimizer's state; and the rest, by parameter and key.
-
-        Raises:
-            InputError: nothing says where in the whole model some of it belongs.
-        """
+        """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError of state of which
+        nothing says where in the whole model it belongs."""
         masters, shards = self.update.master_weights, Shards()
         kind = type(masters.optimizer).__name__
         if own := _state_of_no_parameter(masters.optimizer):
@@ -275,12 +252,8 @@ class ShardedState:
     def state_targets(
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
-        """Memory for the optimizer's state that a checkpoint has; and all of that state, by parameter and key.
-
-        Args:
-            saved: DCP's description of each tensor, by its full name.
-            plain: what is no tensor, by parameter and key.
-        """
+        """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and, with
+        what is no tensor, all of that state by parameter and key."""
         optimizer, shards = self.update.master_weights.optimizer, Shards()
         mine = {name: shard for shard, name in self.trained()}
         values = {name: dict(plain.get(name, {})) for name in mine}
@@ -303,12 +276,8 @@ class ShardedState:
         return shards, values
 
     def load_optimizer(self, values: Mapping[str, dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-        """Give the optimizer its state and settings, through its own `load_state_dict`.
-
-        Args:
-            values: of `state_targets`.
-            saved: the groups of a checkpoint, with names of parameters.
-        """
+        """Give the optimizer its state (of `state_targets`) and the settings of a checkpoint's groups, through its own
+        `load_state_dict`."""
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
         count = 0

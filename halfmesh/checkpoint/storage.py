@@ -41,37 +41,25 @@ COMMON = "common.pt"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is saved.
-
-    Attributes:
-        tensors: whole tensors of the model, the optimizer's state and the average.
-        boxes: what this rank writes of them.
-        common: content of `common.pt`.
-        own: content of this rank's `rank-00000.pt`.
-        about: for the manifest.
-    """
+    """All that is saved."""
 
     tensors: dict[str, WholeTensor]
-    boxes: Boxes
-    common: bytes
-    own: bytes
-    about: Mapping[str, Any]
+    boxes: Boxes  # what this rank writes of them
+    common: bytes  # common.pt
+    own: bytes  # rank-00000.pt
+    about: Mapping[str, Any]  # for the manifest
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose files are intact, with the content of the small ones.
-
-    Attributes:
-        first, own: what rank 0 saved for itself; what the rank with this one's number did, if there was one.
-    """
+    """A checkpoint whose files are intact, with the content of the small ones."""
 
     folder: Path
     manifest: Mapping[str, Any]
     metadata: Metadata
     common: Mapping[str, Any]
-    first: Mapping[str, Any]
-    own: Mapping[str, Any] | None
+    first: Mapping[str, Any]  # of rank 0
+    own: Mapping[str, Any] | None  # of the rank with this one's number, if there was one
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -85,14 +73,8 @@ class Stored:
 
 
 def write(place: Path, snapshot: Snapshot, context: ParallelContext, what: str, group: dist.ProcessGroup | None) -> int:
-    """Write a checkpoint into the folder `place`. All ranks together. Returns its size in bytes.
-
-    Args:
-        what, group: as of `gather_results`.
-
-    Raises:
-        CheckpointError: some rank could not write; raised on all.
-    """
+    """Write a checkpoint into the folder `place`, and return its size in bytes. All ranks together; `what` and `group`
+    as of `gather_results`."""
     from . import dcp
 
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
@@ -119,12 +101,8 @@ def write(place: Path, snapshot: Snapshot, context: ParallelContext, what: str, 
 
 
 def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, Any]:
-    """The manifest of the checkpoint at `place`. Its files are compared with their sha256, each by one of the ranks.
-    All ranks together.
-
-    Raises:
-        CheckpointError: it is damaged, or a newer version of halfmesh wrote it; raised on all ranks.
-    """
+    """The manifest of the checkpoint at `place`. All ranks together: each reads a share of the files, and all raise
+    CheckpointError if any is not as it was written."""
     manifest = run_on_rank_zero(context, what, lambda: read_manifest(place))
     if manifest["format"] != FORMAT:
         return manifest
@@ -141,11 +119,7 @@ def read_whole(place: Path, what: str, context: ParallelContext) -> dict[str, An
 
 
 def open_stored(folder: Path, manifest: Mapping[str, Any], context: ParallelContext) -> Stored:
-    """Read the small files of a checkpoint. All ranks together.
-
-    Raises:
-        CheckpointError: they hold more than plain data.
-    """
+    """Read the small files of a checkpoint. All ranks together. Raises CheckpointError of more than plain data."""
     from . import dcp
 
     def read(name: str) -> dict[str, Any]:
@@ -167,11 +141,7 @@ def open_stored(folder: Path, manifest: Mapping[str, Any], context: ParallelCont
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of `manifest.json`; its sha256 is compared if its format is `FORMAT`.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """The content of `manifest.json`, intact if its format is `FORMAT`. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())

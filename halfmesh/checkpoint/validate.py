@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, find_near, shorten
@@ -20,35 +20,19 @@ def class_name(value: object) -> str:
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def refuse_unfit(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not of an engine with so many loss scalers."""
-    _refuse_missing(state, KEYS, "engine", "(for a model's own state use engine.model.load_state_dict)")
-    _refuse_other_scales(state["update"], scalers, "its weights: engine.model.load_state_dict(state['model'])")
-
-
-def refuse_unfit_update(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not of an optimizer of convert_to_amp with so many loss scalers."""
-    _refuse_missing(state, UPDATE_KEYS, "optimizer", "of convert_to_amp")
-    _refuse_other_scales(state, scalers, "the model's state dict")
-
-
-def _refuse_missing(state: Mapping[str, Any], keys: Sequence[str], owner: str, hint: str) -> None:
+def refuse_unfit(state: Mapping[str, Any], scalers: int, owner: str = "engine", keys: Sequence[str] = KEYS) -> None:
+    """Raise InputError if `state` is not of an `owner` with so many loss scalers."""
     missing = [key for key in keys if key not in state]
     if missing:
         raise InputError(
             f"this is not the state of an {owner}: {', '.join(missing)} missing; pass what {owner}.state_dict() gave "
-            f"{hint}"
+            "(a model's own state goes into model.load_state_dict)"
         )
-
-
-def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) -> None:
-    saved = len(update["scalers"])
+    saved = len(state.get("update", state)["scalers"])
     if saved != scalers:
-        words = {0: "without a loss scale", 1: "with a loss scale"}
         raise InputError(
-            f"the state was saved {words.get(saved, f'with {saved} loss scales')}, but this run trains "
-            f"{words.get(scalers, f'with {scalers} (num_losses)')}; take the precision that it was saved with, or "
-            f"load only {weights}"
+            f"the state was saved with {saved} loss scale(s), and this run trains with {scalers}; take the precision "
+            "and num_losses that it was saved with, or load the model's state alone: model.load_state_dict"
         )
 
 
@@ -61,23 +45,20 @@ def layout(context: ParallelContext, cuts_updates: bool) -> dict[str, int]:
 def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
     """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's."""
     if dict(saved) != dict(mine):
+        words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, mine)]
         raise InputError(
-            f"the state is of {_words(saved)}, and this rank is {_words(mine)}; load what the same rank of the same "
-            "layout has saved. For any layout use engine.save and engine.load, or load whole weights: "
+            f"the state is of {words[0]}, and this rank is {words[1]}; load what the same rank of the same layout has "
+            "saved. For any layout use engine.save and engine.load, or load whole weights: "
             "engine.model.load_state_dict(weights)"
         )
-
-
-def _words(layout: Mapping[str, int]) -> str:
-    axes = [key.removesuffix("_rank") for key in layout if key.endswith("_rank")]
-    return ", ".join(f"{axis} {layout[f'{axis}_rank']} of {layout[f'{axis}_size']}" for axis in axes)
 
 
 # -- checkpoints and files of weights ----------------------------------------------------------------------------------
 
 
 def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> Iterator[str]:
-    """How names and shapes of a model's whole tensors differ from those that `source` has."""
+    """How names and shapes of a model's whole tensors differ from those that `source` has. (Of what modules save with
+    `get_extra_state` the shape is None.)"""
     missing, unexpected = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
     if missing:
         near = {name: find_near(name, unexpected) for name in missing}
@@ -91,14 +72,6 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
     ]
     if other:
         yield f"other shapes: {shorten(other)}"
-
-
-def extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
-    """How the names differ of what modules save with `get_extra_state`."""
-    if mine - saved:
-        yield f"the checkpoint has no {shorten(sorted(mine - saved))} (of get_extra_state)"
-    if saved - mine:
-        yield f"the model has no {shorten(sorted(saved - mine))} (of get_extra_state)"
 
 
 def optimizer_problems(

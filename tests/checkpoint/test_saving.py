@@ -135,7 +135,7 @@ def test_saves_that_are_refused(tmp_path):
     engine.backward(engine.criterion(engine(x), y))
     with pytest.raises(InputError, match=r"engine.save\(\) was called after microbatch 1 of 2 and before the update"):
         engine.save(tmp_path)
-    with pytest.raises(InputError, match=r"engine.save: keep=0 is not a number of checkpoints; give 1 or more"):
+    with pytest.raises(InputError, match=r"engine.save: keep=0: give a number of checkpoints, 1 or more"):
         made().save(tmp_path, keep=0)
     assert list(tmp_path.iterdir()) == []
 
