@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,8 +47,7 @@ Boxes = dict[tuple[str, Shape], torch.Tensor]
 """Boxes of whole tensors, by name and where they begin."""
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A box of a tensor, and the rank that writes it."""
 
     rank: int
@@ -56,13 +55,12 @@ class Box:
     sizes: Shape
 
 
-@dataclass(frozen=True)
-class WholeTensor:
+class WholeTensor(NamedTuple):
     """A tensor of the whole model, and the boxes that make all of it."""
 
     shape: Shape
     dtype: torch.dtype
-    boxes: tuple[Box, ...]
+    boxes: list[Box]
 
 
 def describe(shards: Shards) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str
             writer = min(ranks, key=load.__getitem__) if spread else ranks[0]
             load[writer] += torch.Size(sizes).numel() * dtype.itemsize
             boxes.append(Box(writer, at, sizes))
-        found[name] = WholeTensor(shape, dtype, tuple(boxes))
+        found[name] = WholeTensor(shape, dtype, boxes)
     return found
 
 
@@ -223,8 +221,11 @@ class ShardedState:
         """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError of state of which
         nothing says where in the whole model it belongs."""
         masters, shards = self.update.master_weights, Shards()
-        kind = type(masters.optimizer).__name__
-        if own := _state_of_no_parameter(masters.optimizer):
+        optimizer, kind = masters.optimizer, type(masters.optimizer).__name__
+        own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        if own:
             raise InputError(
                 f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the state of "
                 "each parameter or in the groups, or save engine.state_dict() yourself"
@@ -232,7 +233,7 @@ class ShardedState:
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
             target, placement = masters.target(shard), self.division.placement(shard)
-            for key, value in masters.optimizer.state.get(target, {}).items():
+            for key, value in optimizer.state.get(target, {}).items():
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and value.shape == target.shape and key != "step":
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
@@ -293,13 +294,6 @@ class ShardedState:
 def _group_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The group of a checkpoint that holds `names`; of a group of which this rank has none, the one at its place."""
     return next((group for group in saved if names and names[0] in group["params"]), saved[index])
-
-
-def _state_of_no_parameter(optimizer: torch.optim.Optimizer) -> list[str]:
-    own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
-    return own
 
 
 def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
