@@ -13,7 +13,8 @@ from torch import nn, optim
 from .amp.o1 import CastTable
 from .amp.step_result import StepResult
 from .averaged_model import AveragedModel
-from .checkpoint.checkpointer import Checkpointer, Stateful
+from .checkpoint.attached import Stateful
+from .checkpoint.checkpointer import Checkpointer
 from .data.loader import EngineDataLoader
 from .errors import InputError, NonFiniteError
 from .loop.parts import EngineHook, EngineParts
@@ -473,10 +474,10 @@ class Engine:
             name: by which it is found in a checkpoint.
 
         Raises:
-            InputError: the name is taken, or `holder` lacks one of the two methods.
+            InputError: the name is taken.
         """
         self._parts.refuse_if_closed()
-        self._checkpointer.attach(name, holder)
+        self._checkpointer.attached.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
         """Let go of what `attach` was given.
@@ -487,7 +488,7 @@ class Engine:
         Raises:
             InputError: there is nothing of that name.
         """
-        self._checkpointer.detach(name, keep)
+        self._checkpointer.attached.detach(name, keep)
 
     def preempt(self) -> None:
         """Tell the run to end, as the config's `checkpoint.signals` do, on any rank: all ranks save after this step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shutil
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,9 @@ from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.random import CPU, SharedRandomness, random_state, set_random_state
 from . import folder, rng, storage, validate
+from .attached import AttachedState
 from .background import BackgroundWriter
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
-from .lock import FolderLocks
 from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, without_empty
 from .storage import Snapshot, Stored
 
@@ -37,29 +36,21 @@ _log = get_logger(__name__)
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
 
 
-class Stateful(Protocol):
-    """What has state of its own, of plain values and tensors."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
 class Checkpointer:
     """Saves and loads for one engine.
 
     Attributes:
         preemption: the automatic checkpoints, if the config asks for them.
         locks: of the folders that were saved into.
+        attached: the state of the loop's own objects.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         self.preemption: PreemptionHook | None = None
-        self.locks = FolderLocks()
+        self.locks = folder.FolderLocks()
+        self.attached = AttachedState()
         self._parts = parts
         self._writer = BackgroundWriter(parts.context.device)
-        self._attached: dict[str, Stateful] = {}
-        self._unclaimed: dict[str, Any] = {}
-        """What was loaded for names that nobody has attached yet; it is saved, too."""
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -143,7 +134,7 @@ class Checkpointer:
         }
 
         def small_files() -> tuple[bytes, bytes]:
-            attached = self._attached_state()
+            attached = self.attached.state_dict()
             for name, value in attached.items():
                 storage.refuse_objects(f"{name!r} (engine.attach)", value)
             dataloader = None if parts.dataloader is None else parts.dataloader.state_dict()
@@ -263,7 +254,7 @@ class Checkpointer:
             where = "on another kind of device" if same_layout else "in another layout"
             yield f"it was saved {where}: random numbers (dropout) are seeded anew"
         if parts.dataloader is not None:
-            note: str | None = "it has no place in the data: they begin anew"
+            note: str | None = "it has no place in the data: the data begin anew"
             if own["dataloader"] is not None:
                 note = parts.dataloader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]
@@ -271,7 +262,7 @@ class Checkpointer:
             rng.set_rank_random(own["random"], context, parts.division)
         if parts.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): that begins anew, with these weights"
-        yield from self._load_attached((own if same_layout else stored.first).get("attached", {}))
+        yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
 
     def _after_load(self) -> None:
         self._note_buffers()
@@ -282,41 +273,6 @@ class Checkpointer:
     def _note_buffers(self) -> None:
         if self._parts.accumulation.reducer is not None:
             self._parts.accumulation.reducer.note_buffers()
-
-    # -- attached state ----------------------------------------------------------------------------------------
-
-    def attach(self, name: str, holder: Stateful) -> None:
-        """`Engine.attach`."""
-        if name in self._attached:
-            raise InputError(
-                f"engine.attach({name!r}, ...): the name is taken by a {type(self._attached[name]).__name__}; give "
-                "another one, or call engine.detach first"
-            )
-        if name in self._unclaimed:
-            holder.load_state_dict(self._unclaimed[name])
-            del self._unclaimed[name]
-        self._attached[name] = holder
-
-    def detach(self, name: str, keep: bool) -> None:
-        """`Engine.detach`."""
-        if name not in self._attached:
-            names = ", ".join(self._attached) or "-"
-            raise InputError(f"engine.detach({name!r}): nothing of that name is attached, only: {names}")
-        holder = self._attached.pop(name)
-        if keep:
-            self._unclaimed[name] = copy.deepcopy(dict(holder.state_dict()))
-
-    def _attached_state(self) -> dict[str, Any]:
-        return self._unclaimed | {name: dict(holder.state_dict()) for name, holder in self._attached.items()}
-
-    def _load_attached(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """Yields what stays as it is, because the state of it was not saved."""
-        self._unclaimed = dict(state)
-        for name, holder in self._attached.items():
-            if name in self._unclaimed:
-                holder.load_state_dict(self._unclaimed.pop(name))
-            else:
-                yield f"it has no state of {name!r} (engine.attach), which stays as it is"
 
     # -- state dicts -------------------------------------------------------------------------------------------
 
@@ -334,7 +290,7 @@ class Checkpointer:
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
             "random": rng.rank_random(parts.context, parts.division),
             "layout": validate.layout(parts.context, parts.division.cuts_updates),
-            "attached": self._attached_state(),
+            "attached": self.attached.state_dict(),
             "average": parts.average.state_dict(),
         }
 
@@ -355,7 +311,7 @@ class Checkpointer:
             if note is not None:
                 _log.warning("%s", note)
         rng.set_rank_random(state["random"], parts.context, parts.division)
-        for note in self._load_attached(state.get("attached", {})):
+        for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
         self._after_load()
 

@@ -233,7 +233,7 @@ class ShardedState:
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
             target, placement = masters.target(shard), self.division.placement(shard)
-            for key, value in optimizer.state.get(target, {}).items():
+            for key, value in optimizer.state.get(target, {}).items() if 0 not in placement.shape else ():
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and value.shape == target.shape and key != "step":
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
@@ -256,7 +256,7 @@ class ShardedState:
         """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and, with
         what is no tensor, all of that state by parameter and key."""
         optimizer, shards = self.update.master_weights.optimizer, Shards()
-        mine = {name: shard for shard, name in self.trained()}
+        mine = {name: shard for shard, name in self.trained() if 0 not in self.division.placement(shard).shape}
         values = {name: dict(plain.get(name, {})) for name in mine}
         for full, tensor in saved.items():
             kind, key, name = [*full.split(".", 2), "", ""][:3]
@@ -287,7 +287,7 @@ class ShardedState:
             places = {name: count + number for number, name in enumerate(names)}
             count += len(names)
             groups.append({**_group_of(names, index, saved), **kept, "params": list(places.values())})
-            state |= {place: values[name] for name, place in places.items() if values[name]}
+            state |= {place: values[name] for name, place in places.items() if values.get(name)}
         self.update.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -306,7 +306,7 @@ def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
 
 
 def without_empty(shards: Shards) -> Shards:
-    """Those of tensors with elements: DCP does not save others."""
+    """Those of tensors with elements: DCP finds no others."""
     return {name: shard for name, shard in shards.items() if 0 not in shard.placement.shape}
 
 

@@ -102,12 +102,11 @@ def optimizer_problems(
         words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
         yield (
             f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))} "
-            f"({'; '.join(words) or 'the same parameters, in other groups'}); build the groups as they were then"
+            f"({'; '.join(words) or 'the same parameters, in other groups'}); build the same groups"
         )
     elif has_scheduler and mine != saved:
         order = [str(saved.index(group)) for group in mine]
         yield (
-            f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
-            "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
-            "order of then, or give initialize no lr_scheduler"
+            f"its optimizer's groups are here in the order {shorten(order)}: the lr_scheduler's state is by number, so "
+            "learning rates would be exchanged; build the groups in the saved order, or give initialize no lr_scheduler"
         )

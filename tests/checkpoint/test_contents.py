@@ -27,7 +27,7 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path, caplog):
     for words in (
         "it has 0 loss scale(s), and this run 1: they begin anew",
         "it has no learning-rate scheduler: this run's stays where it is",
-        "it has no place in the data: they begin anew",
+        "it has no place in the data: the data begin anew",
         "it was saved on another kind of device: random numbers (dropout) are seeded anew",
     ):
         assert words in caplog.text
@@ -132,6 +132,22 @@ def halved(optimizer):
     return optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
+def test_a_parameter_without_elements(tmp_path):
+    """Its optimizer state, which is of no use, begins anew."""
+
+    def make(seed):
+        model = Net(seed=seed)
+        model.nothing = nn.Parameter(torch.empty(0, 3))
+        model.register_forward_hook(lambda model, args, output: output + model.nothing.sum())
+        return made(model=model)
+
+    expected = train(engine := make(0), 4, save_at=2, folder=tmp_path)[2:]
+    other = make(1)
+    other.load(tmp_path)
+    assert train(other, 2) == expected
+    assert differing(whole_state(other), whole_state(engine)) == ["nothing step"]
+
+
 def rates(engine):
     return [group["lr"] for group in engine.optimizer.param_groups]
 
@@ -141,7 +157,7 @@ def test_groups_in_another_order(tmp_path):
     engine = made(optimizer=in_groups(0, 1), lr_scheduler=halved)
     train(engine, 2)
     engine.save(tmp_path)
-    with pytest.raises(InputError, match="has the same groups in another order: here are its 1, 0"):
+    with pytest.raises(InputError, match="groups are here in the order 1, 0: the lr_scheduler"):
         made(optimizer=in_groups(1, 0), lr_scheduler=halved).load(tmp_path)
     same, alone = made(optimizer=in_groups(0, 1), lr_scheduler=halved), made(optimizer=in_groups(1, 0))
     same.load(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.checkpoint.lock import LOCK
+from halfmesh.checkpoint.folder import LOCK
 from halfmesh.errors import CheckpointError, InputError
 from tests.support.checkpoint_runs import make_engine, train
 from tests.support.models import CLASSES, FEATURES

@@ -211,7 +211,7 @@ CHECKPOINT = (
     Fault(
         "attached state is not restored",
         "checkpoint/checkpointer.py",
-        'yield from self._load_attached((own if same_layout else stored.first).get("attached", {}))',
+        'yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))',
         "yield from ()",
         ("tests/checkpoint/test_contents.py",),
     ),
