@@ -78,6 +78,10 @@ def write(place: Path, snapshot: Snapshot, context: ParallelContext, what: str, 
     from . import dcp
 
     def write_own() -> tuple[list[Any], dict[str, tuple[int, str]]]:
+        if not place.is_dir():
+            raise CheckpointError(
+                f"{place}, which rank 0 made, is not there on this machine; give a folder that all machines share"
+            )
         names = [rank_file(context.rank)]
         write_file(place / names[0], snapshot.own)
         if context.rank == 0:
