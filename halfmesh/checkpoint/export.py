@@ -52,10 +52,10 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
     for key, value in extras.items():
         storage.refuse_objects(key, value)
     tensors = find_tensors(shapes, spread=False)
-    names: dict[str, list[str]] = {name: [] for name in tensors}  # tied weights have several
-    for name, first in state.division.first_names(state.model).items():
-        names.setdefault(first, []).append(name)
-    names = {name: names[name] or [name] for name in tensors}
+    aliases: dict[str, list[str]] = {}  # of tied weights
+    for alias, first in state.division.first_names(state.model).items():
+        aliases.setdefault(first, []).append(alias)
+    names = {name: aliases.get(name, [name]) for name in tensors}
     nbytes = {name: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
     copies = {name: len(names[name]) if format == "safetensors" else 1 for name in tensors}
     files = _split({name: copies[name] * nbytes[name] for name in tensors}, int(max_file_gb * GIB))

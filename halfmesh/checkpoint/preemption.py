@@ -95,7 +95,8 @@ class PreemptionHook(EngineHook):
             if error is None and not self._preempted and sys.exception() in (None, self._handled):
                 self._end()
         finally:
-            self._signals.remove()
+            self._handled = None
+            self._signals.replace(signal.SIG_DFL)
             self._checkpointer.preemption = None
 
     def _pass_boundary(self) -> None:
@@ -113,7 +114,8 @@ class PreemptionHook(EngineHook):
         reason = _describe(parts.context.everyone(self._signals.came))
         place = self._save_last(reason, f", and ends with status {Preempted().code}")
         self._preempted = True
-        self._signals.ignore()
+        # Python removes its own handlers when it shuts down: a launcher's second signal would change the exit status.
+        self._signals.replace(signal.SIG_IGN)
         raise Preempted(place)
 
     def _agree(self) -> bool:
@@ -251,18 +253,10 @@ class StopSignals:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.came.append(signal.Signals(number).name)
 
-    def remove(self) -> None:
-        """Restore what was there before."""
-        self._replace(signal.SIG_DFL)
-
-    def ignore(self) -> None:
-        """Ignore the signals until the process has ended. A handler in Python would not do: the interpreter removes it
-        when it shuts down, and a launcher's second signal would end the process with another status."""
-        self._replace(signal.SIG_IGN)
-
-    def _replace(self, handler: signal.Handlers) -> None:
-        for number in self.handled:
-            if _in_main_thread() and signal.getsignal(number) is self:  # else somebody has taken its place
+    def replace(self, handler: signal.Handlers) -> None:
+        """Take back these handlers for SIG_DFL, which was there before, or SIG_IGN."""
+        for number in self.handled if _in_main_thread() else ():
+            if signal.getsignal(number) is self:  # else somebody has taken its place
                 signal.signal(number, handler)
 
 

@@ -8,13 +8,18 @@ from torch import nn, optim
 
 import halfmesh
 from halfmesh.errors import InputError
-from tests.support.checkpoint_runs import Net, change_manifest, differing, make_engine, train, weights, whole_state
+from tests.support.checkpoint_runs import (
+    Net,
+    change_manifest,
+    differing,
+    make_engine,
+    make_small,
+    train,
+    weights,
+    whole_state,
+)
 from tests.support.models import FEATURES
 from tests.support.ranks import run_ranks
-
-
-def made(**options):
-    return make_engine("one", "none", samples=16, batch=4, **options)
 
 
 def test_what_a_checkpoint_lacks_is_told(tmp_path, caplog):
@@ -79,10 +84,10 @@ KEPT["note"] = lambda param: 3
 
 
 def test_lists_numbers_and_other_shapes_of_whole_parameters_come_back(tmp_path):
-    engine = made(optimizer=lambda params: Keeps(params, KEPT))
+    engine = make_small(optimizer=lambda params: Keeps(params, KEPT))
     train(engine, 1)
     engine.save(tmp_path)
-    other = made(optimizer=Keeps, seed=4)
+    other = make_small(optimizer=Keeps, seed=4)
     other.load(tmp_path)
     ours, theirs = other.optimizer.state[other.model.first.weight], engine.optimizer.state[engine.model.first.weight]
     assert torch.equal(ours["past"][0], theirs["past"][0])
@@ -91,7 +96,7 @@ def test_lists_numbers_and_other_shapes_of_whole_parameters_come_back(tmp_path):
 
 
 def test_state_of_no_parameter_is_refused(tmp_path):
-    engine = made(optimizer=lambda params: Keeps(params, {}, {"all": {"k": 1}}))
+    engine = make_small(optimizer=lambda params: Keeps(params, {}, {"all": {"k": 1}}))
     train(engine, 1)
     with pytest.raises(InputError, match="Keeps keeps state of no parameter, 'all', which cannot be saved"):
         engine.save(tmp_path)
@@ -139,7 +144,7 @@ def test_a_parameter_without_elements(tmp_path):
         model = Net(seed=seed)
         model.nothing = nn.Parameter(torch.empty(0, 3))
         model.register_forward_hook(lambda model, args, output: output + model.nothing.sum())
-        return made(model=model)
+        return make_small(model=model)
 
     expected = train(engine := make(0), 4, save_at=2, folder=tmp_path)[2:]
     other = make(1)
@@ -154,12 +159,12 @@ def rates(engine):
 
 def test_groups_in_another_order(tmp_path):
     """Settings come back by names; a scheduler knows groups by their number."""
-    engine = made(optimizer=in_groups(0, 1), lr_scheduler=halved)
+    engine = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved)
     train(engine, 2)
     engine.save(tmp_path)
     with pytest.raises(InputError, match="groups are here in the order 1, 0: the lr_scheduler"):
-        made(optimizer=in_groups(1, 0), lr_scheduler=halved).load(tmp_path)
-    same, alone = made(optimizer=in_groups(0, 1), lr_scheduler=halved), made(optimizer=in_groups(1, 0))
+        make_small(optimizer=in_groups(1, 0), lr_scheduler=halved).load(tmp_path)
+    same, alone = make_small(optimizer=in_groups(0, 1), lr_scheduler=halved), make_small(optimizer=in_groups(1, 0))
     same.load(tmp_path)
     alone.load(tmp_path)
     assert rates(same) == rates(engine)
@@ -189,13 +194,13 @@ def test_a_group_that_was_added(tmp_path, mode):
 
 
 def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
-    train(engine := made(), 1)
+    train(engine := make_small(), 1)
     engine.save(tmp_path)
     model = Net()
     model.head = nn.Linear(16, 9)
     model.ups = model.up
     del model.up
-    other = made(model=model, optimizer=lambda params: optim.SGD(params, lr=0.1))
+    other = make_small(model=model, optimizer=lambda params: optim.SGD(params, lr=0.1))
     before = weights(other)
     with pytest.raises(InputError) as refused:
         other.load(tmp_path)
@@ -210,13 +215,13 @@ def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):
 
 
 def test_other_groups_or_another_scheduler_are_refused(tmp_path):
-    engine = made(lr_scheduler=lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 0.5))
+    engine = make_small(lr_scheduler=lambda o: optim.lr_scheduler.LambdaLR(o, lambda step: 0.5))
     train(engine, 1)
     engine.save(tmp_path)
     with pytest.raises(InputError, match=r"has groups of \[14\] parameters, and this one of \[2, 2\]"):
-        made(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)
+        make_small(optimizer=lambda p: optim.AdamW([{"params": p[:2]}, {"params": p[2:4]}], lr=0.1)).load(tmp_path)
     with pytest.raises(InputError, match=r"with the lr_scheduler torch.*LambdaLR, and this is .*StepLR"):
-        made(lr_scheduler=halved).load(tmp_path)
+        make_small(lr_scheduler=halved).load(tmp_path)
 
 
 class Count:
