@@ -13,7 +13,8 @@ from torch import nn, optim
 from .amp.o1 import CastTable
 from .amp.step_result import StepResult
 from .averaged_model import AveragedModel
-from .checkpoint.checkpointer import Checkpointer, Stateful
+from .checkpoint.attached import Stateful
+from .checkpoint.checkpointer import Checkpointer
 from .data.loader import EngineDataLoader
 from .errors import InputError, NonFiniteError
 from .loop.parts import EngineHook, EngineParts
@@ -397,14 +398,14 @@ class Engine:
 
         Every save calls `holder.state_dict()`, which must not communicate. A load gives each rank its own state back
         by `holder.load_state_dict(state)`, in another layout rank 0's; what was loaded before this call is given at
-        once. Raises InputError if the name is taken, or a method is missing.
+        once. Raises InputError if the name is taken.
         """
         self._parts.refuse_if_closed()
-        self._checkpointer.attach(name, holder)
+        self._checkpointer.attached.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
         """Undo `attach`. With `keep` the last state is still saved, and given to what is attached by that name next."""
-        self._checkpointer.detach(name, keep)
+        self._checkpointer.attached.detach(name, keep)
 
     def preempt(self) -> None:
         """End the run, as the config's `checkpoint.signals` do. May be called on one rank, and by a signal handler.

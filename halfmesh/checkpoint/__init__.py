@@ -1,7 +1,14 @@
 """Checkpoints: complete or not there, of the whole model's tensors, and loaded into any layout.
 
-checkpointer.py saves and loads; state.py says what this rank holds; snapshot.py takes it to the files and back,
-storage.py is the folder, dcp.py the files of tensors, lock.py keeps other jobs out; validate.py compares before
-anything changes; export.py writes and reads weights alone; preemption.py saves without being called; rng.py and
-collective.py are below all of them.
+checkpointer.py   saves and loads for one engine
+state.py          which part of which whole tensor this rank holds
+validate.py       does a checkpoint fit, before anything changes
+storage.py        the files of one checkpoint; dcp.py: those of tensors
+folder.py         the folder of all checkpoints, which one job saves into
+background.py     the thread that writes while training goes on
+preemption.py     automatic checkpoints: periodic, and when a signal ends the run
+export.py         weights alone, for other programs
+attached.py, rng.py, collective.py: the loop's own state; random numbers; the same error on all ranks
+
+May import loop, division, parallel, amp, data, launching and what is below them; not engine or assembly.
 """

@@ -1,38 +1,33 @@
-"""Saving and loading what an engine holds: as a checkpoint of any layout, as values, as weights for other programs."""
+"""Saving and loading for one engine: checkpoints for any layout, state dicts, and weights for other programs."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
+from ..errors import HalfmeshError, InputError, bullet_list
 from ..log import get_logger
+from ..parallel.context import ParallelContext
 from ..parallel.random import CPU, SharedRandomness, random_state, set_random_state
-from . import rng, storage, validate
-from .collective import run_on_all_ranks
-from .lock import FolderLocks
-from .snapshot import BackgroundWriter, Snapshot, Stored, failed, open_stored, write_snapshot
-from .state import (
-    AVERAGE,
-    MODEL,
-    ShardedState,
-    describe,
-    find_tensors,
-    join_groups,
-    refuse_differing,
-    without_empty,
-)
+from . import folder, rng, storage, validate
+from .attached import AttachedState
+from .background import BackgroundWriter
+from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
+from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, without_empty
+from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..loop.parts import EngineParts
+    from .preemption import PreemptionHook
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
 
@@ -41,36 +36,21 @@ _log = get_logger(__name__)
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
 
 
-class Stateful(Protocol):
-    """What has state of its own, of plain values and tensors."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
-class Preemption(Protocol):
-    """`halfmesh.checkpoint.preemption.PreemptionHook`, which saves without being called."""
-
-    def ask(self) -> None: ...
-    def forget(self) -> None: ...
-
-
 class Checkpointer:
     """Saves and loads for one engine.
 
     Attributes:
-        preemption: what saves without being called, with the config key `checkpoint`.
+        preemption: the automatic checkpoints, if the config asks for them.
         locks: of the folders that were saved into.
+        attached: the state of the loop's own objects.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.preemption: Preemption | None = None
-        self.locks = FolderLocks()
+        self.preemption: PreemptionHook | None = None
+        self.locks = folder.FolderLocks()
+        self.attached = AttachedState()
         self._parts = parts
         self._writer = BackgroundWriter(parts.context.device)
-        self._attached: dict[str, Stateful] = {}
-        self._unclaimed: dict[str, Any] = {}
-        """What was loaded for names that nobody has attached yet: it waits for them, and is saved on."""
 
     @property
     def sharded_state(self) -> ShardedState:
@@ -85,26 +65,32 @@ class Checkpointer:
         parts, context = self._parts, self._parts.context
         parts.statistics.look()
         self.wait()
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise InputError(
-                f"engine.save: keep={keep!r} is not a number of checkpoints; give 1 or more, or None for all"
-            )
+        if keep is not None and keep < 1:
+            raise InputError(f"engine.save: keep={keep!r}: give a number of checkpoints, 1 or more, or None for all")
         if not context.agree(json.dumps([str(directory), keep, in_background])):
             raise InputError(
                 "engine.save was called with different arguments on each rank; give the same on all of them"
             )
+        step = parts.global_step
+        what = f"saving step {step} to {directory} failed, and what was saved before is as it was"
+
+        def begin() -> Path:
+            self.locks.take(directory)
+            return folder.begin(directory, step)
+
         with parts.guard.own_call():
             snapshot = self._snapshot()
             if in_background:
-                copied = run_on_all_ranks(context, "engine.save", lambda: self._writer.copy(snapshot.boxes))
-                snapshot = replace(snapshot, boxes=copied)
-            place = self._begin(directory)
+                copies = run_on_all_ranks(context, what, lambda: self._writer.copy(snapshot.boxes))
+                snapshot = replace(snapshot, boxes=copies)
+            place = run_on_rank_zero(context, what, begin)
+            group = context.saving_group if in_background else None
+            write = partial(_write, place, snapshot, keep, context, what, group)
             if in_background:
-                group = context.saving_group
-                self._writer.start(lambda: write_snapshot(place, snapshot, keep, context, group))
+                self._writer.start(write)
             else:
-                write_snapshot(place, snapshot, keep, context)
-        return storage.final_place(place)
+                write()
+        return folder.final_place(place)
 
     def wait(self) -> None:
         """Until nothing is being saved in the background; raises CheckpointError if that failed."""
@@ -114,23 +100,24 @@ class Checkpointer:
         """All that is saved; the tensors are not copied. All ranks together.
 
         Raises:
-            InputError: state that cannot be saved, on some rank; raised on all of them.
+            InputError: some rank has state that cannot be saved; raised on all.
         """
         parts, context, state = self._parts, self._parts.context, self.sharded_state
+        parts.lr.settle()
 
-        def collect() -> tuple[Any, ...]:
+        def collect() -> Any:
             state.update.sync_param_groups()  # groups added since the last step
             shards, plain = state.optimizer_state()
             shards |= {MODEL + name: shard for name, shard in state.weights().items()} | state.averages()
-            return shards, plain, state.groups(), state.extras()
+            return without_empty(shards), plain, state.groups(), state.extras()
 
-        parts.lr.settle()
         shards, plain, groups, extras = run_on_all_ranks(context, "engine.save", collect)
         averages = parts.average.decay is not None
         mine = describe(shards), [group["params"] for group in groups], plain, extras, averages
-        shapes, names, plain_state, all_extras, all_averages = zip(*context.everyone(mine), strict=True)
-        _refuse_single_averages(all_averages)
-        refuse_differing(parts.update.optimizer, plain_state)
+        shapes, names, all_plain, all_extras, all_averages = zip(*context.everyone(mine), strict=True)
+        if len(set(all_averages)) > 1:  # each rank has its part of the average
+            ranks = [rank for rank, has in enumerate(all_averages) if has]
+            raise InputError(f"engine.averaged_model was called on rank(s) {ranks} only; call it on every rank")
         tensors = find_tensors(shapes, spread=True)
         model = sorted((name, tensor.shape) for name, tensor in tensors.items() if name.startswith(MODEL))
         scheduler = parts.lr.scheduler
@@ -142,21 +129,12 @@ class Checkpointer:
             "lr_class": None if scheduler is None else validate.class_name(scheduler),
             "optimizer": validate.class_name(parts.update.optimizer),
             "groups": [group | {"params": p} for group, p in zip(groups, join_groups(names), strict=True)],
-            "plain_state": _merged(plain_state),
-            "extras": _merged(all_extras),
-            "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
-        }
-        about = {
-            "step": parts.global_step,
-            "layout": self._axes,
-            "device": context.device.type,
-            "model": common["model"],
-            "config": parts.config.model_dump(mode="json"),
-            "versions": _versions(),
+            "plain_state": _merge(all_plain),
+            "extras": _merge(all_extras),
         }
 
-        def as_bytes() -> tuple[bytes, bytes]:
-            attached = self._attached_state()
+        def small_files() -> tuple[bytes, bytes]:
+            attached = self.attached.state_dict()
             for name, value in attached.items():
                 storage.refuse_objects(f"{name!r} (engine.attach)", value)
             dataloader = None if parts.dataloader is None else parts.dataloader.state_dict()
@@ -164,41 +142,22 @@ class Checkpointer:
             own = {"random": random, "dataloader": dataloader, "attached": attached}
             return storage.as_bytes(common), storage.as_bytes(own)
 
-        plain_files = run_on_all_ranks(context, "engine.save", as_bytes)
-        tensors = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
+        from .. import __version__
+
+        about = {
+            "step": parts.global_step,
+            "layout": self._layout,
+            "device": context.device.type,
+            "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
+            "config": parts.config.model_dump(mode="json"),
+            "versions": {"halfmesh": __version__, "torch": torch.__version__},
+        }
         written = [(name, box) for name, tensor in tensors.items() for box in tensor.boxes if box.rank == context.rank]
         boxes = {(name, box.at): shards[name].box(box.at) for name, box in written}
-        return Snapshot(tensors, boxes, *plain_files, about)
-
-    def _begin(self, directory: Path) -> Path:
-        """Make the folder that a checkpoint is written into. All ranks together."""
-        context, what = self._parts.context, failed(directory, self._parts.global_step)
-
-        def begun() -> Path | None:
-            if context.rank != 0:
-                return None
-            self.locks.take(directory)
-            return storage.begin(directory, self._parts.global_step)
-
-        place: Path = context.from_first(run_on_all_ranks(context, what, begun))
-
-        def refuse_unseen() -> None:
-            if not place.is_dir():
-                raise CheckpointError(
-                    f"{place}, which rank 0 has made, is not there on this machine; give a folder that all machines "
-                    "share"
-                )
-
-        try:
-            run_on_all_ranks(context, what, refuse_unseen)
-        except HalfmeshError:
-            if context.rank == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            raise
-        return place
+        return Snapshot(tensors, boxes, *run_on_all_ranks(context, "engine.save", small_files), about)
 
     @property
-    def _axes(self) -> dict[str, int]:
+    def _layout(self) -> dict[str, int]:
         return dict(zip(("pipeline", "data", "tensor"), self._parts.context.shape, strict=True))
 
     # -- loading -----------------------------------------------------------------------------------------------
@@ -208,55 +167,48 @@ class Checkpointer:
         self.wait()
         parts, context = self._parts, self._parts.context
         with parts.guard.own_call():
-            stored = open_stored(*storage.find(directory, context), context)
+            stored = storage.open_stored(*folder.find(directory, context), context)
             self._refuse_other(stored)
             parts.accumulation.clear()
             self._load_tensors(stored)
             shared = SharedRandomness(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared)))
-            self._note_buffers()
         parts.global_step = stored.common["global_step"]
         title = f"loaded step {parts.global_step} from {stored.folder}"
         _log.info("%s", bullet_list(f"{title}:", notes) if notes else title)
-        self._forget()
+        self._after_load()
         return stored.folder
 
     def _refuse_other(self, stored: Stored) -> None:
         """Raise InputError, on all ranks, if the checkpoint is of another engine, model, optimizer or scheduler."""
-        parts, context, state, common = self._parts, self._parts.context, self.sharded_state, stored.common
-        saved_name, name = stored.manifest.engine_name, parts.config.name
-        if None not in (saved_name, name) and saved_name != name:
-            raise InputError(
-                f"{stored.folder} was saved by the engine named {saved_name!r}, and this is {name!r}; give each engine "
-                "a folder of its own, or load the checkpoint that is meant by its own folder"
-            )
-        scheduler, saved_class = parts.lr.scheduler, common["lr_class"]
-        if saved_class is not None and scheduler is not None and saved_class != validate.class_name(scheduler):
-            raise InputError(
-                f"{stored.folder} was saved with the lr_scheduler {saved_class}, and this is "
-                f"{validate.class_name(scheduler)}; use the same class, or give initialize none"
-            )
-        run_on_all_ranks(context, f"loading {stored.folder} failed", state.update.sync_param_groups)
-        shapes = {n: tuple(shard.placement.shape) for n, shard in without_empty(state.weight_targets()).items()}
-        mine = shapes, [group["params"] for group in state.groups()], list(state.extras())
-        everyone = context.everyone(mine)
-        model = {name: shape for theirs, *_ in everyone for name, shape in theirs.items()}
+        parts, state, common = self._parts, self.sharded_state, stored.common
+
+        def describe_own() -> tuple[dict[str, Any], list[list[str]]]:
+            state.update.sync_param_groups()
+            shapes = {name: shard.placement.shape for name, shard in without_empty(state.weight_targets()).items()}
+            return shapes | dict.fromkeys(state.extras()), [group["params"] for group in state.groups()]
+
+        everyone = gather_results(parts.context, f"loading {stored.folder} failed", describe_own)
+        model, groups = _merge([shapes for shapes, _ in everyone]), join_groups([names for _, names in everyone])
         saved = {n.removeprefix(MODEL): tuple(t.size) for n, t in stored.tensors.items() if n.startswith(MODEL)}
-        extras = {name for *_, names in everyone for name in names}
-        groups = join_groups([names for _, names, _ in everyone])
-        scheduled = scheduler is not None and common["lr_scheduler"] is not None
+        saved |= dict.fromkeys(common["extras"])
+        saved_name, name = folder.engine_name(stored.manifest), parts.config.name
         problems = [
             *validate.model_problems(model, saved, "the checkpoint"),
-            *validate.extra_problems(extras, common["extras"].keys()),
-            *validate.optimizer_problems(parts.update.optimizer, groups, common, scheduled),
+            *validate.optimizer_problems(parts.update.optimizer, parts.lr.scheduler, groups, common),
         ]
+        if None not in (saved_name, name) and saved_name != name:
+            problems.append(
+                f"it was saved by the engine named {saved_name!r}, and this is {name!r}; give each engine a folder of "
+                "its own, or load the checkpoint that is meant by its own folder"
+            )
         if problems:
             raise InputError(
                 bullet_list(f"{stored.folder} does not fit the model and optimizer of this engine:", problems)
             )
 
     def _load_tensors(self, stored: Stored) -> None:
-        """Write the weights into masters and model, their average, and give the optimizer its state."""
+        """Load the weights into masters and model, the optimizer's state, and the average of the weights."""
         from . import dcp
 
         state, context, average = self.sharded_state, self._parts.context, self._parts.average
@@ -264,21 +216,24 @@ class Checkpointer:
         of_optimizer, values = state.state_targets(stored.tensors, stored.common["plain_state"])
         averages = state.average_targets(stored.tensors)
         shards = without_empty(targets | of_optimizer | averages)
-        run_on_all_ranks(context, stored.too_late, lambda: dcp.read(shards, stored.metadata, stored.folder))
-        groups = stored.common["groups"]
-        run_on_all_ranks(context, stored.too_late, lambda: state.load_optimizer(values, groups))
+
+        def read() -> None:
+            dcp.read(shards, stored.metadata, stored.folder)
+            state.load_optimizer(values, stored.common["groups"])
+
+        run_on_all_ranks(context, stored.too_late, read)
         state.tell()
         if average.values:
             average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 
     def _load_rest(self, stored: Stored, shared: SharedRandomness) -> Iterator[str]:
-        """All but the tensors of model and optimizer. Yields what begins anew.
+        """Load all but the tensors of model and optimizer. Yields what begins anew.
 
         Args:
             shared: rank 0's random numbers as they are now. In another layout, ranks that have the same go on with
                 those that rank 0 had, from which the order of the next epochs is drawn; others keep their own.
         """
-        parts, context, common, about = self._parts, self._parts.context, stored.common, stored.manifest.about
+        parts, context, common, about = self._parts, self._parts.context, stored.common, stored.manifest
         self.sharded_state.set_extras(common["extras"])
         parts.update.skip_counter.load_state_dict(common["skips"])
         losses, scalers = parts.update.loss_scales, common["scalers"]
@@ -289,7 +244,7 @@ class Checkpointer:
         if parts.lr.scheduler is not None and common["lr_scheduler"] is None:
             yield "it has no learning-rate scheduler: this run's stays where it is"
         parts.lr.load_state_dict(common["lr_scheduler"])
-        same_layout = about["layout"] == self._axes and stored.own is not None
+        same_layout = about["layout"] == self._layout and stored.own is not None
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
@@ -299,7 +254,7 @@ class Checkpointer:
             where = "on another kind of device" if same_layout else "in another layout"
             yield f"it was saved {where}: random numbers (dropout) are seeded anew"
         if parts.dataloader is not None:
-            note: str | None = "it has no place in the data: they begin anew"
+            note: str | None = "it has no place in the data: the data begin anew"
             if own["dataloader"] is not None:
                 note = parts.dataloader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]
@@ -307,59 +262,19 @@ class Checkpointer:
             rng.set_rank_random(own["random"], context, parts.division)
         if parts.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): that begins anew, with these weights"
-        yield from self._load_attached((own if same_layout else stored.first).get("attached", {}))
+        yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
+
+    def _after_load(self) -> None:
+        self._note_buffers()
+        self._parts.results.clear()
+        if self.preemption is not None:
+            self.preemption.forget()
 
     def _note_buffers(self) -> None:
         if self._parts.accumulation.reducer is not None:
             self._parts.accumulation.reducer.note_buffers()
 
-    def _forget(self) -> None:
-        self._parts.results.clear()
-        if self.preemption is not None:
-            self.preemption.forget()
-
-    # -- state of the loop's own -------------------------------------------------------------------------------
-
-    def attach(self, name: str, holder: Stateful) -> None:
-        """`Engine.attach`."""
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(holder, method, None)):
-                raise InputError(
-                    f"engine.attach({name!r}, {type(holder).__name__}): an object with state_dict() and "
-                    f"load_state_dict(state) is expected, and this one has no {method}"
-                )
-        if name in self._attached:
-            raise InputError(
-                f"engine.attach({name!r}, ...): the name is taken by a {type(self._attached[name]).__name__}; give "
-                "another one, or call engine.detach first"
-            )
-        if name in self._unclaimed:
-            holder.load_state_dict(self._unclaimed[name])
-            del self._unclaimed[name]
-        self._attached[name] = holder
-
-    def detach(self, name: str, keep: bool) -> None:
-        """`Engine.detach`."""
-        if name not in self._attached:
-            names = ", ".join(self._attached) or "-"
-            raise InputError(f"engine.detach({name!r}): nothing of that name is attached, only: {names}")
-        holder = self._attached.pop(name)
-        if keep:
-            self._unclaimed[name] = copy.deepcopy(dict(holder.state_dict()))
-
-    def _attached_state(self) -> dict[str, Any]:
-        return self._unclaimed | {name: dict(holder.state_dict()) for name, holder in self._attached.items()}
-
-    def _load_attached(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """Yields what stays as it is, because the state of it was not saved."""
-        self._unclaimed = dict(state)
-        for name, holder in self._attached.items():
-            if name in self._unclaimed:
-                holder.load_state_dict(self._unclaimed.pop(name))
-            else:
-                yield f"it has no state of {name!r} (engine.attach), which stays as it is"
-
-    # -- values ------------------------------------------------------------------------------------------------
+    # -- state dicts -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """`Engine.state_dict`."""
@@ -375,7 +290,7 @@ class Checkpointer:
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
             "random": rng.rank_random(parts.context, parts.division),
             "layout": validate.layout(parts.context, parts.division.cuts_updates),
-            "attached": self._attached_state(),
+            "attached": self.attached.state_dict(),
             "average": parts.average.state_dict(),
         }
 
@@ -395,11 +310,10 @@ class Checkpointer:
             note = parts.dataloader.load_state_dict(state["dataloader"], same_rank)
             if note is not None:
                 _log.warning("%s", note)
-        self._note_buffers()
         rng.set_rank_random(state["random"], parts.context, parts.division)
-        for note in self._load_attached(state.get("attached", {})):
+        for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
-        self._forget()
+        self._after_load()
 
     # -- weights -----------------------------------------------------------------------------------------------
 
@@ -436,26 +350,33 @@ class Checkpointer:
         self.preemption.ask()
 
     def close(self) -> None:
-        """Others may use the folders."""
+        """Let other jobs save into the folders."""
         self.locks.release()
 
 
-def _refuse_single_averages(averages: tuple[bool, ...]) -> None:
-    """Raise InputError, on all ranks, if some average the weights and some do not: each has only a part of that."""
-    if len(set(averages)) > 1:
-        ranks = [rank for rank, has in enumerate(averages) if has]
-        raise InputError(
-            f"engine.averaged_model was called on rank(s) {ranks} only; call it on every rank, also to save the average"
-        )
+def _write(
+    place: Path,
+    snapshot: Snapshot,
+    keep: int | None,
+    context: ParallelContext,
+    what: str,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write a checkpoint into `place`, and give it its name. All ranks together, perhaps in a thread of each."""
+
+    def finish() -> None:
+        folder.finish(place, keep)
+        _log.info("saved step %d to %s: %.1f MB", snapshot.about["step"], folder.final_place(place), size / 2**20)
+
+    try:
+        size = storage.write(place, snapshot, context, what, group)
+        run_on_rank_zero(context, what, finish, group)
+    except HalfmeshError:
+        if context.rank == 0:  # the disk may be full
+            shutil.rmtree(place, ignore_errors=True)
+        raise
 
 
-def _merged(parts: Any) -> dict[str, Any]:
-    """Of what several ranks have, the first one's."""
-    return {key: value for part in reversed(parts) for key, value in part.items()}
-
-
-def _versions() -> dict[str, str]:
-    """Of what wrote a checkpoint."""
-    from .. import __version__
-
-    return {"halfmesh": __version__, "torch": torch.__version__}
+def _merge(by_rank: Any) -> dict[str, Any]:
+    """What the ranks have; of what several have, the first one's."""
+    return {key: value for mine in reversed(by_rank) for key, value in mine.items()}

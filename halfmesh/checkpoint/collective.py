@@ -1,9 +1,9 @@
-"""Work that all ranks do together, with the same end on all of them: done, or the same error."""
+"""Work that all ranks do together: it succeeds on all of them, or all raise the same error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -15,57 +15,53 @@ from ..parallel.objects import gather_objects
 T = TypeVar("T")
 
 
-def all_gather_object(context: ParallelContext, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank gave as `value`.
-
-    Args:
-        group: of all ranks, for a thread beside training; None: torch's default one.
-    """
-    return context.everyone(value) if group is None else gather_objects(value, group)
-
-
-def run_on_all_ranks(
+def gather_results(
     context: ParallelContext, what: str, work: Callable[[], T], group: dist.ProcessGroup | None = None
-) -> T:
-    """Do `work` on every rank; all of them return when the last one has done it.
+) -> list[T]:
+    """Do `work` on every rank. Returns the result of each rank, on all of them.
 
     Args:
-        what: begins the error's message: "saving to here".
-        group: as of `all_gather_object`.
+        what: the beginning of the error message: "saving to here failed".
+        group: of all ranks, for a thread beside training; None: torch's default one.
 
     Raises:
         CheckpointError, InputError: it failed on some ranks; raised on all, with the reason of each.
     """
-    error, result = None, None
+    result, error, failure = None, None, None
     try:
         result = work()
     except Exception as raised:
         error = raised
-    mine = None if error is None else (_words(error), isinstance(error, InputError))
-    everyone = all_gather_object(context, mine, group)
-    failed = {rank: theirs for rank, theirs in enumerate(everyone) if theirs is not None}
-    if failed:
-        raise _joined(context, what, failed) from error
-    return result  # type: ignore[return-value]  # there was no error
+        words = str(error) if isinstance(error, HalfmeshError) else f"{type(error).__name__}: {error}"
+        failure = words, isinstance(error, InputError)
+    mine = failure, result
+    everyone = context.everyone(mine) if group is None else gather_objects(mine, group)
+    failures = {rank: failure for rank, (failure, _) in enumerate(everyone) if failure is not None}
+    if failures:
+        raise _join(context, what, failures) from error
+    return [result for _, result in everyone]
+
+
+def run_on_all_ranks(context: ParallelContext, what: str, work: Callable[[], T]) -> T:
+    """As `gather_results`, but returns this rank's result, which is not sent."""
+    done: list[T] = []
+    gather_results(context, what, lambda: done.append(work()))
+    return done[0]
 
 
 def run_on_rank_zero(
-    context: ParallelContext, what: str, work: Callable[[], object], group: dist.ProcessGroup | None = None
-) -> None:
-    """Do `work` on rank 0; all ranks return when it is done, or raise why it could not be."""
-    run_on_all_ranks(context, what, lambda: work() if context.rank == 0 else None, group)
+    context: ParallelContext, what: str, work: Callable[[], T], group: dist.ProcessGroup | None = None
+) -> T:
+    """Do `work` on rank 0 alone. Returns its result on all ranks; arguments and errors as of `gather_results`."""
+    return gather_results(context, what, lambda: work() if context.rank == 0 else None, group)[0]  # type: ignore[return-value]
 
 
-def _joined(context: ParallelContext, what: str, failed: dict[int, tuple[str, bool]]) -> HalfmeshError:
-    kind = InputError if all(is_input for _, is_input in failed.values()) else CheckpointError
+def _join(context: ParallelContext, what: str, failures: dict[int, tuple[str, bool]]) -> HalfmeshError:
+    kind = InputError if all(is_input for _, is_input in failures.values()) else CheckpointError
     reasons: dict[str, list[int]] = {}
-    for rank, (words, _) in failed.items():
+    for rank, (words, _) in failures.items():
         reasons.setdefault(words, []).append(rank)
-    if len(reasons) == 1 and len(failed) == context.size:
+    if len(reasons) == 1 and len(failures) == context.size:
         return kind(f"{what}: {next(iter(reasons))}")
     names = RankNames(context.size, context.pp_size, context.tp_size)
-    return kind(bullet_list(f"{what}:", (f"{names.names(those)}: {words}" for words, those in reasons.items())))
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, HalfmeshError) else f"{type(error).__name__}: {error}"
+    return kind(bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..errors import CheckpointError
-from ..parallel.regions import Shape
 from .state import Boxes, Shards, WholeTensor
 
-COPIED_AHEAD = 10_000_000
+METADATA = ".metadata"
+_COPY_AHEAD = 10_000_000
 """Bytes that are copied from a GPU before they are written: torch's default."""
 
 
@@ -36,7 +35,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._boxes = boxes
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._boxes[index.fqn, _place(index)]
+        return self._boxes[index.fqn, tuple(index.offset or ())]
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -45,16 +44,11 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._shards = shards
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._shards[index.fqn].box(_place(index))
-
-
-def _place(index: MetadataIndex) -> Shape:
-    assert index.offset is not None
-    return tuple(index.offset)
+        return self._shards[index.fqn].box(tuple(index.offset or ()))
 
 
 def write(boxes: Boxes, tensors: Mapping[str, WholeTensor], folder: Path, rank: int) -> list[Any]:
-    """Write what this rank writes of `tensors`. Returns what rank 0 gives `finish`."""
+    """Write this rank's boxes of `tensors`. Returns what `finish` needs, on rank 0."""
     items = [
         WriteItem(
             MetadataIndex(name, at),
@@ -67,10 +61,10 @@ def write(boxes: Boxes, tensors: Mapping[str, WholeTensor], folder: Path, rank: 
         )
         for (name, at), box in boxes.items()
     ]
-    # Copies from a GPU that go ahead wait for its stream, all 10 MB: with nothing to copy, for the training beside it.
-    ahead = COPIED_AHEAD if any(box.is_cuda for box in boxes.values()) else 0
+    # Copying ahead waits for the GPU's stream: a background save, which has nothing to copy, would wait for training.
+    ahead = _COPY_AHEAD if any(box.is_cuda for box in boxes.values()) else 0
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=ahead)
-    plan = writer.prepare_global_plan([SavePlan(items)] * (rank + 1))[rank]  # by which the file has the rank's name
+    plan = writer.prepare_global_plan([SavePlan(items)] * (rank + 1))[rank]  # names the file after the rank
     return writer.write_data(plan, _SavePlanner(boxes)).wait() if items else []
 
 
@@ -92,51 +86,38 @@ def finish(tensors: Mapping[str, WholeTensor], results: Sequence[list[Any]], fol
 
 
 _PATHS = ("Path", "PosixPath")
-_IN_METADATA = {"torch.serialization": ("_get_layout",), "pathlib": _PATHS, "pathlib._local": _PATHS}  # Python 3.13
-_OF_METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_PLAIN = {"torch": ("Size",), "torch.serialization": ("_get_layout",), "pathlib": _PATHS, "pathlib._local": _PATHS}
+_DCP = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Makes plain data of what DCP writes into `.metadata`, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in _OF_METADATA:  # dataclasses and enums of values
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
-                return found
-        is_plain = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
-        if not is_plain and name not in _IN_METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        if name not in _PLAIN.get(module, ()):
+            found = super().find_class(module, name) if module in (*_DCP, "torch") else None
+            is_plain = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            if not (is_plain if module in _DCP else isinstance(found, torch.dtype)):
+                raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
         return super().find_class(module, name)
 
 
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
-    """What `finish` wrote. DCP itself reads it with a plain `pickle.load`, which runs what stands in it.
-
-    Args:
-        files: those that belong to the checkpoint.
+def read_metadata(folder: Path) -> Metadata:
+    """What `finish` wrote. (DCP itself uses a plain `pickle.load`, which runs what stands in the file.)
 
     Raises:
         pickle.UnpicklingError: it holds something else.
-        CheckpointError: it names files that are not the checkpoint's.
     """
-    path = folder / ".metadata"
-    with open(path, "rb") as file:
+    with open(folder / METADATA, "rb") as file:
         metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    outside = {info.relative_path for info in metadata.storage_data.values()} - set(files)
-    if outside:
-        raise CheckpointError(
-            f"{path} says that tensors are in {sorted(map(str, outside))}, which are not files of this checkpoint; "
-            "it was changed, or does not belong here: take another checkpoint"
-        )
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
     return metadata
 
 
 @torch.no_grad()
 def read(shards: Shards, metadata: Metadata, folder: Path) -> None:
-    """Read what this rank holds, in place, from whatever boxes the tensors were saved in."""
+    """Read this rank's shards, in place, from whatever boxes the tensors were saved in."""
     items = []
     for name, shard in shards.items():
         saved = metadata.state_dict_metadata[name]

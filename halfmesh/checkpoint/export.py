@@ -20,8 +20,8 @@ from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.context import ParallelContext
 from ..parallel.regions import Shape
 from . import storage
-from .collective import run_on_all_ranks, run_on_rank_zero
-from .state import Box, ShardedState, Shards, WholeTensor, describe, find_tensors
+from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
+from .state import ShardedState, Shards, WholeTensor, describe, find_tensors
 from .validate import model_problems
 
 Format = Literal["safetensors", "torch"]
@@ -36,33 +36,14 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
     if format not in FORMATS:
         raise InputError(f"format={format!r} is not one of {FORMATS}{did_you_mean(format, FORMATS)}")
     what = f"saving weights to {path} failed"
-    shards, own_extras = run_on_all_ranks(context, what, lambda: (state.weights(), state.extras()))
-    everyone = context.everyone((describe(shards), own_extras))
-    extras = {key: value for _, theirs in everyone for key, value in theirs.items()}
-    _refuse_extras(extras, format)
-    aliases: dict[str, list[str]] = {}
-    for name, first in state.division.first_names(state.model).items():
-        aliases.setdefault(first, []).append(name)
-    tensors = find_tensors([theirs for theirs, _ in everyone], spread=False)
-    names = {name: aliases.get(name, [name]) for name in tensors}
-    sizes = {name: t.nbytes * (len(names[name]) if format == "safetensors" else 1) for name, t in tensors.items()}
-    files = _in_files(sizes, int(max_file_gb * GIB))
-    places = [path.with_name(name) for name in _file_names(path, len(files))]
-    for place, held in zip(places, files, strict=True):
-        content = {
-            alias: whole for name in held for alias, whole in _gather(name, names[name], tensors[name], shards, context)
-        }
-        run_on_rank_zero(
-            context, what, partial(_write_file, content | (extras if place is places[-1] else {}), place, format)
-        )
-    weight_map = {
-        n: place.name for place, held in zip(places, files, strict=True) for name in held for n in names[name]
-    }
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    run_on_rank_zero(context, what, partial(_complete, path, [place.name for place in places], weight_map, total))
+    shards: Shards = {}
 
+    def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+        shards.update(state.weights())
+        return describe(shards), state.extras()
 
-def _refuse_extras(extras: Mapping[str, Any], format: str) -> None:
+    shapes, all_extras = zip(*gather_results(context, what, collect), strict=True)
+    extras = {key: value for theirs in all_extras for key, value in theirs.items()}
     if extras and format == "safetensors":
         raise InputError(
             f"the model's state dict holds more than tensors ({', '.join(sorted(extras))}), which safetensors cannot "
@@ -70,9 +51,30 @@ def _refuse_extras(extras: Mapping[str, Any], format: str) -> None:
         )
     for key, value in extras.items():
         storage.refuse_objects(key, value)
+    tensors = find_tensors(shapes, spread=False)
+    aliases: dict[str, list[str]] = {}  # of tied weights
+    for alias, first in state.division.first_names(state.model).items():
+        aliases.setdefault(first, []).append(alias)
+    names = {name: aliases.get(name, [name]) for name in tensors}
+    nbytes = {name: torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
+    copies = {name: len(names[name]) if format == "safetensors" else 1 for name in tensors}
+    files = _split({name: copies[name] * nbytes[name] for name in tensors}, int(max_file_gb * GIB))
+    places = _places(path, len(files))
+    for place, held in zip(places, files, strict=True):
+        content: dict[str, Any] = {}
+        for name in held:
+            whole = _gather(name, tensors[name], shards, context)
+            content |= dict.fromkeys(names[name], whole)
+        if place is places[-1]:
+            content |= extras
+        run_on_rank_zero(context, what, partial(_write_file, content, place, format))
+    weight_map = {
+        n: place.name for place, held in zip(places, files, strict=True) for name in held for n in names[name]
+    }
+    run_on_rank_zero(context, what, partial(_complete, path, places, weight_map, sum(nbytes.values())))
 
 
-def _in_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Consecutive tensors of at most `limit` bytes together (a larger one stands alone)."""
     files: list[list[str]] = [[]]
     room = limit
@@ -85,63 +87,56 @@ def _in_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def _gather(
-    name: str, names: Sequence[str], tensor: WholeTensor, shards: Shards, context: ParallelContext
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """On rank 0 the tensor, on the CPU, under all of its names; the other ranks send what they have of it."""
-    target = torch.empty(tensor.shape, dtype=tensor.dtype) if context.rank == 0 else None
+def _places(path: Path, count: int) -> list[Path]:
+    """As Hugging Face names them: model-00001-of-00002.safetensors."""
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{n:05d}-of-{count:05d}{path.suffix}") for n in range(1, count + 1)]
+
+
+def _gather(name: str, tensor: WholeTensor, shards: Shards, context: ParallelContext) -> torch.Tensor | None:
+    """The whole tensor, on the CPU of rank 0, to which the other ranks send what they hold of it."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype) if context.rank == 0 else None
     for box in tensor.boxes:
-        part = shards[name].box(box.at).contiguous() if context.rank == box.rank else None
-        if context.rank == box.rank != 0:
-            dist.send(_as_bytes(part), 0)
-        if target is not None:
-            if part is None:
-                part = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
-                dist.recv(_as_bytes(part), box.rank)
-            target[_slices(box.at, box.sizes)] = part.cpu()
-    if target is not None:
-        yield from ((each, target) for each in names)
-
-
-def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The memory of a contiguous tensor: not every backend sends every dtype."""
-    assert tensor is not None
-    return tensor.view(-1).view(torch.uint8)
+        if context.rank == box.rank:
+            part = shards[name].box(box.at).contiguous()
+        elif context.rank == 0:
+            part = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
+        else:
+            continue
+        if box.rank != 0:  # as bytes: not every backend has every dtype
+            flat = part.view(-1).view(torch.uint8)
+            if whole is None:
+                dist.send(flat, 0)
+            else:
+                dist.recv(flat, box.rank)
+        if whole is not None:
+            whole[_slices(box.at, box.sizes)] = part.cpu()
+    return whole
 
 
 def _slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
-def _file_names(path: Path, count: int) -> list[str]:
-    """As Hugging Face names them: model-00001-of-00002.safetensors."""
-    if count == 1:
-        return [path.name]
-    return [f"{path.stem}-{number:05d}-of-{count:05d}{path.suffix}" for number in range(1, count + 1)]
-
-
 def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
-    """Write CPU tensors; under its name when it is complete, and on disk."""
+    """Write CPU tensors; the file has its name when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
     if format == "torch":
         torch.save(dict(tensors), unfinished)  # tied weights stay so
     else:
-        safetensors = _import_safetensors()
-        seen: set[int] = set()
-        own = {}
-        for name, tensor in tensors.items():  # one name each has its memory in such a file
-            own[name] = tensor.clone() if tensor.data_ptr() in seen and tensor.numel() else tensor
-            seen.add(tensor.data_ptr())
-        safetensors.torch.save_file(own, unfinished, metadata={"format": "pt"})
+        first = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+        content = {n: tensor if first[id(tensor)] == n else tensor.clone() for n, tensor in tensors.items()}  # tied
+        _import_safetensors().torch.save_file(content, unfinished, metadata={"format": "pt"})
     storage.sync(unfinished)
     os.replace(unfinished, path)
 
 
-def _complete(path: Path, names: Sequence[str], weight_map: Mapping[str, str], total: int) -> None:
+def _complete(path: Path, places: Sequence[Path], weight_map: Mapping[str, str], total: int) -> None:
     """Write the index of several files, and remove what an earlier save to the same place has left."""
-    index, kept = path.with_name(f"{path.name}.index.json"), set(names)
-    if len(names) > 1:
+    index, kept = path.with_name(f"{path.name}.index.json"), {place.name for place in places}
+    if len(places) > 1:
         content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
         unfinished = index.with_name(f".{index.name}.tmp")
         storage.write_file(unfinished, content.encode())
@@ -156,7 +151,8 @@ def _complete(path: Path, names: Sequence[str], weight_map: Mapping[str, str], t
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
-Reader = Callable[[Box], torch.Tensor]
+Readers = dict[str, tuple[Shape, Callable[[tuple[slice, ...]], torch.Tensor]]]
+"""For each tensor of a file: its shape, and what reads a box of it."""
 
 
 def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> None:
@@ -164,25 +160,25 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
     what = f"loading weights from {path} failed"
     targets, first = state.weight_targets(), state.division.first_names(state.model)
     with ExitStack() as opened:
+        saved: Readers = {}
 
-        def look() -> dict[str, tuple[Shape, Callable[[tuple[slice, ...]], torch.Tensor]]]:
-            files = [opened.enter_context(_open_file(file)) for file in _find_files(path)]
-            return {first.get(name, name): tensor for file in files for name, tensor in file.items()}
+        def look() -> dict[str, Shape]:
+            for file in _find_files(path):
+                readers = opened.enter_context(_open_file(file))
+                saved.update({first.get(name, name): reader for name, reader in readers.items()})
+            return {name: shard.placement.shape for name, shard in targets.items()}
 
-        stored = run_on_all_ranks(context, what, look)
-        shapes = {name: shard.placement.shape for name, shard in targets.items()}
-        model = {name: shape for theirs in context.everyone(shapes) for name, shape in theirs.items()}
-        saved = {name: shape for name, (shape, _) in stored.items()}
-        problems = list(model_problems(model, saved, "the file"))
+        model = {name: shape for shapes in gather_results(context, what, look) for name, shape in shapes.items()}
+        problems = list(model_problems(model, {name: shape for name, (shape, _) in saved.items()}, "the file"))
         if problems:
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
 
         def boxes(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
             for name in names:
                 for region in targets[name].placement.regions:
-                    yield name, region.view(targets[name].tensor), stored[name][1](_slices(region.at, region.sizes))
+                    yield name, region.view(targets[name].tensor), saved[name][1](_slices(region.at, region.sizes))
 
-        def refuse_overflows() -> None:  # the file is read a first time for that
+        def refuse_overflows() -> None:  # reads the file a first time
             for name, _, values in boxes([name for name in targets if name in in_fp16]):
                 problem = find_overflow(name, values, torch.float16)
                 if problem is not None:
@@ -195,41 +191,32 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
 
         in_fp16 = state.in_fp16()
         run_on_all_ranks(context, what, refuse_overflows)
-        run_on_all_ranks(context, f"{what} when weights were changed already; make the engine anew", read)
+        run_on_all_ranks(context, f"{what} after some weights had changed; make the engine anew", read)
     state.tell()
 
 
 def _find_files(path: Path) -> list[Path]:
-    """The files that hold the weights at `path`: itself, or those that its index names.
-
-    Raises:
-        CheckpointError: there are none, or the index names a file in another folder.
-    """
+    """The files that hold the weights at `path`: itself, or those that its index names."""
     index = path if path.name.endswith(".index.json") else path.with_name(f"{path.name}.index.json")
     if path.is_file() and path != index:
         return [path]
     if not index.is_file():
         raise CheckpointError(f"there is no file {path}, and no {index.name}; give what save_weights was given")
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise CheckpointError(
-            f"{index} names {outside[0]!r}, which is not a file of its own folder; it was changed, or does not belong "
-            "here"
-        )
-    return [index.with_name(name) for name in names]
+    weight_map = json.loads(index.read_bytes())["weight_map"]
+    return [index.with_name(name) for name in sorted(set(weight_map.values()))]
 
 
 @contextmanager
-def _open_file(path: Path) -> Iterator[dict[str, tuple[Shape, Callable[[tuple[slice, ...]], torch.Tensor]]]]:
-    """The tensors of a file: shape, and what reads a box of it. What is not a tensor is left out."""
+def _open_file(path: Path) -> Iterator[Readers]:
+    """The tensors of a file; what is not a tensor is left out."""
     if path.suffix == ".safetensors":
         with _import_safetensors().safe_open(path, framework="pt") as file:
-            found = {}
+            found: Readers = {}
             for name in file.keys():  # noqa: SIM118 - it is no dict
-                shape, read = file.get_slice(name).get_shape(), file.get_slice(name).__getitem__
-                # A slice of a tensor without dims cannot be asked for.
-                found[name] = tuple(shape), read if shape else _whole_reader(file, name)
+                tensor = file.get_slice(name)
+                shape = tuple(tensor.get_shape())
+                # A slice of a 0-dim tensor cannot be asked for.
+                found[name] = shape, tensor.__getitem__ if shape else file.get_tensor(name).__getitem__
             yield found
         return
     try:
@@ -242,10 +229,6 @@ def _open_file(path: Path) -> Iterator[dict[str, tuple[Shape, Callable[[tuple[sl
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}; give a file of tensors by name")
     yield {name: (tuple(t.shape), t.__getitem__) for name, t in state.items() if isinstance(t, torch.Tensor)}
-
-
-def _whole_reader(file: Any, name: str) -> Callable[[tuple[slice, ...]], torch.Tensor]:
-    return lambda _: file.get_tensor(name)
 
 
 def _import_safetensors() -> Any:

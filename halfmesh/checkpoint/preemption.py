@@ -1,4 +1,4 @@
-"""Automatic checkpoints: periodic, and on preemption."""
+"""Automatic checkpoints: periodic and on preemption."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ..config.automatic import AutomaticConfig
-from ..data.sharding import ShardedLoader
 from ..errors import CheckpointError, Preempted
 from ..log import get_logger
 from ..loop.parts import EngineHook, EngineParts
 from ..parallel.context import ParallelContext
 from ..parallel.objects import is_alone
-from . import storage
+from . import folder
 from .collective import run_on_rank_zero
 
 if TYPE_CHECKING:
@@ -33,16 +32,15 @@ _log = get_logger(__name__)
 
 
 class PreemptionHook(EngineHook):
-    """Saves at the boundaries of its optimizer steps.
+    """Saves at step boundaries: every so many steps, and when a signal tells the run to end.
 
-    A boundary is the first of these after a step: the loop asks `engine.dataloader` for its next batch, or, where that
-    is not in use, begins a forward for training; or it closes the engine. By then the loop is through with what it does
-    after a step (a scheduler of its own, an average of weights), and has drawn nothing for the next one. A loop that
-    asks for its next batch between backward and step passes it at the forward for that batch.
+    The boundary of a step is the first of these after it: the loop asks `engine.dataloader` for its next batch; without
+    that loader (or before its first batch), the next forward in training; or `engine.close`. By then the loop has done
+    what it does after a step (its own scheduler, averaged weights), and has drawn nothing for the next one. While
+    gradients are pending there is no boundary; nor in evaluation, where the loop is not through with the step.
 
-    In evaluation there is none: the loop is not through with the step then. All ranks pass the same boundaries. At each
-    they begin to tell each other, over gloo, whether a signal has come to any of them, and read the answer at the next
-    one: so nobody waits, and all of them save there.
+    All ranks pass the same boundaries. At each they start an all-reduce, over gloo, of whether a signal has come, and
+    read the result at the next one: so no rank waits, and all of them save there.
     """
 
     def __init__(self, parts: EngineParts, checkpointer: Checkpointer, options: AutomaticConfig) -> None:
@@ -50,16 +48,17 @@ class PreemptionHook(EngineHook):
         self._checkpointer = checkpointer
         self._options = options
         self._directory = folder_of(options)
-        self._step = self._tried = parts.global_step
-        self._ended = self._locked = False
+        self._step = self._saved = parts.global_step
+        self._preempted = self._locked = False
         self._handled = sys.exception()
         self._several = parts.context.size > 1 and not is_alone()  # a dry run is alone
         self._group = parts.context.host_group if self._several else None
         self._flag: tuple[dist.Work, torch.Tensor] | None = None
         self._signals = StopSignals(options.signals)
-        for loader in (parts.dataloader, parts.eval_dataloader):
-            if loader is not None:
-                shelter_workers(loader.loader, self._signals.handled)
+        for sharded in (parts.dataloader, parts.eval_dataloader):
+            loader = None if sharded is None else sharded.loader.loader
+            if loader is not None and loader.num_workers and self._signals.handled:
+                loader.worker_init_fn = ShelteredWorker(self._signals.handled, loader.worker_init_fn)
         if self._signals.others:
             _log.warning(
                 "checkpoint.signals: %s: handled already (or this is not the main thread), which is left as it is; "
@@ -69,104 +68,99 @@ class PreemptionHook(EngineHook):
             )
 
     def ask(self) -> None:
-        """The run is to end, as if a signal had come. May be called by a handler of signals."""
+        """The run is to end, as if a signal had come. May be called by a signal handler."""
         self._signals.came.append("engine.preempt()")
 
     def forget(self) -> None:
-        """What comes next is not a boundary: the state was loaded."""
+        """The state was loaded: what comes next is not a boundary."""
         self._read_flag()
-        self._step = self._tried = self._parts.global_step
+        self._step = self._saved = self._parts.global_step
 
     def before_fetch(self) -> None:
         """The loop asks for a batch."""
-        self._handled = sys.exception()
         if torch.is_grad_enabled():
             self._pass_boundary()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The loop calls the engine."""
-        parts = self._parts
-        self._handled = sys.exception()
-        if parts.model.training and torch.is_grad_enabled():
-            loader = parts.dataloader
+        """The loop calls the model."""
+        if self._parts.model.training and torch.is_grad_enabled():
+            loader = self._parts.dataloader
             if loader is None or not loader.runs or loader.is_untouched:
                 self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
-        """The loop is over. With an error in flight nothing is saved: other ranks may be elsewhere. One that is handled
-        now, but was not when the loop went on, counts, too."""
+        """The loop is over. After an error nothing is saved, because other ranks may be elsewhere; nor while one is in
+        flight that was not when the engine was made (`finally: engine.close()`)."""
         try:
-            handled = sys.exception()
-            if error is None and not self._ended and (handled is None or handled is self._handled):
-                self._end_together()
-        finally:  # signals are as they were, unless they are ignored because one ends the process
+            if error is None and not self._preempted and sys.exception() in (None, self._handled):
+                self._end()
+        finally:
             self._handled = None
-            self._signals.remove()
+            self._signals.replace(signal.SIG_DFL)
             self._checkpointer.preemption = None
 
     def _pass_boundary(self) -> None:
         parts, before = self._parts, self._step
-        if not self._locked:  # not earlier: an evaluation beside the run that trains saves nothing
+        if not self._locked:  # here, because an evaluation beside the run that trains saves nothing
             what = f"checkpoint.directory={self._options.directory!r}"
             run_on_rank_zero(parts.context, what, lambda: self._checkpointer.locks.take(self._directory))
             self._locked = True
-        step = parts.global_step
-        if step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
+        if parts.global_step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
             return
-        self._step = step
-        if self._is_due():
-            came = parts.context.everyone(list(self._signals.came))
-            place = self._save_last(_say_where(came), f", and ends with status {Preempted().code}")
-            self._ended = True
-            self._signals.ignore()
-            raise Preempted(place)
-        self._save_if_due(before)
+        self._step = parts.global_step
+        if not self._agree():
+            self._save_if_due(before)
+            return
+        reason = _describe(parts.context.everyone(self._signals.came))
+        place = self._save_last(reason, f", and ends with status {Preempted().code}")
+        self._preempted = True
+        # Python removes its own handlers when it shuts down: a launcher's second signal would change the exit status.
+        self._signals.replace(signal.SIG_IGN)
+        raise Preempted(place)
 
-    def _is_due(self) -> bool:
-        """Whether a signal had come to some rank by the boundary before; to the only one, by this one."""
+    def _agree(self) -> bool:
+        """Whether a signal had come to some rank by the boundary before; to the only one, by now."""
         if not self._several:
             return bool(self._signals.came)
-        due = self._read_flag()
-        if not due:
-            flag = torch.tensor(int(bool(self._signals.came)))
-            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert work is not None
-            self._flag = work, flag
-        return due
+        if self._read_flag():
+            return True
+        flag = torch.tensor(int(bool(self._signals.came)))
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._flag = work, flag
+        return False
 
     def _read_flag(self) -> bool:
-        """What the ranks have told each other since the last boundary, if they have."""
+        """The result of the all-reduce that was started last, if one was."""
         pending, self._flag = self._flag, None
         if pending is None:
             return False
         pending[0].wait()
         return bool(pending[1].item())
 
-    def _end_together(self) -> None:
-        """All ranks close: what came to any of them after the last boundaries counts as well."""
-        parts, before = self._parts, self._step
+    def _end(self) -> None:
+        """All ranks close: a signal counts that came after the last boundaries, too."""
+        parts = self._parts
         self._read_flag()
-        told = parts.context.everyone((list(self._signals.came), parts.accumulation.holds_gradients))
-        reason = _say_where([came for came, _ in told])
-        if any(holds for _, holds in told):
+        everyone = parts.context.everyone((self._signals.came, parts.accumulation.holds_gradients))
+        reason = _describe([came for came, _ in everyone])
+        if any(holds_gradients for _, holds_gradients in everyone):
             if reason:
                 _log.warning("told to end (%s), but not saved: gradients are left that no step has used", reason)
-        elif reason and parts.global_step != self._tried:
+        elif reason and parts.global_step != self._saved:
             self._save_last(reason)
         else:
-            self._save_if_due(before)
+            self._save_if_due(self._step)
         if reason:
             _log.info("stop signal arrived after training; exiting normally")
 
     def _save_if_due(self, before: int) -> None:
-        """With `every`: the last save was decided on after step `before`."""
+        """A periodic save, if a multiple of `every` lies after step `before`."""
         step, every = self._parts.global_step, self._options.every
         if every is not None and step // every > before // every:
-            self._tried = step
             self._save(self._options.in_background)
 
     def _save_last(self, reason: str, then: str = "") -> Path:
-        self._tried = self._parts.global_step
         with contextlib.suppress(CheckpointError):  # it was logged; this one may do better
             self._checkpointer.wait()
         place = self._save()
@@ -174,60 +168,61 @@ class PreemptionHook(EngineHook):
         return place
 
     def _save(self, in_background: bool = False) -> Path:
+        self._saved = self._parts.global_step
         self._parts.before_call("engine.save()")
         return self._checkpointer.save(self._directory, self._options.keep, in_background)
 
 
-def _say_where(came: Sequence[Sequence[str]]) -> str:
-    """What came, and to which ranks; `came` is what came to each."""
-    where: dict[str, list[int]] = {}
+def _describe(came: list[list[str]]) -> str:
+    """What told the run to end, and which ranks: "SIGTERM on rank 0, 1".
+
+    Args:
+        came: the names on each rank.
+    """
+    ranks: dict[str, list[str]] = {}
     for rank, names in enumerate(came):
         for name in dict.fromkeys(names):
-            where.setdefault(name, []).append(rank)
+            ranks.setdefault(name, []).append(str(rank))
     if len(came) == 1:
-        return ", ".join(where)
-    return "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in where.items())
+        return ", ".join(ranks)
+    return "; ".join(f"{name} on rank {', '.join(those)}" for name, those in ranks.items())
 
 
 # -- what the config says ----------------------------------------------------------------------------------------------
 
 
 def folder_of(options: AutomaticConfig) -> Path:
-    """`checkpoint.directory`, wherever the program goes later."""
+    """`checkpoint.directory`, also when the program changes its working directory later."""
     return Path(options.directory).expanduser().absolute()
 
 
 def make_folder(options: AutomaticConfig, context: ParallelContext) -> None:
-    """Make `checkpoint.directory`, so that a run does not learn after hours that it cannot. All ranks together.
+    """Make `checkpoint.directory`, so that a run does not fail after hours because it cannot. All ranks together.
 
     Raises:
         CheckpointError: it cannot be made, or not written to.
     """
-    folder = folder_of(options)
+    path = folder_of(options)
 
     def make() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise CheckpointError(f"{folder} cannot be written to; give another folder, or change its permissions")
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{path} cannot be written to; give another folder, or change its permissions")
 
     run_on_rank_zero(context, f"checkpoint.directory={options.directory!r}", make)
 
 
 def find_resumed(config: Config, context: ParallelContext) -> Path | None:
-    """What the config's `resume` says to load, None if there is nothing yet. All ranks together.
-
-    Raises:
-        CheckpointError, InputError: as `engine.load`; or some ranks do not see the folder that others see.
-    """
+    """What the config key `resume` says to load; None: nothing is there yet. All ranks together."""
     path, options = config.resume, config.checkpoint
     if path is None:
         return None
     if path != "auto" or options is None:
         return Path(path).expanduser()
-    folder = folder_of(options)
-    if storage.holds_any(folder, context):
-        return folder
-    _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", folder)
+    directory = folder_of(options)
+    if run_on_rank_zero(context, "resume='auto'", lambda: bool(folder.checkpoints(directory))):
+        return directory
+    _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", directory)
     return None
 
 
@@ -235,16 +230,13 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
 
 
 class StopSignals:
-    """Handlers of signals that tell a run to end: they note that the signal came, and do nothing else.
-
-    A handler runs between any two instructions of the main thread, so it takes no lock and talks to nobody. Where the
-    user, or a library, handles a signal already, that stays; `others` names these signals. `remove` puts back what was
-    there before.
+    """Handlers of the signals that tell a run to end. They note that the signal came, and nothing else: a handler runs
+    between any two instructions of the main thread, so it takes no lock and does not communicate.
 
     Attributes:
-        came: names of what came, in order; append to it to say the same in another way.
+        came: the names of what came, in order.
         handled: the signals that are handled here.
-        others: the names of those that are not.
+        others: the names of those that the user or a library handles already; these stay as they are.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -261,20 +253,11 @@ class StopSignals:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.came.append(signal.Signals(number).name)
 
-    def remove(self) -> None:
-        """Restore what was there before, where nobody has taken this one's place."""
-        self._replace(signal.SIG_DFL)
-
-    def ignore(self) -> None:
-        """Ignore the signals until the process has ended. A handler in Python would not do: the interpreter takes it
-        away when it shuts down, and a launcher's second signal would end the process with another status."""
-        self._replace(signal.SIG_IGN)
-
-    def _replace(self, handler: signal.Handlers) -> None:
-        if _in_main_thread():
-            for number in self.handled:
-                if signal.getsignal(number) is self:
-                    signal.signal(number, handler)
+    def replace(self, handler: signal.Handlers) -> None:
+        """Take back these handlers for SIG_DFL, which was there before, or SIG_IGN."""
+        for number in self.handled if _in_main_thread() else ():
+            if signal.getsignal(number) is self:  # else somebody has taken its place
+                signal.signal(number, handler)
 
 
 def _is_free(number: signal.Signals) -> bool:
@@ -293,16 +276,9 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def shelter_workers(sharded: ShardedLoader, signals: Iterable[signal.Signals]) -> None:
-    """Let workers outlive `signals`: torchrun and SLURM send them to a whole group of processes, and a DataLoader that
-    has lost a worker raises an error."""
-    loader = sharded.loader
-    if signals and loader.num_workers:
-        loader.worker_init_fn = ShelteredWorker(signals, loader.worker_init_fn)
-
-
 class ShelteredWorker:
-    """`worker_init_fn` of a DataLoader whose workers outlive `signals`. Those of the worker's parent end it, as ever.
+    """`worker_init_fn` of a DataLoader whose workers outlive `signals`, unless their parent sends them: torchrun and
+    SLURM send signals to a whole process group, and a DataLoader that loses a worker raises an error.
 
     Args:
         then: the `worker_init_fn` that there was.
@@ -313,7 +289,7 @@ class ShelteredWorker:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        # A handler of Python's does not learn who has sent the signal; a thread that waits for it does.
+        # A handler in Python does not know who sent the signal; a thread that waits for it does.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         threading.Thread(target=self._wait, args=(os.getppid(),), daemon=True).start()
         if self._then is not None:

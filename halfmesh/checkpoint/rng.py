@@ -24,7 +24,7 @@ def rank_random(context: ParallelContext, division: Division) -> dict[str, Any]:
 
 
 def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division: Division) -> None:
-    """Go on with `rank_random` of the same rank. (Another one's would repeat its dropout here: nothing happens.)"""
+    """Go on with `rank_random` of the same rank. (Another rank's would repeat its dropout: nothing happens.)"""
     if state["rank"] != context.rank:
         return
     set_random_state(state, context.device)
@@ -34,11 +34,11 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division
 
 
 def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
-    """Begin the model's random numbers anew from `seed`: on several ranks its own, as initialize does from the config's
-    seed; in one process those of the GPU. The CPU's decide the order of the data, too."""
+    """Seed the model's random numbers: on several ranks its own, as initialize does from the config's seed; in one
+    process those of the GPU. (The CPU's also decide the order of the data.)"""
     own = model_seed(seed, context)
-    if division.random is None and context.device.type == "cuda":
-        torch.cuda.manual_seed(own)
     if division.random is not None:
         division.random.state = torch.Generator(context.device).manual_seed(own).get_state()
         division.host_random = OwnRandomness(own)
+    elif context.device.type == "cuda":
+        torch.cuda.manual_seed(own)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 MODEL = "model."
 STATE = "optimizer."
-"""Optimizer state with an element for each of the parameter's: `optimizer.exp_avg.blocks.0.weight`."""
+"""Optimizer state with one element for each of the parameter's: `optimizer.exp_avg.blocks.0.weight`."""
 COUNTERS = "counters."
-"""Other tensors of its state, which every rank has whole: `counters.step.blocks.0.weight`."""
+"""Its other tensors, which each rank has whole: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
 """The moving average of a parameter: `average.blocks.0.weight`."""
-_HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of a group that say how a step is computed, not which: those of this run stay."""
-_SAME_ON_ALL = (bool, int, float, str, type(None))
-"""State that is one value for all of a parameter, which ranks that hold parts of it can compare."""
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of a group that say how a step is computed: this run's stay."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class TensorShard:
     placement: Placement
 
     def box(self, at: Shape) -> torch.Tensor:
-        """The box of the whole tensor that begins `at`, a view."""
+        """A view of the box that begins `at` in the whole tensor."""
         return next(region for region in self.placement.regions if region.at == at).view(self.tensor)
 
 
@@ -49,8 +47,7 @@ Boxes = dict[tuple[str, Shape], torch.Tensor]
 """Boxes of whole tensors, by name and where they begin."""
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A box of a tensor, and the rank that writes it."""
 
     rank: int
@@ -58,48 +55,40 @@ class Box:
     sizes: Shape
 
 
-@dataclass(frozen=True)
-class WholeTensor:
+class WholeTensor(NamedTuple):
     """A tensor of the whole model, and the boxes that make all of it."""
 
     shape: Shape
     dtype: torch.dtype
-    boxes: tuple[Box, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """What all of it takes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    boxes: list[Box]
 
 
 def describe(shards: Shards) -> dict[str, Any]:
-    """What a rank tells the others of what it holds."""
+    """Shape, dtype and boxes of what a rank holds, for the other ranks."""
     return {
         name: (shard.placement.shape, shard.tensor.dtype, [(r.at, r.sizes) for r in shard.placement.regions])
         for name, shard in shards.items()
     }
 
 
-def find_tensors(everyone: Sequence[Mapping[str, Any]], spread: bool) -> dict[str, WholeTensor]:
-    """All tensors of which some rank holds something, by what `describe` gave on each.
-
-    Args:
-        spread: of what several ranks hold, the one writes it that has the least to write so far; else the first.
-    """
-    load = [0] * len(everyone)
+def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str, WholeTensor]:
+    """All tensors, from what `describe` gave on each rank. A box that several ranks hold is written by the first of
+    them; with `spread` by the one that has the least to write so far."""
+    load = [0] * len(by_rank)
     found = {}
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        shape, dtype = next(theirs[name][:2] for theirs in everyone if name in theirs)
+    for name in dict.fromkeys(name for described in by_rank for name in described):
         holders: dict[tuple[Shape, Shape], list[int]] = {}
-        for rank, theirs in enumerate(everyone):
-            for box in theirs[name][2] if name in theirs else ():
-                holders.setdefault(box, []).append(rank)
+        for rank, described in enumerate(by_rank):
+            if name in described:
+                shape, dtype, held = described[name]
+                for box in held:
+                    holders.setdefault(box, []).append(rank)
         boxes = []
         for (at, sizes), ranks in holders.items():
             writer = min(ranks, key=load.__getitem__) if spread else ranks[0]
             load[writer] += torch.Size(sizes).numel() * dtype.itemsize
             boxes.append(Box(writer, at, sizes))
-        found[name] = WholeTensor(shape, dtype, tuple(boxes))
+        found[name] = WholeTensor(shape, dtype, boxes)
     return found
 
 
@@ -115,19 +104,19 @@ class ShardedState:
     # -- weights -----------------------------------------------------------------------------------------------
 
     def names(self) -> list[tuple[ParamShard, str]]:
-        """Every parameter of this rank, with its first name in the whole model."""
+        """Every parameter of this rank, with its first name in the whole model (of tied weights)."""
         first = self.division.first_names(self.model)
         return [(shard, first.get(shard.name, shard.name)) for shard in self.update.master_weights.shards]
 
     def trained(self) -> list[tuple[ParamShard, str]]:
-        """Of these, what the optimizer holds."""
+        """Those of `names` that the optimizer holds."""
         held = {id(shard) for shard in self.update.master_weights.trained}
         return [(shard, name) for shard, name in self.names() if id(shard) in held]
 
     @torch.no_grad()
     def weights(self) -> Shards:
         """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
-        they came with. Not copied where that is what is held."""
+        they came with. Copied only where that is not what is held."""
         state = self.model.state_dict()
         masters = self.update.master_weights.masters
         found: Shards = {}
@@ -139,13 +128,12 @@ class ShardedState:
             else:
                 value = shard.param
             found[name] = TensorShard(value.detach(), self.division.placement(shard))
-        for name, key in self._buffers(state):
+        for name, key in self._buffers(state).items():
             found[name] = TensorShard(state[key].detach(), whole(state[key].shape))
         return found
 
     def weight_targets(self) -> Shards:
-        """Where new weights have to be written: in full precision where the model has them rounded, else the model
-        itself. `tell` follows."""
+        """Where to write new weights, in full precision: masters, originals, or the model itself. `tell` follows."""
         masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
         found = {
             name: TensorShard(
@@ -155,19 +143,16 @@ class ShardedState:
             for shard, name in self.names()
         }
         own = dict(self.model.named_buffers(remove_duplicate=False))
-        for name, key in self._buffers(self.model.state_dict()):
+        for name, key in self._buffers(self.model.state_dict()).items():
             found[name] = TensorShard(originals.target(own[key]), whole(own[key].shape))
         return found
 
     def in_fp16(self) -> set[str]:
         """The names of what the model computes with in fp16, which ends at 65504."""
-        found = {
-            name
-            for shard, name in self.names()
-            if compute_dtype(shard.param if shard.source is None else shard.source.param) == torch.float16
-        }
+        tensors: dict[str, torch.Tensor] = {name: (shard.source or shard).param for shard, name in self.names()}
         own = dict(self.model.named_buffers(remove_duplicate=False))
-        return found | {n for n, key in self._buffers(self.model.state_dict()) if own[key].dtype == torch.float16}
+        tensors |= {name: own[key] for name, key in self._buffers(self.model.state_dict()).items()}
+        return {name for name, tensor in tensors.items() if compute_dtype(tensor) == torch.float16}
 
     def written(self) -> list[torch.Tensor]:
         """What new weights of the optimizer's parameters are written into; under zero1 also what `tell` brings from
@@ -180,11 +165,7 @@ class ShardedState:
 
     @torch.no_grad()
     def tell(self, others: bool = True) -> None:
-        """The weights of the optimizer's parameters are new: to the model, and to ranks that use them.
-
-        Args:
-            others: False does without a message to other ranks.
-        """
+        """Bring new weights of the optimizer's parameters to the model and, with `others`, to ranks that use them."""
         masters = self.update.master_weights
         masters.originals.publish()
         masters.publish(masters.trained)
@@ -193,7 +174,7 @@ class ShardedState:
         masters.mark_published()
 
     def averages(self) -> Shards:
-        """The moving average of the weights, if there is one, as far as the optimizer holds them."""
+        """The moving average of the weights, if there is one."""
         values = {} if self.average is None else self.average.values
         return {
             AVERAGE + name: TensorShard(values[shard], self.division.placement(shard))
@@ -202,36 +183,33 @@ class ShardedState:
         }
 
     def average_targets(self, saved: Mapping[str, Any]) -> Shards:
-        """Memory for the average of the weights, as far as a checkpoint with tensors of the names `saved` has one."""
+        """Memory for the average of a checkpoint with tensors of the names `saved`, if it has one."""
         if self.average is not None and any(name.startswith(AVERAGE) for name in saved):
             for shard, _ in self.trained():
                 self.average.make(shard)
         return {name: shard for name, shard in self.averages().items() if name in saved}
 
     def extras(self) -> dict[str, Any]:
-        """What modules add to the model's state dict besides parameters and buffers (`get_extra_state`)."""
+        """What modules add to the model's state dict with `get_extra_state`."""
         return {key: value for key, value in self.model.state_dict().items() if _is_extra(key)}
 
     def set_extras(self, extras: Mapping[str, Any]) -> None:
-        """Undo `extras`, for the modules that this rank has."""
+        """Give `extras` back to the modules that this rank has."""
         for key in self.extras().keys() & extras.keys():
             self.model.get_submodule(key.rpartition(".")[0]).set_extra_state(extras[key])
 
-    def _buffers(self, state: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """The first name of each buffer in `state`, and its name there."""
-        first = self.division.first_names(self.model)
-        params = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        done: set[str] = set()
-        for key, value in state.items():
-            name = first.get(key, key)
-            if isinstance(value, torch.Tensor) and key not in params and not _is_extra(key) and name not in done:
-                done.add(name)
-                yield name, key
+    def _buffers(self, state: dict[str, Any]) -> dict[str, str]:
+        """For the first name of each buffer in `state`, the model's state dict, its name there."""
+        first, found = self.division.first_names(self.model), dict[str, str]()
+        for key, _ in self.model.named_buffers(remove_duplicate=False):
+            if key in state:
+                found.setdefault(first.get(key, key), key)
+        return found
 
     # -- the optimizer -----------------------------------------------------------------------------------------
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups with names of parameters, as far as this rank holds them."""
+        """The optimizer's groups, with the names of this rank's parameters."""
         masters = self.update.master_weights
         names = {id(masters.target(shard)): name for shard, name in self.trained()}
         return [
@@ -240,125 +218,95 @@ class ShardedState:
         ]
 
     def optimizer_state(self) -> tuple[Shards, dict[str, dict[str, Any]]]:
-        """The tensors of the optimizer's state; and the rest, by parameter and key.
-
-        Raises:
-            InputError: state that has no place in a checkpoint: of another shape than the parameter's, of which this
-                rank holds a part; or of no parameter.
-        """
+        """The tensors of the optimizer's state; and the rest, by parameter and key. Raises InputError of state of which
+        nothing says where in the whole model it belongs."""
         masters, shards = self.update.master_weights, Shards()
-        _refuse_own_entries(masters.optimizer)
+        optimizer, kind = masters.optimizer, type(masters.optimizer).__name__
+        own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        if own:
+            raise InputError(
+                f"{kind} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it in the state of "
+                "each parameter or in the groups, or save engine.state_dict() yourself"
+            )
         plain: dict[str, dict[str, Any]] = {}
         for shard, name in self.trained():
             target, placement = masters.target(shard), self.division.placement(shard)
-            for key, value in masters.optimizer.state.get(target, {}).items():
+            for key, value in optimizer.state.get(target, {}).items() if 0 not in placement.shape else ():
                 is_tensor = isinstance(value, torch.Tensor)
                 if is_tensor and value.shape == target.shape and key != "step":
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
                 elif is_tensor and (placement.is_whole or value.numel() == 1):
                     shards[f"{COUNTERS}{key}.{name}"] = TensorShard(value.detach(), whole(value.shape))
-                elif not is_tensor and (placement.is_whole or isinstance(value, _SAME_ON_ALL)):
+                elif not is_tensor and (placement.is_whole or isinstance(value, (int, float, str, type(None)))):
                     plain.setdefault(name, {})[key] = value
                 else:
-                    kind = f"tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
                     raise InputError(
-                        f"{type(masters.optimizer).__name__} keeps a {kind} as state {key!r} of {name}, of which this "
-                        f"rank holds a part ({tuple(target.shape)} of {placement.shape}): which part of the state that "
-                        "is is not known, so it cannot be saved; use an elementwise optimizer, such as AdamW, or "
-                        "data='replicate' with tensor=1"
+                        f"{kind} keeps a {type(value).__name__} as state {key!r} of {name}, of which this rank holds "
+                        f"a part, {tuple(target.shape)} of {placement.shape}: it cannot be saved, because nothing says "
+                        "which part of that state this is; use AdamW or another optimizer with a tensor for each "
+                        "parameter, or data='replicate' with tensor=1"
                     )
         return shards, plain
 
     def state_targets(
         self, saved: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Shards, dict[str, dict[str, Any]]]:
-        """Memory for the optimizer's state that a checkpoint has; and all of that state, by parameter and key.
-
-        Args:
-            saved: DCP's description of each tensor, by its full name.
-            plain: what is no tensor, by parameter and key.
-        """
+        """Memory for the tensors of the optimizer's state in a checkpoint, which DCP describes as `saved`; and, with
+        what is no tensor, all of that state by parameter and key."""
         optimizer, shards = self.update.master_weights.optimizer, Shards()
-        mine = {name: shard for shard, name in self.trained()}
+        mine = {name: shard for shard, name in self.trained() if 0 not in self.division.placement(shard).shape}
         values = {name: dict(plain.get(name, {})) for name in mine}
         for full, tensor in saved.items():
             kind, key, name = [*full.split(".", 2), "", ""][:3]
             if f"{kind}." not in (STATE, COUNTERS) or name not in mine:
                 continue
-            shape, dtype, placement = tensor.size, tensor.properties.dtype, whole(tensor.size)
-            device, there = torch.device("cpu"), None
-            if f"{kind}." == STATE:
-                target = self.update.master_weights.target(mine[name])
-                placement, shape, device = self.division.placement(mine[name]), target.shape, target.device
-                dtype = target.dtype if dtype.is_floating_point and target.is_floating_point() else dtype  # as torch
-                there = optimizer.state.get(target, {}).get(key)
-            if not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != (shape, dtype):
-                there = torch.empty(shape, dtype=dtype, device=device)
-                there = there if f"{kind}." == COUNTERS else torch.empty_like(target, dtype=dtype)
-            shards[full] = TensorShard(there.detach(), placement)
+            dtype = tensor.properties.dtype
+            if f"{kind}." == COUNTERS:
+                memory, placement = torch.empty(tensor.size, dtype=dtype), whole(tensor.size)
+            else:
+                target, placement = self.update.master_weights.target(mine[name]), self.division.placement(mine[name])
+                if dtype.is_floating_point and target.is_floating_point():
+                    dtype = target.dtype  # as torch does
+                memory = optimizer.state.get(target, {}).get(key)
+                if not isinstance(memory, torch.Tensor) or (memory.shape, memory.dtype) != (target.shape, dtype):
+                    memory = torch.empty_like(target, dtype=dtype)
+            shards[full] = TensorShard(memory.detach(), placement)
             values[name][key] = shards[full].tensor
         return shards, values
 
     def load_optimizer(self, values: Mapping[str, dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-        """Give the optimizer its state and settings, through its own `load_state_dict`.
-
-        Args:
-            values: of `state_targets`.
-            saved: the groups of a checkpoint, with names of parameters.
-        """
+        """Give the optimizer its state (of `state_targets`) and the settings of a checkpoint's groups, through its own
+        `load_state_dict`."""
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
         count = 0
         for index, group in enumerate(self.groups()):
-            names, kept = group["params"], {key: group[key] for key in _HOW if key in group}
+            names, kept = group["params"], {key: group[key] for key in _IMPLEMENTATION if key in group}
             places = {name: count + number for number, name in enumerate(names)}
             count += len(names)
             groups.append({**_group_of(names, index, saved), **kept, "params": list(places.values())})
-            state |= {place: values[name] for name, place in places.items() if values[name]}
+            state |= {place: values[name] for name, place in places.items() if values.get(name)}
         self.update.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _group_of(names: Sequence[str], index: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The group of a checkpoint that holds `names`, those that this rank has of a group."""
+    """The group of a checkpoint that holds `names`; of a group of which this rank has none, the one at its place."""
     return next((group for group in saved if names and names[0] in group["params"]), saved[index])
-
-
-def _refuse_own_entries(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError if `optimizer` has state besides that of its parameters: nothing says how ranks share it."""
-    own = [repr(key) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor) and value]
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        own += [repr(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]
-    if own:
-        raise InputError(
-            f"{type(optimizer).__name__} keeps state of no parameter, {shorten(own)}, which cannot be saved; keep it "
-            "in the state of each parameter or in the groups, or save engine.state_dict() yourself"
-        )
-
-
-def refuse_differing(optimizer: torch.optim.Optimizer, by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Raise InputError if numbers of the optimizer's state, as `optimizer_state` gives them, differ by rank."""
-    seen: dict[tuple[str, str], Any] = {}
-    for name, key, value in ((n, k, v) for plain in by_rank for n, state in plain.items() for k, v in state.items()):
-        first = seen.setdefault((name, key), value)
-        if isinstance(value, _SAME_ON_ALL) and repr(first) != repr(value):  # nan is itself
-            raise InputError(
-                f"{type(optimizer).__name__} keeps {key!r} of {name}, which is {first!r} on one rank and {value!r} on "
-                "another, so it cannot be saved; use an elementwise optimizer, such as AdamW, or data='replicate' with "
-                "tensor=1"
-            )
 
 
 def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
     """The parameters of each group in the whole model, from those that each rank holds."""
-    groups = max(len(groups) for groups in by_rank)
-    return [
-        list(dict.fromkeys(name for ranks in by_rank if index < len(ranks) for name in ranks[index]))
-        for index in range(groups)
-    ]
+    joined = [dict[str, None]() for _ in max(by_rank, key=len)]
+    for groups in by_rank:
+        for known, names in zip(joined, groups, strict=False):
+            known.update(dict.fromkeys(names))
+    return [list(names) for names in joined]
 
 
 def without_empty(shards: Shards) -> Shards:
-    """Those of `shards` of which the whole tensor has elements."""
+    """Those of tensors with elements: DCP finds no others."""
     return {name: shard for name, shard in shards.items() if 0 not in shard.placement.shape}
 
 

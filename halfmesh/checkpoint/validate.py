@@ -1,8 +1,8 @@
-"""Whether a state or a checkpoint is of this engine: compared before anything changes."""
+"""Whether a state or a checkpoint fits this engine: compared before anything changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, find_near, shorten
@@ -20,70 +20,45 @@ def class_name(value: object) -> str:
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def refuse_unfit(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not one of an engine with so many loss scalers."""
-    _refuse_missing(state, KEYS, "engine", "(for a model's own state use engine.model.load_state_dict)")
-    _refuse_other_scales(state["update"], scalers, "its weights: engine.model.load_state_dict(state['model'])")
-
-
-def refuse_unfit_update(state: Mapping[str, Any], scalers: int) -> None:
-    """Raise InputError if `state` is not one of an update, as of convert_to_amp, with so many loss scalers."""
-    _refuse_missing(state, UPDATE_KEYS, "optimizer", "of convert_to_amp")
-    _refuse_other_scales(state, scalers, "the model's state dict")
-
-
-def _refuse_missing(state: Mapping[str, Any], keys: Sequence[str], owner: str, hint: str) -> None:
-    if not isinstance(state, Mapping):
-        kind = type(state).__name__
-        raise InputError(f"{owner}.load_state_dict takes what {owner}.state_dict() gave, but a {kind} came")
+def refuse_unfit(state: Mapping[str, Any], scalers: int, owner: str = "engine", keys: Sequence[str] = KEYS) -> None:
+    """Raise InputError if `state` is not of an `owner` with so many loss scalers."""
     missing = [key for key in keys if key not in state]
     if missing:
         raise InputError(
             f"this is not the state of an {owner}: {', '.join(missing)} missing; pass what {owner}.state_dict() gave "
-            f"{hint}"
+            "(a model's own state goes into model.load_state_dict)"
         )
-
-
-def _refuse_other_scales(update: Mapping[str, Any], scalers: int, weights: str) -> None:
-    saved = len(update["scalers"])
+    saved = len(state.get("update", state)["scalers"])
     if saved != scalers:
-        words = {0: "without a loss scale", 1: "with a loss scale"}
         raise InputError(
-            f"the state was saved {words.get(saved, f'with {saved} loss scales')}, but this run trains "
-            f"{words.get(scalers, f'with {scalers} (num_losses)')}; take the precision that it was saved with, or "
-            f"load only {weights}"
+            f"the state was saved with {saved} loss scale(s), and this run trains with {scalers}; take the precision "
+            "and num_losses that it was saved with, or load the model's state alone: model.load_state_dict"
         )
 
 
-def layout(context: ParallelContext, cuts_updates: bool = False) -> dict[str, int]:
-    """Which part of the model this rank holds; with `cuts_updates` (zero1, fsdp) also which this rank steps."""
+def layout(context: ParallelContext, cuts_updates: bool) -> dict[str, int]:
+    """Which part of the model this rank holds; with `cuts_updates` (zero1, fsdp) also which it steps."""
     axes = ("pp", "dp", "tp") if cuts_updates else ("pp", "tp")
     return {f"{axis}_{what}": getattr(context, f"{axis}_{what}") for axis in axes for what in ("size", "rank")}
 
 
 def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:
-    """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's, `mine`."""
+    """Raise InputError if a state with the layout `saved` is of another part of the model than this rank's."""
     if dict(saved) != dict(mine):
+        words = [", ".join(f"{key} {value}" for key, value in each.items()) for each in (saved, mine)]
         raise InputError(
-            f"the state holds {_words(saved)}, and this rank {_words(mine)}; load what was saved by the rank at "
-            "the same place of the same layout. Whole weights go into any layout: "
+            f"the state is of {words[0]}, and this rank is {words[1]}; load what the same rank of the same layout has "
+            "saved. For any layout use engine.save and engine.load, or load whole weights: "
             "engine.model.load_state_dict(weights)"
         )
-
-
-def _words(layout: Mapping[str, int]) -> str:
-    words = f"part {layout['tp_rank']} of {layout['tp_size']} (tensor) of stage {layout['pp_rank']} of "
-    words += f"{layout['pp_size']} of the model"
-    return words + (
-        f", and part {layout['dp_rank']} of {layout['dp_size']} of it (zero1 or fsdp)" if "dp_rank" in layout else ""
-    )
 
 
 # -- checkpoints and files of weights ----------------------------------------------------------------------------------
 
 
 def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> Iterator[str]:
-    """What of a model is not as it was saved in `source`: names and shapes of the whole tensors."""
+    """How names and shapes of a model's whole tensors differ from those that `source` has. (Of what modules save with
+    `get_extra_state` the shape is None.)"""
     missing, unexpected = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
     if missing:
         near = {name: find_near(name, unexpected) for name in missing}
@@ -99,45 +74,39 @@ def model_problems(model: Mapping[str, Any], saved: Mapping[str, Any], source: s
         yield f"other shapes: {shorten(other)}"
 
 
-def extra_problems(mine: Set[str], saved: Set[str]) -> Iterator[str]:
-    """What modules give and take with `get_extra_state` and `set_extra_state`."""
-    if mine - saved:
-        yield f"the checkpoint has no {shorten(sorted(mine - saved))} (of get_extra_state)"
-    if saved - mine:
-        yield f"the model has no {shorten(sorted(saved - mine))} (of get_extra_state)"
-
-
 def optimizer_problems(
-    optimizer: object, groups: list[list[str]], common: Mapping[str, Any], scheduled: bool
+    optimizer: object, scheduler: object | None, groups: list[list[str]], common: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What of an optimizer is not as it was saved.
+    """How the optimizer and the scheduler differ from those of a checkpoint.
 
     Args:
-        groups: the names of the parameters of each of its groups, in the whole model.
+        groups: the names of the parameters of each of the optimizer's groups, in the whole model.
         common: of the checkpoint.
-        scheduled: whether a learning-rate scheduler takes the state that was saved: it knows groups by their number.
     """
-    own = class_name(optimizer)
-    if common["optimizer"] != own:
+    has_scheduler = scheduler is not None and common["lr_class"] is not None
+    if has_scheduler and common["lr_class"] != class_name(scheduler):
         yield (
-            f"it was saved with the optimizer {common['optimizer']}, and this is {own}; use the same class, or load "
-            "the weights alone: engine.load_weights"
+            f"it was saved with the lr_scheduler {common['lr_class']}, and this is {class_name(scheduler)}; use the "
+            "same class, or give initialize none"
+        )
+    if common["optimizer"] != class_name(optimizer):
+        yield (
+            f"it was saved with the optimizer {common['optimizer']}, and this is {class_name(optimizer)}; use the same "
+            "class, or load the weights alone: engine.load_weights"
         )
         return
-    mine, theirs = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
-    if sorted(mine) == sorted(theirs):
-        if scheduled and mine != theirs:
-            order = [str(theirs.index(group)) for group in mine]
-            yield (
-                f"its optimizer has the same groups in another order: here are its {shorten(order)}, and the "
-                "lr_scheduler's state is by number, so that learning rates would be exchanged; build the groups in the "
-                "order of then, or give initialize no lr_scheduler"
-            )
-        return
-    here, there = ({name for names in each for name in names} for each in (mine, theirs))
-    only = {"here": here - there, "in the checkpoint": there - here}
-    words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
-    yield (
-        f"its optimizer has groups of {list(map(len, theirs))} parameters, and this one of {list(map(len, mine))} "
-        f"({'; '.join(words) or 'the same parameters, in other groups'}); build the groups as they were then"
-    )
+    mine, saved = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
+    if sorted(mine) != sorted(saved):
+        here, there = ({name for names in each for name in names} for each in (mine, saved))
+        only = {"here": here - there, "in the checkpoint": there - here}
+        words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
+        yield (
+            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))} "
+            f"({'; '.join(words) or 'the same parameters, in other groups'}); build the same groups"
+        )
+    elif has_scheduler and mine != saved:
+        order = [str(saved.index(group)) for group in mine]
+        yield (
+            f"its optimizer's groups are here in the order {shorten(order)}: the lr_scheduler's state is by number, so "
+            "learning rates would be exchanged; build the groups in the saved order, or give initialize no lr_scheduler"
+        )

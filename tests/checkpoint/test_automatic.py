@@ -134,7 +134,7 @@ def test_gradients_that_are_left_are_said(tmp_path, caplog):
     engine.backward(engine.criterion(engine(x), y))
     engine.preempt()
     engine.close()
-    assert os.listdir(tmp_path) == []
+    assert steps_in(tmp_path) == []
     assert "told to end (engine.preempt()), but not saved: gradients are left that no step has used" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_saved_after_an_error(ends, tmp_path):
     step(engine := made(tmp_path, every=1))
     with pytest.raises(ZeroDivisionError):
         ends(engine)
-    assert os.listdir(tmp_path) == []
+    assert steps_in(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from halfmesh.errors import CheckpointError
-from tests.support.checkpoint_runs import change_manifest, differing, make_engine, train, weights
+from tests.support.checkpoint_runs import change_manifest, differing, make_small, train, weights
 
 FILES = ["manifest.json", ".metadata", "__0_0.distcp", "common.pt", "rank-00000.pt"]
-
-
-def made(**options):
-    return make_engine("one", "none", samples=16, batch=4, **options)
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A folder with the checkpoints of steps 1 and 2, and the weights of each."""
-    engine, found = made(), []
+    engine, found = make_small(), []
     for _ in range(2):
         train(engine, 1)
         engine.save(tmp_path)
@@ -33,7 +29,7 @@ def saved(tmp_path):
 
 
 def loads(folder, expected, step):
-    engine = made(seed=5)
+    engine = make_small(seed=5)
     assert engine.load(folder).name == f"step-{step:08d}"
     assert differing(weights(engine), expected) == []
 
@@ -48,22 +44,22 @@ def test_a_flipped_bit_is_found_by_checksums(saved, newest, caplog):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"is not as it was written; .*\n  - __0_0.distcp has another sha256"):
-        made().load(place)
+        make_small().load(place)
     loads(folder, states[0 if newest else 1], 1 if newest else 2)
     assert ("step-00000001 is loaded, because what is newer is damaged:" in caplog.text) == newest
     path.write_bytes(content[:100])
     with pytest.raises(CheckpointError, match=rf"__0_0.distcp has 100 bytes instead of {len(content)}"):
-        made().load(place)
+        make_small().load(place)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0.distcp is missing"):
-        made().load(place)
+        make_small().load(place)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_any_damage_of_any_file_is_refused_and_changes_nothing(saved, name):
     """Cut off, and with bits that are flipped."""
     place, chance = saved[0] / "step-00000002", random.Random(3)
-    content, engine = (place / name).read_bytes(), made(seed=3)
+    content, engine = (place / name).read_bytes(), make_small(seed=3)
     before = weights(engine)
     for _ in range(4):
         changed = bytearray(content)
@@ -89,21 +85,21 @@ def test_what_is_no_checkpoint(tmp_path, saved):
     for path in folder.glob("step-*/common.pt"):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"all of its checkpoints are damaged:\n.*step-00000002(?s:.*)00001"):
-        made().load(folder)
+        make_small().load(folder)
     (folder / "empty").mkdir()
     for place, words in (("not here", "there is no such folder"), ("empty", "it holds no complete")):
         with pytest.raises(CheckpointError, match=f"loading from .* failed: {words}.*; give the folder that"):
-            made().load(folder / place)
+            make_small().load(folder / place)
     (folder / "weights.pt").touch()
     with pytest.raises(CheckpointError, match=r"it is a file, .*; for weights alone call engine.load_weights"):
-        made().load(folder / "weights.pt")
+        make_small().load(folder / "weights.pt")
 
 
 def test_a_newer_format_is_refused(saved):
     """An older checkpoint beside it is not taken for it."""
     change_manifest(saved[0] / "step-00000002", format=2, files="of another kind")
     with pytest.raises(CheckpointError, match=r"step-00000002 has the format 2, and this version of halfmesh reads fo"):
-        made().load(saved[0])
+        make_small().load(saved[0])
 
 
 class Runs:
@@ -118,5 +114,5 @@ def test_no_code_is_run(saved, monkeypatch):
     torch.save({"optimizer": Runs()}, place / "common.pt")
     describe_anew(place, "common.pt")
     with pytest.raises(CheckpointError, match="holds more than plain data, which is not read because it could run cod"):
-        made().load(place)
+        make_small().load(place)
     assert not Path("ran").exists()

@@ -168,4 +168,4 @@ def test_a_load_is_not_a_boundary(way, tmp_path):
         other.load_state_dict(engine.state_dict())
     assert other.global_step == 1
     other.close()
-    assert os.listdir(tmp_path / "second") == []
+    assert steps_in(tmp_path / "second") == []

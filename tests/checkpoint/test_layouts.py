@@ -114,19 +114,20 @@ def test_every_mode_loads_what_every_other_saved(tmp_path):
 
 
 class Scale(nn.Module):
-    """A scalar and a single element."""
+    """A scalar, a single element, and tensors without elements."""
 
     def __init__(self):
         super().__init__()
         self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.1]))
+        self.nothing = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+        self.register_buffer("none", torch.empty(2, 0))
 
     def forward(self, x):
         return x.tanh() * self.scale + self.shift
 
 
 def odd_model(seed):
-    """Sizes that ranks do not divide, channels last; its first layer and its last, in other
-    stages of a pipeline, are one."""
+    """Sizes that ranks do not divide, channels last; the first layer and the last, in other stages, share a weight."""
     torch.manual_seed(seed)
     conv = nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
     uneven = [nn.Linear(8, 13), nn.Unflatten(1, (1, 1, 13)), conv, nn.Flatten(), nn.Linear(26, 8)]

@@ -13,12 +13,8 @@ import time
 import pytest
 
 from halfmesh.errors import CheckpointError
-from tests.support.checkpoint_runs import make_engine, train
+from tests.support.checkpoint_runs import make_engine, make_small, train
 from tests.support.ranks import RankFailure, run_ranks
-
-
-def made(**options):
-    return make_engine("one", "none", samples=16, batch=4, **options)
 
 
 def second_job(rank, world_size, folder):
@@ -40,7 +36,7 @@ def second_job(rank, world_size, folder):
 
 
 def another_job(rank, world_size, folder):
-    train(engine := made(), 1)
+    train(engine := make_small(), 1)
     engine.save(folder)
 
 
@@ -49,8 +45,8 @@ def test_a_second_job_is_refused_by_name_on_all_ranks(tmp_path, monkeypatch):
     """Until the first has closed its engine. Another engine of the same job is not refused."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     folder = tmp_path / "checkpoints"
-    train(first := made(checkpoint=str(folder)), 1)
-    train(second := made(), 2)
+    train(first := make_small(checkpoint=str(folder)), 1)
+    train(second := make_small(), 2)
     places = [first.save(folder), second.save(folder)]
     second.close()
     places.append(first.save(folder))  # the lock that went with `second` is taken again
@@ -92,7 +88,7 @@ def test_where_there_are_no_locks_it_is_said_once(tmp_path, monkeypatch, caplog)
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", none)
-    engine = made()
+    engine = make_small()
     for _ in range(2):
         assert engine.save(tmp_path).exists()
-    assert caplog.text.count(f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); see to it") == 1
+    assert caplog.text.count(f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); make sure") == 1

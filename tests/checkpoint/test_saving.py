@@ -14,17 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.checkpoint.lock import LOCK
+from halfmesh.checkpoint.folder import LOCK
 from halfmesh.errors import CheckpointError, InputError
-from tests.support.checkpoint_runs import make_engine, train
+from tests.support.checkpoint_runs import make_engine, make_small, train
 from tests.support.models import CLASSES, FEATURES
 from tests.support.ranks import RankFailure, run_ranks
 
 FILE_EVENTS = {"open", "os.mkdir", "os.rename"}
-
-
-def made(**options):
-    return make_engine("one", "none", samples=16, batch=4, **options)
 
 
 def names_in(folder):
@@ -59,7 +55,7 @@ def killed_while_saving(rank, world_size, folder, moment, layout="one"):
 @pytest.mark.parametrize(("early", "late"), [(24, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_a_save_that_is_killed_leaves_what_was_there(early, late, tmp_path):
     """While it writes, and at the last uses of files: the rename and what is removed after it."""
-    train(engine := made(), 1)
+    train(engine := make_small(), 1)
     engine.save(tmp_path)
     engine.close()
     uses = run_ranks(killed_while_saving, 1, str(tmp_path), 10**6, fresh=True)[0]
@@ -69,10 +65,10 @@ def test_a_save_that_is_killed_leaves_what_was_there(early, late, tmp_path):
             shutil.rmtree(path)
         with pytest.raises(RankFailure, match="exit code -9"):
             run_ranks(killed_while_saving, 1, str(tmp_path), moment)
-        other = made()
+        other = make_small()
         assert other.load(tmp_path).name in (f"step-{step:08d}", f"step-{step + 1:08d}")
         for place in tmp_path.glob("step-*"):
-            made().load(place)
+            make_small().load(place)
     assert list(tmp_path.glob(".step-*"))
     train(other, 1)
     place = other.save(tmp_path, keep=1)
@@ -126,17 +122,17 @@ def test_a_full_disk_on_one_rank_is_told_on_all(in_background, tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"saving step 0 to .*file failed, and what was saved before is .*: Fil"):
-        made().save(tmp_path / "file")
+        make_small().save(tmp_path / "file")
 
 
 def test_saves_that_are_refused(tmp_path):
-    engine = made(gradient_accumulation=2)
+    engine = make_small(gradient_accumulation=2)
     x, y = next(iter(engine.dataloader))
     engine.backward(engine.criterion(engine(x), y))
     with pytest.raises(InputError, match=r"engine.save\(\) was called after microbatch 1 of 2 and before the update"):
         engine.save(tmp_path)
-    with pytest.raises(InputError, match=r"engine.save: keep=0 is not a number of checkpoints; give 1 or more"):
-        made().save(tmp_path, keep=0)
+    with pytest.raises(InputError, match=r"engine.save: keep=0: give a number of checkpoints, 1 or more"):
+        make_small().save(tmp_path, keep=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,21 +154,21 @@ def test_ranks_that_name_different_folders_are_refused(tmp_path):
 
 
 def test_keep(tmp_path):
-    engine = made()
+    engine = make_small()
     for _ in range(4):
         train(engine, 1)
         engine.save(tmp_path, keep=2)
     assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
     assert engine.save(tmp_path).name == "step-00000004.1"  # of the same step: never in the place of a complete one
     assert names_in(tmp_path) == ["step-00000003", "step-00000004.1"]
-    assert made().load(tmp_path).name == "step-00000004.1"
+    assert make_small().load(tmp_path).name == "step-00000004.1"
 
 
 def test_only_checkpoints_of_this_model_are_removed(tmp_path):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
     (tmp_path / "step-00000002").write_text("a file")
-    other, engine = made(model=nn.Sequential(nn.Linear(FEATURES, CLASSES))), made()
+    other, engine = make_small(model=nn.Sequential(nn.Linear(FEATURES, CLASSES))), make_small()
     for number in (1, 2):
         train(other, 1)
         train(engine, 1)

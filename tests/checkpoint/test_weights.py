@@ -11,16 +11,22 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import CheckpointError, InputError
 from tests.composition.workloads import criterion, find_workload
-from tests.support.checkpoint_runs import FP16, LAYOUTS, Net, differing, make_engine, train, weights, whole_state
+from tests.support.checkpoint_runs import (
+    FP16,
+    LAYOUTS,
+    Net,
+    differing,
+    make_engine,
+    make_small,
+    train,
+    weights,
+    whole_state,
+)
 from tests.support.models import MLP
 from tests.support.ranks import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 BOTH = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}}
-
-
-def small(**options):
-    return make_engine("one", "none", samples=16, batch=4, **options)
 
 
 def trained(rank, world_size, model, mode, folder):
@@ -150,7 +156,7 @@ def test_tied_weights(tmp_path):
 
 
 def test_an_earlier_save_leaves_nothing(tmp_path):
-    engine = small()
+    engine = make_small()
     (tmp_path / "w-other.safetensors").write_text("of somebody else")
     for size in (2e-6, 3e-6, 1.0, 2e-6):
         engine.save_weights(tmp_path / "w.safetensors", max_file_gb=size)
@@ -165,7 +171,7 @@ def test_an_earlier_save_leaves_nothing(tmp_path):
 
 def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"format='safetensor' is not one of .*; did you mean 'safetensors'"):
-        small().save_weights(tmp_path / "w", format="safetensor")
+        make_small().save_weights(tmp_path / "w", format="safetensor")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,7 +185,7 @@ def test_an_unknown_format_is_refused(tmp_path):
     ],
 )
 def test_files_that_are_refused(content, error, words, tmp_path):
-    engine = small()
+    engine = make_small()
     before = weights(engine)
     if content is not None:
         torch.save(content, tmp_path / "w.pt")
@@ -214,7 +220,7 @@ def test_values_beyond_fp16_are_refused_on_all_ranks_before_anything_is_changed(
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
 def test_other_precisions_are_cast(name, tmp_path):
-    engine, save = small(), torch.save if name == "m.pt" else safetensors.save_file
+    engine, save = make_small(), torch.save if name == "m.pt" else safetensors.save_file
     before = weights(engine)
 
     def load(key, value):

@@ -172,7 +172,7 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_state_resumes_exactly_on_the_rank_that_saved_it():
     for rank, found in enumerate(run_ranks(state, 2)):
         assert found["same"]
-        assert f"holds part {1 - rank} of 2 (tensor) of stage 0 of 1" in found["another part"]
+        assert f"tp_rank {1 - rank}, and this rank is" in found["another part"]
         assert found["local"] == (8, FEATURES)
 
 

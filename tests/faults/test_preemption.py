@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfmesh.errors import CheckpointError, Preempted
+from halfmesh.errors import InputError, Preempted
 from tests.faults.launches import TORCHRUN, started
 from tests.support import checkpoint_program
 from tests.support.checkpoint_runs import make_engine
@@ -151,19 +151,19 @@ def test_where_a_run_ends(tmp_path):
 
 
 def sees_another_folder(rank, world_size, folder):
-    """`directory` is relative, and the ranks have started in different places."""
+    """`directory` is relative, and the ranks were started in different places."""
     os.makedirs(f"{folder}/{rank}/checkpoints")
     engine = made("dp2", "none", None, 1)
     engine.save(f"{folder}/0/checkpoints")
     engine.close()
     os.chdir(f"{folder}/{rank}")
-    with pytest.raises(CheckpointError, match=r"has checkpoints, but not on rank\(s\) 1; give a folder that all"):
+    with pytest.raises(InputError, match="different folders on each rank; give the same"):
         made("dp2", "none", "checkpoints", 1)
 
 
 @pytest.mark.distributed
-def test_a_folder_that_one_rank_does_not_see_is_refused(tmp_path):
-    """Else that rank would begin anew."""
+def test_ranks_that_see_different_folders_are_refused(tmp_path):
+    """Else one of them would begin anew."""
     run_ranks(sees_another_folder, 2, str(tmp_path))
 
 

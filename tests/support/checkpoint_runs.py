@@ -100,6 +100,11 @@ def make_engine(
     )
 
 
+def make_small(**options: Any) -> halfmesh.Engine:
+    """One process in fp32, four batches an epoch."""
+    return make_engine("one", "none", samples=16, batch=4, **options)
+
+
 def train(
     engine: halfmesh.Engine, batches: int, save_at: int | None = None, folder: Any = None, **how: Any
 ) -> list[tuple[float, float]]:

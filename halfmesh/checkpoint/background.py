@@ -1,0 +1,60 @@
+"""A thread that writes a checkpoint while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..log import get_logger
+from .state import Boxes
+
+_log = get_logger(__name__)
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time, from a copy in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._copies: Boxes = {}
+
+    @torch.no_grad()
+    def copy(self, boxes: Boxes) -> Boxes:
+        """Copies of `boxes` in host memory, page-locked for a GPU. The memory is kept for the next call, because new
+        memory costs more to fill."""
+        kept, self._copies = self._copies, {}
+        for key, box in boxes.items():
+            copy = kept.pop(key, None)
+            if copy is None or (copy.shape, copy.dtype) != (box.shape, box.dtype):
+                copy = torch.empty(box.shape, dtype=box.dtype, pin_memory=self._device.type == "cuda")
+            self._copies[key] = copy.copy_(box, non_blocking=box.is_cuda)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._copies
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Call `write` in a thread, which the end of the process waits for. The one before must be done."""
+        self._thread = threading.Thread(target=self._run, args=(write,), name="halfmesh save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread, and raise its error if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, write: Callable[[], object]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own
+        try:
+            write()
+        except Exception as error:  # the same on all ranks, unless they can no longer be reached
+            self._error = error
+            _log.warning("%s", error)  # now: it may take a while until somebody waits

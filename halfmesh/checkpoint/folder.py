@@ -1,0 +1,212 @@
+"""A folder of checkpoints: each is complete under its name, or not there.
+
+checkpoints/
+    .lock                 which job saves here
+    .step-00001300.tmp/   being written, or left by a save that was killed
+    step-00001200/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import CheckpointError, InputError, bullet_list, cut
+from ..log import get_logger
+from ..parallel.context import ParallelContext
+from . import storage
+from .collective import run_on_rank_zero
+
+_log = get_logger(__name__)
+
+LOCK = ".lock"
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"\.step-\d{8,}(?:\.\d+)?\.tmp")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, the newest first."""
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for match, path in sorted(found, key=lambda one: _order(one[0]), reverse=True)]
+
+
+def _order(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 0)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make an empty folder for the checkpoint of `step`, and remove what killed saves have left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            _remove(path)
+    names = [path.name.removeprefix(".").removesuffix(".tmp") for path in folder.iterdir()]
+    taken = [_order(match)[1] for name in names if (match := _NAME.fullmatch(name)) and int(match[1]) == step]
+    again = f".{max(taken) + 1}" if taken else ""  # nothing is replaced
+    unfinished = folder / f".step-{step:08d}{again}.tmp"
+    unfinished.mkdir()
+    return unfinished
+
+
+def final_place(unfinished: Path) -> Path:
+    """The path of a checkpoint that `begin` began, when it is complete."""
+    return unfinished.with_name(unfinished.name[1:].removesuffix(".tmp"))
+
+
+def finish(unfinished: Path, keep: int | None) -> None:
+    """Give a complete checkpoint its name, and remove older ones of the same model and engine.
+
+    Args:
+        keep: how many to keep, this one included; None: all, but one for each step.
+    """
+    storage.sync(unfinished)
+    final = final_place(unfinished)
+    unfinished.rename(final)
+    storage.sync(final.parent)
+    step, model = final.name.partition(".")[0], _model(final)
+    older = [path for path in checkpoints(final.parent) if path != final and _model(path) == model]
+    same_step = [path for path in older if path.name.partition(".")[0] == step]
+    rest = [path for path in older if path not in same_step]
+    for path in same_step + ([] if keep is None else rest[keep - 1 :]):
+        _remove(path)
+
+
+def _model(path: Path) -> tuple[Any, Any] | None:
+    """The model that a checkpoint is of, and its engine's name. None: a link, or none of ours."""
+    try:
+        manifest = storage.read_manifest(path)
+    except (CheckpointError, OSError):
+        return None
+    if path.is_symlink() or manifest["format"] != storage.FORMAT:
+        return None
+    return manifest["model"], engine_name(manifest)
+
+
+def engine_name(manifest: Mapping[str, Any]) -> Any:
+    """The config key `name` of the run that wrote a checkpoint."""
+    return manifest["config"].get("name")
+
+
+def _remove(path: Path) -> None:
+    """Remove what is no longer needed. That this fails is no reason for a complete save to fail."""
+    try:
+        if not _UNFINISHED.fullmatch(path.name):  # first, so that no half of it has the name of a complete one
+            path = path.rename(path.with_name(f".{path.name}.tmp"))
+        shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("%s is no longer needed, but cannot be removed (%s); remove it yourself", path, error)
+
+
+def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint in `directory`, or the newest intact one of those in it, and its manifest. All ranks together.
+
+    Raises:
+        CheckpointError: there is none, or none that is intact; or a newer version of halfmesh wrote it.
+        InputError: the ranks were given different folders.
+    """
+    if not context.agree(str(directory)):
+        raise InputError("engine.load was called with different folders on each rank; give the same on all of them")
+    what = f"loading from {directory} failed"
+    candidates = run_on_rank_zero(context, what, lambda: _candidates(directory))
+    damaged: list[str] = []
+    for place in candidates:
+        try:
+            manifest = storage.read_whole(place, what, context)
+        except CheckpointError as error:
+            if len(candidates) == 1:
+                raise
+            damaged.append(str(error).removeprefix(f"{what}: "))
+            continue
+        if manifest["format"] != storage.FORMAT:  # an older checkpoint beside it is not what was asked for
+            raise CheckpointError(
+                f"{what}: {place} has the format {manifest['format']!r}, and this version of halfmesh reads format "
+                f"{storage.FORMAT}; load it with the version that wrote it, or a later one"
+            )
+        if damaged:
+            _log.warning("%s", bullet_list(f"{place} is loaded, because what is newer is damaged:", damaged))
+        return place, manifest
+    raise CheckpointError(bullet_list(f"{what}: all of its checkpoints are damaged:", damaged))
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """`directory`, if it is a checkpoint itself; or those in it."""
+    if (directory / storage.MANIFEST).exists():
+        return [directory]
+    if directory.is_file():
+        raise CheckpointError(
+            "it is a file, and a checkpoint is a folder; for weights alone call engine.load_weights, for a file in a "
+            "checkpoint give its folder"
+        )
+    found = checkpoints(directory) if directory.is_dir() else []
+    if not found:
+        there = "it holds no complete checkpoint" if directory.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{there}; give the folder that engine.save was given, or one of those in it")
+    return found
+
+
+# -- one job saves into a folder ---------------------------------------------------------------------------------------
+
+
+class FolderLocks:
+    """The folders that one engine saves into, locked until `release` or the end of the process, however it ends: a
+    second job would remove the unfinished saves and the checkpoints of the first.
+
+    POSIX locks belong to a process: several engines of one process share a folder, and forked DataLoader workers that
+    outlive it do not keep it locked (with `flock` it would be the other way round).
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, IO[str] | None] = {}
+
+    def take(self, folder: Path) -> None:
+        """Lock `folder`, which is made if it is not there. Call this before each save: the lock is lost when another
+        engine of this process releases it.
+
+        Raises:
+            CheckpointError: another process saves into it.
+        """
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            file = self._files[folder] if folder in self._files else open(folder / LOCK, "a+")  # noqa: SIM115
+            self._files[folder] = file
+            if file is not None:
+                _lock(file, folder)
+        except OSError as error:
+            self._files[folder] = None
+            _log.warning("%s cannot be locked (%s); make sure that no other job saves there", folder, error)
+
+    def release(self) -> None:
+        """Let other jobs save."""
+        for file in self._files.values():
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        self._files.clear()
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise CheckpointError(
+            f"another job saves into {folder} ({cut(file.read(200)) or 'it left no name'}), and each would remove "
+            "checkpoints of the other; end that job first, or give this one another folder. (If that job and its "
+            f"machine are gone, remove {folder / LOCK}.)"
+        ) from None
+    with contextlib.suppress(OSError):  # a full disk: locked without a name
+        job = next((f"{key} {os.environ[key]}, " for key in _JOB_IDS if key in os.environ), "")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.truncate(0)
+        file.write(f"{job}process {os.getpid()} on {socket.gethostname()}, since {since}")
+        file.flush()
