@@ -27,7 +27,7 @@ from .units import ShardOptions, Units, can_be_sharded
 from .unwrap import Origin
 from .whole import Whole, is_cut
 from .withheld import UNFINISHED, WithheldGradient
-from .wrap import prefetch, wrap
+from .wrap import add_missing_grads, prefetch, wrap
 
 
 class FullyShard:
@@ -195,6 +195,8 @@ class FullyShard:
         for unit, held in zip(self.units, self._held, strict=True):
             if wanted is None or not held.isdisjoint(wanted):
                 unit.set_requires_gradient_sync(last)
+                if last and self._param_dtype is not None:
+                    add_missing_grads(unit)
 
     @property
     def used(self) -> list[bool]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from ..reducer import ReduceOptions
 from .units import ShardOptions
@@ -52,6 +55,22 @@ def wrap(
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # since torch 2.13
         sharded.set_reduce_scatter_unused_params(True)  # a rank may not use what another does
     return sharded
+
+
+def add_missing_grads(unit: FSDPModule) -> None:
+    """Before the last of several backwards: where FSDP2 holds gradients of `unit` in a wider dtype than its parameters
+    have, let it hold zeros of that dtype for the parameters that had none.
+
+    torch 2.13 and 2.14 make these zeros in the parameters' dtype, and then refuse the mixture. Older torch makes none;
+    newer torch, where the gradient is a property, makes them right.
+    """
+    groups: Any = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
+    params = [param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    if hasattr(FSDPParam, "unsharded_accumulated_grad") or all(p.unsharded_accumulated_grad is None for p in params):
+        return
+    for param in params:
+        if param.unsharded_accumulated_grad is None and param._unsharded_param.requires_grad:
+            param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
 
 
 def prefetch(units: Sequence[FSDPModule], count: int) -> None:
