@@ -19,7 +19,7 @@ from .division_plans import Plans, cuts_updates
 from .launching.failures import is_timeout
 from .parallel.context import ParallelContext
 from .parallel.offload import Offload
-from .parallel.random import CommonRandom, OwnRandomness, model_seed
+from .parallel.random import CommonRandom, IsolatedRNG, model_seed
 from .parallel.recompute import Checkpointed
 from .parallel.reducer import ReduceOptions
 from .parallel.regions import Placement, whole
@@ -85,7 +85,7 @@ class Division:
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if context.size > 1 else None
-        self.host_random = OwnRandomness(model_seed(config.seed, context))
+        self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Those of python and numpy that stages of a pipeline draw, one more or less often than others."""
         if plans.tensor is not None:
             axis = TensorAxis(context.tp_group, context.device, self.random)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import HalfmeshError, InputError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
-from ..parallel.random import CPU, SharedRandomness, random_state, set_random_state
+from ..parallel.random import CPU, SharedRNG, random_state, set_random_state
 from . import folder, rng, storage, validate
 from .attached import AttachedState
 from .background import BackgroundWriter
@@ -171,7 +171,7 @@ class Checkpointer:
             self._refuse_other(stored)
             parts.accumulation.clear()
             self._load_tensors(stored)
-            shared = SharedRandomness(context.from_first(random_state(CPU)))
+            shared = SharedRNG(context.from_first(random_state(CPU)))
             notes = run_on_all_ranks(context, stored.too_late, lambda: list(self._load_rest(stored, shared)))
         parts.global_step = stored.common["global_step"]
         title = f"loaded step {parts.global_step} from {stored.folder}"
@@ -226,7 +226,7 @@ class Checkpointer:
         if average.values:
             average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 
-    def _load_rest(self, stored: Stored, shared: SharedRandomness) -> Iterator[str]:
+    def _load_rest(self, stored: Stored, shared: SharedRNG) -> Iterator[str]:
         """Load all but the tensors of model and optimizer. Yields what begins anew.
 
         Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..parallel.context import ParallelContext
-from ..parallel.random import OwnRandomness, model_seed, random_state, set_random_state
+from ..parallel.random import IsolatedRNG, model_seed, random_state, set_random_state
 
 if TYPE_CHECKING:
     from ..division import Division
@@ -39,6 +39,6 @@ def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
     own = model_seed(seed, context)
     if division.random is not None:
         division.random.state = torch.Generator(context.device).manual_seed(own).get_state()
-        division.host_random = OwnRandomness(own)
+        division.host_random = IsolatedRNG(own)
     elif context.device.type == "cuda":
         torch.cuda.manual_seed(own)

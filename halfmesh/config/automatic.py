@@ -1,4 +1,4 @@
-"""The key `checkpoint`: saves that nobody calls."""
+"""The key `checkpoint`: automatic checkpoints, periodic and on preemption."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..parallel.context import ParallelContext
-from ..parallel.random import CPU, OwnRandomness, SharedRandomness, derived_seed, random_state
+from ..parallel.random import CPU, IsolatedRNG, SharedRNG, derived_seed, random_state
 from .sharding import ShardedLoader, is_stateful
 
 _END = object()
@@ -91,7 +91,7 @@ def epoch_batches(
         in_loop = in_loop and bool(state.fetches)
     state.handed = state.trained = state.fetched
     set_generators(sharded, state.start["generators"])
-    order, again = SharedRandomness(state.start["random"]), dict(state.fetches)
+    order, again = SharedRNG(state.start["random"]), dict(state.fetches)
     worker_seed = derived_seed(seed, context.dp_rank, state.epoch)
     batches = sharded.batches(order, state.epoch, worker_seed, 0 if knows_place else state.fetched)
     while True:
@@ -99,9 +99,9 @@ def epoch_batches(
         if sharded.is_stream and not in_loop:
             scope = order
         elif several and not loader.num_workers:
-            scope = OwnRandomness(derived_seed(seed, context.dp_rank, state.epoch, state.fetched))
+            scope = IsolatedRNG(derived_seed(seed, context.dp_rank, state.epoch, state.fetched))
         elif state.fetched in again:
-            scope = OwnRandomness(again.pop(state.fetched))
+            scope = IsolatedRNG(again.pop(state.fetched))
         with scope:
             if not (several or loader.num_workers):  # it costs some 50 us
                 _keep(state.fetches, state.fetched, random_state(CPU))

@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.digests import add_tensor
-from ..parallel.random import SharedRandomness
+from ..parallel.random import SharedRNG
 from ..parallel.same_calls import are_same
 from ..tensors import map_tensors, tensors_of
 
@@ -138,7 +138,7 @@ class ShardedLoader:
         found = {id(g): g for g in (getattr(part, "generator", None) for part in (self.given, self._sampler))}
         return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
-    def batches(self, order: SharedRandomness, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:
+    def batches(self, order: SharedRNG, epoch: int, worker_seed: int, skip: int = 0) -> Iterator[Any]:
         """The batches of an epoch without the first `skip`, which a map-style dataset does not read.
 
         In one process without `skip`, torch draws everything as in a plain loop. Otherwise the order is drawn here,

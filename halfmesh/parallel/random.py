@@ -53,7 +53,7 @@ def derived_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
-class OwnRandomness:
+class IsolatedRNG:
     """A scope in which python's, numpy's and torch's CPU generators draw from a sequence of their own.
 
     Leaving it puts back what was there; entering it again goes on.
@@ -81,7 +81,7 @@ class OwnRandomness:
         set_random_state(self._outside, CPU)
 
 
-class SharedRandomness(OwnRandomness):
+class SharedRNG(IsolatedRNG):
     """A sequence that is rank 0's on all ranks, while it is inside: what is drawn within was drawn by the user's
     generators, wherever they stood where rank 0's did when the scope was entered. Others are put back.
 
