@@ -13,13 +13,11 @@ from ..shard import OneRank, ParamShard, Publisher, Ranks, clear_grads
 from .grad_norm import GradStats, clip_divisor, grad_stats
 from .gradient_watch import GradientWatch
 from .loss_scales import LossScales
-from .master_weights import MasterWeights, bucket_bytes, by_bytes
+from .master_weights import MasterWeights
 from .recipe import HALF, Recipe, UpdateOptions
 from .skip_counter import SkipCounter
 from .step_result import StepResult
-from .stepper import Stepper, fit_grads
-
-Grads = dict[ParamShard, torch.Tensor]
+from .stepper import Grads, Stepper
 
 
 class MixedPrecisionOptimizer:
@@ -63,7 +61,7 @@ class MixedPrecisionOptimizer:
         self.options = options or UpdateOptions()
         self.device = shards[0].param.device if device is None else device
         self.master_weights = MasterWeights(optimizer, shards, recipe.master_weights, masters)
-        self.stepper = Stepper(optimizer, allow_fused=self.options.fused == "auto")
+        self.stepper = Stepper(self.master_weights, self.device, allow_fused=self.options.fused == "auto")
         self.loss_scales = LossScales(recipe, self.device, self.options)
         self.skip_counter = SkipCounter(self.options.max_consecutive_skips, self.device)
         self.skips_nonfinite = self.options.skips_nonfinite(recipe)
@@ -75,9 +73,6 @@ class MixedPrecisionOptimizer:
         self._ranks = ranks or OneRank()
         self._clip_once: tuple[float, GradStats | None] | None = None
         self._has_backward = False  # gradients of the next update are there
-        # On a CPU used gradients stay in memory until the next `zero_grad` or backward, as in a loop by hand: freed at
-        # once, malloc returns them to the system and takes them again page by page (a tenth of a small ViT's step).
-        self._used: list[torch.Tensor] = []
         self._load_hook = optimizer.register_load_state_dict_post_hook(lambda _: self.sync_param_groups())
         self.sync_param_groups()
 
@@ -102,7 +97,7 @@ class MixedPrecisionOptimizer:
         if self._clip_once is not None:
             self._clip_once = (self._clip_once[0], None)  # the norm is no longer that of all gradients
         self._has_backward = True
-        self._used = []
+        self.stepper.free_used()
         self.loss_scales.before_backward(self.master_weights.receivers)
 
     def after_backward(self, loss_id: int = 0) -> None:
@@ -128,7 +123,7 @@ class MixedPrecisionOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients of all parameters that the optimizer holds, or has held."""
-        self._used = []
+        self.stepper.free_used()
         self._forget_grads()
 
     def _forget_grads(self) -> None:
@@ -168,9 +163,7 @@ class MixedPrecisionOptimizer:
             self.sync_param_groups()
         self.master_weights.adopt_external_writes()
         grads, scalers = self.gradients(), self.loss_scales.scalers
-        buckets = self._buckets(grads)
-        if len(buckets) == 1 and self.master_weights.masters:
-            self._fit(buckets[0], grads)  # before they are measured, which is faster in fp32
+        buckets = self.stepper.buckets(grads, self.publisher is not None)
         sparse = {grad.layout for grad in grads.values()} - {torch.strided}
         if sparse:
             self.stepper.avoid_fused()
@@ -227,7 +220,7 @@ class MixedPrecisionOptimizer:
             clear_grads([shard.param for shard in grads])  # each step would take all that are attached
         try:
             while pending:
-                self._step_bucket(pending[0], grads, divisor, found_inf, bucketed)
+                self.stepper.step(pending[0], grads, divisor, found_inf, bucketed)
                 self._publish(pending.pop(0))
         finally:  # also on an error: the other ranks wait for these masters
             for bucket in pending:
@@ -235,39 +228,6 @@ class MixedPrecisionOptimizer:
             if self.publisher is not None:
                 self.publisher.finish()
             self.master_weights.mark_published()
-
-    def _buckets(self, grads: Grads) -> list[list[ParamShard]]:
-        """What is stepped together: not all, where gradients are copied to fp32 (few copies then exist at a time), or
-        where new weights are sent to other ranks (which overlaps the rest of the update)."""
-        pays = bool(self.master_weights.masters) or self.publisher is not None
-        if not grads or not pays or not self.stepper.can_step_in_buckets:
-            return [list(grads)]  # also without gradients: the optimizer's hooks run then, too
-        numel = sum(grad.numel() for grad in grads.values())
-        limit = bucket_bytes(self.device, numel)
-        return [list(grads)] if 4 * numel <= limit else by_bytes(grads, limit, lambda shard: shard.param.numel())
-
-    def _fit(self, shards: Sequence[ParamShard], grads: Grads) -> None:
-        """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, and free the old."""
-        targets = [self.master_weights.stepped[shard] for shard in shards]
-        for shard, grad in zip(shards, fit_grads([grads[shard] for shard in shards], targets), strict=True):
-            if grad is not grads[shard]:
-                grads[shard] = grad
-                clear_grads([shard.param])
-
-    def _step_bucket(
-        self,
-        shards: Sequence[ParamShard],
-        grads: Grads,
-        divisor: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        bucketed: bool,
-    ) -> None:
-        """Attach the gradients of `shards` to what the optimizer holds, and let it step."""
-        if bucketed or not self.master_weights.masters:  # else they fit already
-            self._fit(shards, grads)
-        targets, fitting = [self.master_weights.stepped[s] for s in shards], [grads.pop(s) for s in shards]
-        self._used = fitting if self.device.type == "cpu" else []
-        self.stepper.step(targets, fitting, divisor, found_inf, bucketed)
 
     def _publish(self, shards: Sequence[ParamShard]) -> None:
         """Round the masters of `shards` into the model, and begin to send them to the ranks that use them."""

@@ -1,23 +1,27 @@
-"""The user's optimizer: with which implementation it steps, and that nobody else steps it."""
+"""How the user's optimizer steps: with which implementation, and with which gradients at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import optim
 
 from .._torch import foreach_copy_, foreach_mul_
 from ..errors import InputError
+from ..shard import ParamShard, clear_grads
 from . import fused
 from ._torch import has_step_hooks, has_step_pre_hooks
+from .master_weights import MasterWeights, bucket_bytes, by_bytes
+
+Grads = dict[ParamShard, torch.Tensor]
 
 
 class Stepper:
     """Calls `optimizer.step()`; a call from elsewhere is refused.
 
     Args:
+        device: where updates are decided.
         allow_fused: use torch's fused implementation where the user left the choice open and it is exact.
 
     Attributes:
@@ -25,15 +29,20 @@ class Stepper:
         switched: the places of the groups that were made fused here.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, allow_fused: bool) -> None:
-        self.optimizer = optimizer
+    def __init__(self, masters: MasterWeights, device: torch.device, allow_fused: bool) -> None:
+        self.optimizer = masters.optimizer
         self.allow_fused = allow_fused
+        self._masters = masters
+        self._device = device
+        # On a CPU used gradients stay in memory until the next `zero_grad` or backward, as in a loop by hand: freed at
+        # once, malloc returns them to the system and takes them again page by page (a tenth of a small ViT's step).
+        self._used: list[torch.Tensor] = []
         self.switched: set[int] = set()
         self.takes_grad_scale = self._is_elementwise = False
         self._stepping = False
         self._settings: list[Any] = []
         self._group_of: dict[int, int] = {}  # the place of each parameter's group
-        self.guard = optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
+        self.guard = self.optimizer.register_step_pre_hook(self._refuse_calls_from_outside)
 
     def changed(self) -> bool:
         """Whether the groups hold other parameters or settings than at the last `sync`."""
@@ -67,22 +76,71 @@ class Stepper:
         """Whether `step` may be called with some of the gradients at a time."""
         return self._is_elementwise and not has_step_hooks(self.optimizer, self.guard)  # hooks expect one call
 
+    def buckets(self, grads: Grads, publishes: bool) -> list[list[ParamShard]]:
+        """What is stepped together: not all, where gradients are copied to fp32 (few copies then exist at a time), or
+        new weights are published to other ranks (which overlaps the rest of the update).
+
+        Of one bucket the copies are made now: norms of fp32 gradients are faster than those of half ones.
+        """
+        masters = bool(self._masters.masters)
+        buckets = [list(grads)]  # also without gradients: the optimizer's hooks run then, too
+        if grads and (masters or publishes) and self.can_step_in_buckets:
+            numel = sum(grad.numel() for grad in grads.values())
+            limit = bucket_bytes(self._device, numel)
+            if 4 * numel > limit:
+                buckets = by_bytes(grads, limit, lambda shard: shard.param.numel())
+        if masters and len(buckets) == 1:
+            self._fit(grads, grads)
+        return buckets
+
+    def _fit(self, shards: Iterable[ParamShard], grads: Grads) -> None:
+        """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, as its kernels need
+        them, and free those that they were."""
+        sources, copies = [], []
+        for shard in shards:
+            grad, target = grads[shard], self._masters.stepped[shard]
+            if grad.layout is not torch.strided:
+                grads[shard] = grad.to(target.dtype)  # these have no strides, and no fused kernels
+            elif grad.dtype != target.dtype or grad.stride() != target.stride():
+                sources.append(grad)
+                grads[shard] = torch.empty_like(target)
+                copies.append(grads[shard])
+            else:
+                continue
+            clear_grads([shard.param])
+        if copies:
+            foreach_copy_(copies, sources)
+
     def step(
+        self,
+        shards: Sequence[ParamShard],
+        grads: Grads,
+        divisor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        bucketed: bool = False,
+    ) -> None:
+        """Step with the gradients of `shards`, which are used up and taken out of `grads`.
+
+        Args:
+            divisor: the gradients are divided by it (0-dim fp32); None for 1.
+            found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
+            bucketed: these are not all: show the optimizer no other parameters, so that it does not look through all of
+                them for each of many buckets.
+        """
+        if bucketed or not self._masters.masters:  # else they fit already
+            self._fit(shards, grads)
+        targets, fitting = [self._masters.stepped[shard] for shard in shards], [grads.pop(shard) for shard in shards]
+        self._used = fitting if self._device.type == "cpu" else []
+        self._step(targets, fitting, divisor, found_inf, bucketed)
+
+    def _step(
         self,
         targets: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         divisor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
-        bucketed: bool = False,
+        bucketed: bool,
     ) -> None:
-        """Step with `grads`, which are used up, as the gradients of `targets`.
-
-        Args:
-            divisor: the gradients are divided by it (0-dim fp32); None for 1.
-            found_inf: 1.0 to skip (0-dim fp32), where the optimizer `folds`; None to step.
-            bucketed: show the optimizer no other parameters, so that it does not look through all of them for each of
-                many buckets.
-        """
         for target, grad in zip(targets, grads, strict=True):
             if target.grad is not grad:
                 target.grad = grad
@@ -110,6 +168,10 @@ class Stepper:
             for target in targets:
                 target.grad = None
 
+    def free_used(self) -> None:
+        """Free the gradients of the last update."""
+        self._used = []
+
     def close(self) -> None:
         """The optimizer may step by itself again, with the implementation that it came with."""
         fused.switch_back(self.optimizer, self.switched)
@@ -122,21 +184,6 @@ class Stepper:
                 "optimizer.step() was called outside the engine, where gradients may be scaled, incomplete or not "
                 "checked; call engine.step(), or step() of the optimizer that convert_to_amp returned"
             )
-
-
-def fit_grads(grads: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients in the dtype and the strides of their targets, as fused kernels need them."""
-    sources, copies = [], []
-    for place, (grad, target) in enumerate(zip(grads, targets, strict=True)):
-        if grad.layout is not torch.strided:
-            grads[place] = grad.to(target.dtype)  # these have no strides, and no fused kernels
-        elif grad.dtype != target.dtype or grad.stride() != target.stride():
-            sources.append(grad)
-            grads[place] = torch.empty_like(target)
-            copies.append(grads[place])
-    if copies:
-        foreach_copy_(copies, sources)
-    return grads
 
 
 def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

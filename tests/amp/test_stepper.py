@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfmesh
-from halfmesh.amp import optimizer as update_path
+from halfmesh.amp import stepper
 from halfmesh.amp.master_weights import bucket_bytes
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from tests.support.updates import OPTIMIZERS, assert_close, by_hand, give, gradients, make_params, make_update, take
@@ -118,7 +118,7 @@ def test_hooks_before_the_step_see_gradients_as_they_are_used(recipe, everywhere
 @pytest.mark.parametrize("recipe", [FP32, NAIVE], ids=["fp32", "masters"])
 def test_hooks_run_once_in_each_update_with_or_without_gradients(recipe, monkeypatch):
     """A hook may wait for other ranks, which have gradients where this one has none."""
-    monkeypatch.setattr(update_path, "bucket_bytes", lambda *_: 1)
+    monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 1)
     params, ran = make_params(), []
     update = make_update(params, OPTIMIZERS["adamw"], recipe)
     handle = update.optimizer.register_step_post_hook(lambda *_: ran.append(1))
@@ -192,7 +192,7 @@ def test_edits_of_gradients_that_are_still_to_be_divided_are_told(config, batche
 
 def test_the_optimizer_sees_the_parameters_of_one_bucket_only(monkeypatch):
     """In groups of its own, so that it does not look through all parameters for each bucket."""
-    monkeypatch.setattr(update_path, "bucket_bytes", lambda *_: 1)
+    monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 1)
     seen, inner = [], optim.AdamW.step
 
     def step(self):

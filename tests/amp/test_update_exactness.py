@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from halfmesh.amp import optimizer as update_path
+from halfmesh.amp import stepper
 from halfmesh.amp.convert import convert
 from halfmesh.amp.recipe import FP32, LossScale, Recipe
 from halfmesh.errors import NonFiniteError
@@ -127,7 +127,7 @@ def test_an_update_in_parts_is_bitwise_one_step(name, monkeypatch):
     recipe = Recipe(torch.float16, torch.float16, False, True, keep_batchnorm_fp32=True)
     results = []
     for limit in (1, 200, 25 * 2**20):
-        monkeypatch.setattr(update_path, "bucket_bytes", lambda *_, limit=limit: limit)
+        monkeypatch.setattr(stepper, "bucket_bytes", lambda *_, limit=limit: limit)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
         shards = [ParamShard(name, param) for name, param in model.named_parameters()]
@@ -145,11 +145,11 @@ def test_an_update_in_parts_is_bitwise_one_step(name, monkeypatch):
 
 def test_one_master_gradient_at_a_time(monkeypatch):
     """While one part is stepped, no other part has an fp32 gradient, and its own fp16 gradient is gone."""
-    monkeypatch.setattr(update_path, "bucket_bytes", lambda *_: 1)
+    monkeypatch.setattr(stepper, "bucket_bytes", lambda *_: 1)
     params = make_params()
     update = make_update(params, OPTIMIZERS["sgd"], Recipe(torch.float16, torch.float16, False, True))
     alive = []
-    update.stepper.step = lambda _, grads, *__: alive.append((len(grads), sum(grad() is not None for grad in given)))
+    update.stepper._step = lambda _, grads, *__: alive.append((len(grads), sum(grad() is not None for grad in given)))
     give(params, gradients(0))
     given = [weakref.ref(param.grad) for param in params]
     update.step()
