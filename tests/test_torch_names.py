@@ -53,6 +53,7 @@ ALLOWED = {
     "parallel/offload.py": {"_base"},
     "parallel/pipeline/tracing.py": {"_buffers"},
     "parallel/sharding/unwrap.py": {"_composable_state", "_module_state_mapping"},
+    "parallel/sharding/wrap.py": {"_fsdp_param", "_fully_shard"},
     "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},
 }
 

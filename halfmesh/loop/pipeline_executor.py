@@ -136,7 +136,9 @@ class PipelineExecutor:
     def backward(
         self, loss: PipelineLoss, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool
     ) -> None:
-        """Run the schedule. (Its graphs are freed as it runs, whatever `retain_graph` says.)"""
+        """Run the schedule."""
+        if retain_graph:
+            raise InputError("retain_graph=True has no meaning under a pipeline, whose graphs are freed as it runs")
         forward: _Forward = loss.output.batch
         self._refuse_changes(forward, loss.call)
         self._split_batches += len(forward.calls) > 1

@@ -221,8 +221,6 @@ def test_loading_inside_a_cycle_begins_a_new_one():
     for half in HALVES:
         step_on(engine, X[half], Y[half])
     assert difference(full_weights(engine), reference([(X, Y)])) < 1e-5
-    with pytest.raises(InputError, match=r"engine.load_state_dict takes what engine.state_dict\(\) gave"):
-        engine.load_state_dict(None)
 
 
 @pytest.mark.parametrize("mode", ["none", "torch_fp16", "naive_fp16", "apex_o2"])
