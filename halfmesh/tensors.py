@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type = torch.Tensor) 
     """
     if isinstance(tree, kind):
         return fn(tree)
+    if isinstance(tree, (list, tuple)):
+        values = [map_tensors(fn, value, kind) for value in tree]
+        return tree if all(map(is_, values, tree)) else _rebuild_sequence(tree, values)
     old: dict[Any, Any]
     if isinstance(tree, Mapping):
         old = dict(tree.items())
-    elif isinstance(tree, (list, tuple)):
-        old = dict(enumerate(tree))
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
     else:
@@ -40,13 +42,16 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def _rebuild_sequence(tree: Any, values: list[Any]) -> Any:
+    kind: Any = type(tree)
+    return kind(*values) if hasattr(tree, "_fields") else kind(values)
+
+
 def _rebuild(tree: Any, new: dict[Any, Any]) -> Any:
-    """A container like `tree` with the values `new`."""
+    """A mapping or dataclass instance like `tree` with the values `new`."""
     kind: Any = type(tree)
     if kind is dict:
         return new
-    if isinstance(tree, (list, tuple)):
-        return kind(*new.values()) if hasattr(tree, "_fields") else kind(new.values())
     if dataclasses.is_dataclass(tree) and isinstance(tree, Mapping):  # a model's output
         return kind(**new)
     if isinstance(tree, Mapping):

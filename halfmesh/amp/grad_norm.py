@@ -65,7 +65,7 @@ def grad_stats(
         norm, sums = _over_ranks(norm, sums, ranks, norm_type)
     return GradStats(
         norm=norm,
-        found_inf=(~(norm < math.inf)).float(),
+        found_inf=(norm < math.inf).logical_not_().float(),
         num_zeros=sums[0] if count_zeros and sums is not None else None,
         by_loss=None if by_loss is None or sums is None else sums[-by_loss.numel() :].view_as(by_loss),
     )
@@ -77,7 +77,7 @@ def clip_divisor(divisor: torch.Tensor | None, norm: torch.Tensor, max_norm: flo
     That is `divisor` / min(1, max_norm / (norm / divisor + 1e-6)), as torch.nn.utils.clip_grad_norm_ has it.
     """
     if divisor is None:
-        return ((norm + 1e-6) / max_norm).clamp_(min=1)
+        return norm.add(1e-6).div_(max_norm).clamp_(min=1)
     return torch.maximum(divisor, norm.add(divisor, alpha=1e-6).div_(max_norm))
 
 
@@ -117,12 +117,11 @@ def _local_norm(grads: Grads, device: torch.device, norm_type: float) -> torch.T
                 f"the gradient of {shard.name!r} is sparse ({grad.layout}), which loss scaling, clipping and the "
                 "gradient norm do not support; build its layer with sparse=False"
             )
-        alike.setdefault((shard.weight, grad.dtype, grad.device), []).extend(_chunks(grad))
+        if grad.numel() > 0:
+            alike.setdefault((shard.weight, grad.dtype, grad.device), []).extend(_chunks(grad))
     total: torch.Tensor | None = None
     common = norm_type == 2 or math.isinf(norm_type)  # others add up one element after another on the CPU
     for (weight, dtype, _), chunks in alike.items():
-        if not chunks:
-            continue  # all of them are empty
         accumulate = torch.float32 if common and dtype is not torch.float64 else torch.float64
         each = torch.stack(torch._foreach_norm(chunks, norm_type, dtype=accumulate))
         norm = torch.linalg.vector_norm(each, norm_type, dtype=torch.float64)
@@ -134,9 +133,7 @@ def _local_norm(grads: Grads, device: torch.device, norm_type: float) -> torch.T
 
 
 def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    if grad.numel() == 0:
-        return ()
-    if grad.device.type != "cpu" or (grad.numel() <= _CHUNK and grad.is_contiguous()):
+    if (grad.numel() <= _CHUNK and grad.is_contiguous()) or grad.device.type != "cpu":
         return (grad,)  # CUDA's kernel works in chunks by itself
     return in_memory_order(grad).split(_CHUNK)  # the CPU's is fast and exact on contiguous pieces only
 

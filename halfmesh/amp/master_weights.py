@@ -54,7 +54,8 @@ class MasterWeights:
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.originals = Originals()
         self._model_params = {shard.param: shard.model_param for shard in shards}
-        self._stamps: list[tuple[int, int]] = []  # of the parameters with masters, at the last publish
+        self._written: list[nn.Parameter] = []  # what the model came with for each of `masters`: users write into these
+        self._stamps: list[tuple[int, int]] = []  # of these, at the last publish
         self.add(masters or {})
         self.sync()
 
@@ -78,7 +79,9 @@ class MasterWeights:
         """These are the masters of parameters from now on."""
         new = [param for param in masters if param not in self.masters]
         self.masters.update(masters)
-        self._stamps += edit_stamps([self._model_params[param] for param in new])
+        added = [self._model_params[param] for param in new]
+        self._written += added
+        self._stamps += edit_stamps(added)
 
     def groups_changed(self) -> bool:
         """Whether the groups hold other parameters than at the last `sync`."""
@@ -90,15 +93,17 @@ class MasterWeights:
 
     def publish(self, shards: Iterable[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `mark_published` follows."""
-        held = [shard for shard in shards if shard.param in self.masters] if self.masters else []
-        if held:
+        if not self.masters:
+            return
+        pairs = [(s.param, master) for s in shards if (master := self.masters.get(s.param)) is not None]
+        if pairs:
             with torch.no_grad():
-                foreach_copy_([s.param for s in held], [self.masters[s.param] for s in held])
+                foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])
 
     def mark_published(self) -> None:
         """The model's weights are the rounded masters."""
         if self.masters:
-            self._stamps = self._current_stamps()
+            self._stamps = edit_stamps(self._written)
 
     def adopt_external_writes(self) -> None:
         """Copy to the masters what others wrote into the model since the last `publish`, which the next would undo.
@@ -107,7 +112,9 @@ class MasterWeights:
         """
         if not self.masters:
             return
-        now = self._current_stamps()
+        now = edit_stamps(self._written)
+        if now == self._stamps:
+            return
         for param, old, new in zip(self.masters, self._stamps, now, strict=True):
             if old != new:
                 self.masters[param].data.copy_(current_value(param, self.masters[param]))
@@ -133,9 +140,6 @@ class MasterWeights:
                 loaded.append(shard)
         self.publish(loaded)
         self.mark_published()
-
-    def _current_stamps(self) -> list[tuple[int, int]]:
-        return edit_stamps([self._model_params[param] for param in self.masters])
 
     def _refuse_unknown_params(self) -> None:
         """Raise InputError if the optimizer holds parameters that this rank did not have at initialize."""

@@ -59,7 +59,7 @@ class Precision:
 
     def forward(self, model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)` with inputs and outputs cast as the recipe says."""
-        args, kwargs = self.cast_inputs((args, kwargs))
+        args, kwargs = self.cast_inputs(args), self.cast_inputs(kwargs) if kwargs else kwargs
         return self.cast_output(self.run_in_autocast(model, *args, **kwargs))
 
     def run_in_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ class SkipCounter:
         (self._counts if skips else self._in_a_row).add_(stats.found_inf)
         self._in_a_row.mul_(stats.found_inf)
         self._at_most += 1
-        if is_captured(stats.found_inf.device):
+        if self._late and is_captured(stats.found_inf.device):
             return
         if raise_now and bool(stats.found_inf):
             raise NonFiniteError("gradients hold inf or nan" + _explain(grads, scalers))

@@ -96,18 +96,19 @@ class Stepper:
     def _fit(self, shards: Iterable[ParamShard], grads: Grads) -> None:
         """Convert the gradients of `shards` to the dtype and strides of what the optimizer holds, as its kernels need
         them, and free those that they were."""
-        sources, copies = [], []
+        converted, sources, copies = [], [], []
         for shard in shards:
             grad, target = grads[shard], self._masters.stepped[shard]
             if grad.layout is not torch.strided:
                 grads[shard] = grad.to(target.dtype)  # these have no strides, and no fused kernels
             elif grad.dtype != target.dtype or grad.stride() != target.stride():
+                grads[shard] = copy = torch.empty_like(target)
                 sources.append(grad)
-                grads[shard] = torch.empty_like(target)
-                copies.append(grads[shard])
+                copies.append(copy)
             else:
                 continue
-            clear_grads([shard.param])
+            converted.append(shard.param)
+        clear_grads(converted)
         if copies:
             foreach_copy_(copies, sources)
 
