@@ -274,5 +274,6 @@ class MixedPrecisionOptimizer:
         """Give model and optimizer back: the optimizer may step by itself again."""
         if self.on_close is not None:
             self.on_close()
+            self.on_close = None  # it refers back to this object
         self.stepper.close()
         self._load_hook.remove()

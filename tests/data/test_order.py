@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import random
@@ -145,7 +144,6 @@ def through_engines(rank: int, world_size: int) -> dict[Any, Any]:
                         drawn_after()
                     seen = epochs_of(engine.dataloader, engine.eval_dataloader)
                     found[layout, kind, others] = seen, drawn_after()
-                gc.collect()  # closed engines' groups go now: freed all at once, a FileStore takes minutes
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -121,3 +123,23 @@ def test_checkpoints_in_one_folder(tmp_path):
         first.load(tmp_path)
     first.load(places[0])
     linear(None).load(places[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closed_engine_is_freed_at_once(mode):
+    """Also where garbage is not collected: what it holds (masters, process groups) would stay, one engine's after
+    the other's."""
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):  # what the first one imports keeps its callers' frames for a while
+            model = make_models()[0]
+            with halfmesh.initialize(model, sgd(model), bce, None, MODES[mode], device="cpu") as engine:
+                engine.backward(engine.criterion(engine(NOISE), torch.ones(8, 6)))
+                engine.step()
+                held = [weakref.ref(each) for each in (engine, engine.context, engine.optimizer)]
+            del engine, model
+        assert [ref() for ref in held] == [None] * 3
+    finally:
+        gc.enable()
