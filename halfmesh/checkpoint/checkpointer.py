@@ -28,6 +28,7 @@ from .storage import Snapshot, Stored
 if TYPE_CHECKING:
     from ..loop.parts import EngineParts
     from .preemption import PreemptionHook
+    from .whole import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
 
@@ -348,6 +349,12 @@ class Checkpointer:
                 "engine.save and end the loop yourself"
             )
         self.preemption.ask()
+
+    def collect_whole(self) -> WholeModel:
+        """What `Engine.close` restores. All ranks together."""
+        from .whole import WholeModel
+
+        return WholeModel(self.sharded_state, self._parts.context)
 
     def close(self) -> None:
         """Let other jobs save into the folders."""
