@@ -284,6 +284,10 @@ class ParallelContext:
         """What rank 0 gave as `value`."""
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
+    def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
+        """What the rank at `place` of `axis` gave as `value`."""
+        return broadcast_object(value, place, self.device, self.group(axis))
+
     def _refuse_differences(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
     ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -256,10 +255,10 @@ def _only_extends_embedding(kind: type[nn.Module]) -> bool:
     return "super().forward(" in code and re.search(r"\bweight\b(?!\.(dtype|device)\b)", code) is None
 
 
-@cache
 def _divided_kind(kind: type[nn.Module]) -> type[VocabEmbedding]:
     """`kind`, whose super().forward is that of an embedding that is divided."""
-    return type(kind.__name__, (kind, VocabEmbedding), {})
+    divided: type[VocabEmbedding] = type(kind.__name__, (kind, VocabEmbedding), {})
+    return divided
 
 
 def is_conv1d(module: nn.Module) -> bool:
