@@ -61,4 +61,4 @@ for step, (images, labels) in enumerate(engine.dataloader, start=1):
     engine.step()
     if step % 10 == 0 and engine.context.rank == 0:
         print(f"update {step}: loss {loss.item():.5f}")
-engine.close()  # gives the whole model back, on every rank
+engine.close(restore=True)  # gives the whole model back, on every rank

@@ -276,22 +276,18 @@ class Division:
         """Others may have given parameters other memory (`param.data = ...`)."""
         if self.slices is not None:
             self.slices.follow()
+        if self.sharded is not None:
+            self.sharded.refuse_other_memory()
 
-    def close(self, whole: bool = True) -> None:
-        """Give the model back as it came. All ranks together.
-
-        Args:
-            whole: False leaves it divided: other ranks may be gone.
-        """
+    def close(self, restore: bool) -> None:
+        """Nothing is computed any more. With `restore` the model gets its modules and parameters again, without the
+        values that other ranks hold; otherwise it stays in parts."""
         for module in self.compiled:
             uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
-        if self.slices is not None:
-            self.slices.close(whole)
-        if self.sharded is not None:
-            self.sharded.close(whole)
-        if self.cut is not None:
-            self.cut.close(whole)
         if self.tensor is not None:
-            self.tensor.close(whole)
+            self.tensor.axis.settle()
+        for part in (self.slices, self.sharded, self.cut, self.tensor) if restore else ():
+            if part is not None:
+                part.undo()

@@ -9,6 +9,7 @@ from torch import nn, optim
 
 from . import activation, compilation
 from .activation import Activations
+from .amp.fused import is_elementwise
 from .compilation import Compilation
 from .errors import IncompatibleConfigError
 from .key_checks import recipe_of
@@ -54,8 +55,9 @@ def make_plans(
     if parallel.tensor.size > 1:
         options = parallel.tensor
         tensor, problems = resolve_tensor(model, options.size, options.plan, options.sequence_parallel)
-    if (parallel.tensor.size > 1 or cuts) and (problem := elementwise.find_problem(optimizer)) is not None:
-        problems.append(problem)
+    if (parallel.tensor.size > 1 or cuts) and not is_elementwise(optimizer):
+        problem = elementwise.find_problem(optimizer)  # one of others: by trying
+        problems += [] if problem is None else [problem]
     partition = None
     if config.parallel.pipeline.size > 1:
         from .stage_checks import find_optimizer_problem, make_partition

@@ -456,42 +456,57 @@ class Engine:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Give model and optimizer back as they came, with the trained weights. All ranks together.
+    def close(self, restore: bool = False) -> None:
+        """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
-        The model is whole on every rank, in the dtype it came in, and the optimizer holds its parameters again. Raises
-        CheckpointError, after closing, if a save in the background failed.
+        A model that this rank has whole is given back as it came, in its own dtype, with the trained weights; the
+        optimizer holds its parameters again. What is divided over ranks stays in parts, which are of no more use, and
+        nothing is sent: save before. `restore` has no meaning where nothing is divided.
+
+        Args:
+            restore: give a divided model and its optimizer back whole, on the CPU of every rank, whose memory has to
+                hold both; one tensor is gathered at a time. All ranks together.
+
+        Raises:
+            CheckpointError: after closing, if a save in the background failed.
+            InputError: with `restore`: the optimizer has state that cannot be put together.
         """
         parts = self._parts
         parts.accumulation.refuse_averaged("engine.close()")
-        if parts.division.divides and not parts.closed:  # else nothing is sent, and a rank may leave by itself
+        restore = restore and parts.division.divides and not parts.closed
+        if restore:
             self.context.agree_on_call("engine.close")
         try:
             self._close_hooks(None)
             self._checkpointer.wait()
         finally:
-            self._give_back()
+            self._give_back(restore)
             self.context.close()
 
-    def _give_back(self, whole: bool = True) -> None:
-        """Without `whole`, the model stays divided: other ranks may be gone."""
+    def _give_back(self, restore: bool = False, failed: bool = False) -> None:
+        """See `close`. After an error (`failed`) other ranks may be gone."""
         parts = self._parts
         if parts.closed:
             return
-        if whole:
+        stays_in_parts = parts.division.divides and not restore
+        whole = None
+        if restore:
             parts.division.follow()
+            whole = self._checkpointer.collect_whole()
         parts.accumulation.clear()
         parts.average.values.clear()
         parts.closed = True
         self.optimizer.__dict__.pop("zero_grad", None)
-        parts.guard.remove()
-        parts.update.close()
+        parts.guard.remove(warnings=not stays_in_parts)
+        parts.update.close(undo=not stays_in_parts)
         if parts.accumulation.reducer is not None:
             parts.accumulation.reducer.close()
-        if whole:
+        if not failed:
             parts.executor.close()
         self._checkpointer.close()
-        parts.division.close(whole)
+        parts.division.close(restore)
+        if whole is not None:
+            whole.restore(parts.model, self.optimizer)
 
     def __enter__(self) -> Engine:
         return self
@@ -502,7 +517,7 @@ class Engine:
             self.close()
         else:
             self._close_hooks(error)
-            self._give_back(whole=False)
+            self._give_back(failed=True)
             self.context.leave()
 
     def __iter__(self) -> NoReturn:

@@ -270,10 +270,11 @@ class MixedPrecisionOptimizer:
         self.loss_scales.load_state_dict(state["scalers"])
         self.skip_counter.load_state_dict(state["skips"])
 
-    def close(self) -> None:
-        """Give model and optimizer back: the optimizer may step by itself again."""
-        if self.on_close is not None:
+    def close(self, undo: bool = True) -> None:
+        """Give model and optimizer back: the optimizer may step by itself again. Without `undo` they stay as they were
+        converted."""
+        if self.on_close is not None and undo:
             self.on_close()
-            self.on_close = None  # it refers back to this object
+        self.on_close = None  # it refers back to this object
         self.stepper.close()
         self._load_hook.remove()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from ..amp.precision import find_overflow
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
@@ -21,8 +20,9 @@ from ..parallel.context import ParallelContext
 from ..parallel.regions import Shape
 from . import storage
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
-from .state import ShardedState, Shards, WholeTensor, describe, find_tensors
+from .state import ShardedState, Shards, describe, find_tensors
 from .validate import model_problems
+from .whole import gather_tensor, slices
 
 Format = Literal["safetensors", "torch"]
 FORMATS = ("safetensors", "torch")
@@ -63,8 +63,7 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
     for place, held in zip(places, files, strict=True):
         content: dict[str, Any] = {}
         for name in held:
-            whole = _gather(name, tensors[name], shards, context)
-            content |= dict.fromkeys(names[name], whole)
+            content |= dict.fromkeys(names[name], gather_tensor(name, tensors[name], shards, context))
         if place is places[-1]:
             content |= extras
         run_on_rank_zero(context, what, partial(_write_file, content, place, format))
@@ -92,31 +91,6 @@ def _places(path: Path, count: int) -> list[Path]:
     if count == 1:
         return [path]
     return [path.with_name(f"{path.stem}-{n:05d}-of-{count:05d}{path.suffix}") for n in range(1, count + 1)]
-
-
-def _gather(name: str, tensor: WholeTensor, shards: Shards, context: ParallelContext) -> torch.Tensor | None:
-    """The whole tensor, on the CPU of rank 0, to which the other ranks send what they hold of it."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype) if context.rank == 0 else None
-    for box in tensor.boxes:
-        if context.rank == box.rank:
-            part = shards[name].box(box.at).contiguous()
-        elif context.rank == 0:
-            part = torch.empty(box.sizes, dtype=tensor.dtype, device=context.device)
-        else:
-            continue
-        if box.rank != 0:  # as bytes: not every backend has every dtype
-            flat = part.view(-1).view(torch.uint8)
-            if whole is None:
-                dist.send(flat, 0)
-            else:
-                dist.recv(flat, box.rank)
-        if whole is not None:
-            whole[_slices(box.at, box.sizes)] = part.cpu()
-    return whole
-
-
-def _slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
 def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
@@ -176,7 +150,7 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
         def boxes(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
             for name in names:
                 for region in targets[name].placement.regions:
-                    yield name, region.view(targets[name].tensor), saved[name][1](_slices(region.at, region.sizes))
+                    yield name, region.view(targets[name].tensor), saved[name][1](slices(region.at, region.sizes))
 
         def refuse_overflows() -> None:  # reads the file a first time
             for name, _, values in boxes([name for name in targets if name in in_fp16]):

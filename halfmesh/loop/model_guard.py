@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from ..amp.recipe import Recipe
 from ..division import Division
@@ -18,7 +19,8 @@ _log = get_logger(__name__)
 
 _PARTS = (
     "%s.state_dict() has this rank's part of the %s only, which is divided over the ranks; to save all of it call "
-    "engine.save(path) on every rank, or engine.save_weights(path) for the model's weights alone"
+    "engine.save(path) on every rank, or engine.save_weights(path) for the model's weights alone, before the engine is "
+    "closed; engine.close(restore=True) gives all of it back on every rank"
 )
 
 
@@ -37,6 +39,7 @@ class ModelGuard:
         self.own_calls = 0
         """Above 0 while the engine itself calls model or optimizer."""
         self._removers: list[Callable[[], Any]] = []
+        self._warnings: list[RemovableHandle] = []  # of state that is in parts
         if "zero_grad" not in vars(model) and type(model).zero_grad is nn.Module.zero_grad:
             model.zero_grad = _ZeroGrad(model, accumulation)  # type: ignore[method-assign]
             self._removers.append(lambda: vars(model).pop("zero_grad", None))
@@ -44,9 +47,9 @@ class ModelGuard:
             warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
             self._removers.append(model.register_forward_pre_hook(warn).remove)
         if division.tensor is not None or division.cut is not None or division.sharded is not None:
-            self._removers.append(model.register_state_dict_pre_hook(_PartialState(self, "model")).remove)
+            self._warnings.append(model.register_state_dict_pre_hook(_PartialState(self, "model")))
         if division.divides:
-            self._removers.append(optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer")).remove)
+            self._warnings.append(optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer")))
 
     def own_call(self) -> ModelGuard:
         """A scope in which the engine calls model and optimizer."""
@@ -58,10 +61,13 @@ class ModelGuard:
     def __exit__(self, *_: object) -> None:
         self.own_calls -= 1
 
-    def remove(self) -> None:
-        """Take the hooks off."""
+    def remove(self, warnings: bool) -> None:
+        """Take the hooks off; those that warn of state in parts only with `warnings`."""
         for remove in self._removers:
             remove()
+        for hook in self._warnings if warnings else ():
+            hook.remove()
+        self._removers, self._warnings = [], []
 
 
 class _ZeroGrad:

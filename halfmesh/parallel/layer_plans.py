@@ -131,9 +131,12 @@ class HuggingFacePlan:
         "rowwise_rep": "rowwise_split",
         "rowwise_split_input": "rowwise_split",
         "embedding_rowwise": "vocab",
+        "embedding_colwise": "embedding_gather",
         "replicated_with_grad_allreduce": "partial",
+        "mla_kv_a_proj": "latent_keys({config.qk_rope_head_dim})",
         "replicate": None,
         "all_reduce": None,
+        "local_params": None,  # its parameters have entries of their own
     }
     SEQUENCE: Mapping[str, str] = {
         "layers.0": "sequence_begin",
@@ -152,6 +155,8 @@ class HuggingFacePlan:
             return
         names = [name for name, _ in model.named_modules()]
         for pattern, theirs in plan.items():
+            if _is_of_experts(pattern):
+                continue
             if theirs not in self.STYLES:
                 raise InputError(
                     f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
@@ -159,7 +164,12 @@ class HuggingFacePlan:
                 )
             style = self.STYLES[theirs]
             if style is not None:
+                style = style.format(config=config.get_text_config()) if "{" in style else style
                 yield from ((name, style) for name in names if fnmatchcase(name, pattern))
+                for name, param in model.named_parameters() if style == "colwise" else ():
+                    if fnmatchcase(name, pattern) and param.dim() == 1:  # of an attention: a number for each head
+                        owner, _, own = name.rpartition(".")
+                        yield owner, f"rows({own})"
         for name in ("num_attention_heads", "num_key_value_heads"):  # attention takes their number from the shape
             if plan and _counts(config, name):
                 yield "", f"config_heads({name})"
@@ -168,6 +178,11 @@ class HuggingFacePlan:
             prefix = f"{base}." if base in names else ""
             for pattern, style in self.SEQUENCE.items():
                 yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
+
+
+def _is_of_experts(pattern: str) -> bool:
+    """Whether it names modules that have the parameters of all experts, which stay whole."""
+    return "experts" in pattern.split(".")
 
 
 def _counts(config: object, name: str) -> bool:

@@ -29,8 +29,11 @@ for _name, _style in {
     "rowwise_split": "RowwiseSplit",
     "vocab": "Vocab",
     "embedding_features": "EmbeddingFeatures",
+    "embedding_gather": "EmbeddingGather",
     "heads": "Heads",
     "config_heads": "ConfigHeads",
+    "rows": "Rows",
+    "latent_keys": "LatentKeys",
     "off": "Off",
 }.items():
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor_styles:{_style}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +21,6 @@ class Split:
         """Part `rank` of `size`, in memory of its own."""
         parts = whole.unflatten(self.dim, (self.blocks, -1)).chunk(size, self.dim + 1)
         return parts[rank].flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of the parts, in order of rank."""
-        blocks = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
-        return torch.cat(blocks, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def whole_shape(self, part: torch.Size, size: int) -> torch.Size:
         """The shape of the whole, from that of one of `size` parts."""

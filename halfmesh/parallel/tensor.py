@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's layers are cut, each rank keeps its part, and gives it back."""
+"""Tensor parallelism: a model's layers are cut, and each rank keeps its part."""
 
 from __future__ import annotations
 
@@ -78,23 +78,11 @@ class TensorParallel:
         """1 / (number of ranks that hold the same numbers as this one)."""
         return 1 / (dp_size if param in self.splits else dp_size * self.axis.size)
 
-    def close(self, whole: bool = True) -> None:
-        """Give the layers back as they came, and each parameter whole with its optimizer state. All ranks together.
-
-        Args:
-            whole: False leaves the model as it is: other ranks may be gone.
-        """
+    def undo(self) -> None:
+        """Give the layers back as they came; parameters stay in parts."""
         self.axis.settle()
-        if not whole:
-            return
         for undo in reversed(self._undo):
             undo()
-        self._undo = []
-        for param, split in self.splits.items():
-            self._change(param, partial(self._whole, split))
-
-    def _whole(self, split: Split, part: torch.Tensor) -> torch.Tensor:
-        return split.join(self.axis.gathered(part))
 
     @torch.no_grad()
     def _change(self, param: nn.Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -66,5 +66,5 @@ class TensorAxis:
     def __reduce__(self) -> NoReturn:
         raise InputError(
             "a model that is divided over a tensor group cannot be pickled; save engine.state_dict(), or call "
-            "engine.close() first, which gives the whole model back"
+            "engine.close(restore=True) first, which gives the whole model back"
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
+from . import collectives
 from .kinds import comes_from
 from .split import Split
-from .style import Style, Undo, both, change, divide_attributes, find_undivided, set_attributes
+from .style import Style, Undo, both, change, divide_attributes, find_undivided, removal, set_attributes
 from .tensor_axis import TensorAxis
 from .tensor_layers import ColwiseConv1D, ColwiseLinear, RowwiseConv1D, RowwiseLinear, VocabEmbedding
 
@@ -100,11 +104,12 @@ class RowwiseSplit(Rowwise):
 class Vocab(Style):
     """An Embedding by its words, or the Linear head that turns features back into words (its output is made whole).
 
-    A weight that both share stays shared.
+    A weight that both share stays shared. An embedding may work on what nn.Embedding returns (Gemma's scales it).
     """
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+        kind = type(module) if _only_extends_embedding(type(module)) else kind
         if (problem := _not_plain(module, kind)) is not None:
             yield problem
             return
@@ -119,7 +124,9 @@ class Vocab(Style):
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
         if isinstance(module, nn.Linear):
             return ColwiseGather().install(module, axis, in_region)
-        undo = change(module, VocabEmbedding, axis=axis, in_region=in_region)
+        extends = _only_extends_embedding(type(module))
+        new = _divided_kind(type(module)) if extends else VocabEmbedding
+        undo = change(module, new, axis=axis, in_region=in_region)
         return both(undo, divide_attributes(module, ("num_embeddings",), axis.size))
 
 
@@ -139,6 +146,14 @@ class EmbeddingFeatures(Style):
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
         return divide_attributes(module, ("embedding_dim",), axis.size)
+
+
+class EmbeddingGather(EmbeddingFeatures):
+    """`embedding_features` whose output is made whole."""
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        hook = module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))
+        return both(super().install(module, axis, in_region), removal([hook]))
 
 
 class Heads(Style):
@@ -179,6 +194,44 @@ class ConfigHeads(Style):
         yield from find_undivided(f"config.{self._name}", getattr(module.config, self._name), size)
 
 
+class Rows(Style):
+    """Parameters of the module's own that have an entry, or a row, for each head: attention sinks.
+
+    Args:
+        names: of these parameters.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def find_problems(self, module: Any, size: int) -> Iterator[str]:
+        for name in self._names:
+            yield from find_undivided(f"rows of {name}", getattr(module, name).shape[0], size)
+
+    def splits(self, module: nn.Module) -> dict[str, Split]:
+        return dict.fromkeys(self._names, Split(0))
+
+
+class LatentKeys(Style):
+    """The whole layer of latent attention (DeepSeek) whose last output features are the keys' rotary part. All heads
+    use these as they are, so each rank gives its heads' part of their gradient; the other features go through a
+    `colwise` layer, which sums that by itself.
+
+    Args:
+        rotary: how many these features are.
+    """
+
+    def __init__(self, rotary: int | str) -> None:
+        self._rotary = int(rotary)
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        def share(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            latent, keys = output.split([output.shape[-1] - self._rotary, self._rotary], -1)
+            return torch.cat([latent, axis.copy_in(keys)], -1)
+
+        return removal([module.register_forward_hook(share)])
+
+
 class Off(Style):
     """Attributes of the module that are switched off: short cuts that go round its divided layers.
 
@@ -192,6 +245,20 @@ class Off(Style):
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
         found = [name for name in self._attributes if hasattr(module, name)]
         return set_attributes(module, dict.fromkeys(found, False))
+
+
+def _only_extends_embedding(kind: type[nn.Module]) -> bool:
+    """Whether `kind` works on what nn.Embedding's forward returns, and reads of the weight its dtype at most."""
+    if not issubclass(kind, nn.Embedding) or kind.forward is nn.Embedding.forward:
+        return False
+    code = inspect.getsource(kind.forward)
+    return "super().forward(" in code and re.search(r"\bweight\b(?!\.(dtype|device)\b)", code) is None
+
+
+def _divided_kind(kind: type[nn.Module]) -> type[VocabEmbedding]:
+    """`kind`, whose super().forward is that of an embedding that is divided."""
+    divided: type[VocabEmbedding] = type(kind.__name__, (kind, VocabEmbedding), {})
+    return divided
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -45,7 +45,7 @@ def trained(rank, world_size, model, mode, folder):
     engine.save_weights(f"{folder}/weights.safetensors")
     engine.save_weights(f"{folder}/weights.pt", format="torch")
     engine.save_weights(f"{folder}/parts/model.safetensors", max_file_gb=4e-6)
-    engine.close()
+    engine.close(restore=True)
     return weights(engine)
 
 
@@ -104,7 +104,7 @@ def loaded(rank, world_size, cells, path):
         train(engine, 1)
         engine.load_weights(path)
         train(engine, 1)
-        engine.close()
+        engine.close(restore=True)
         found[layout, mode, "stepped"] = weights(engine)
     return found
 

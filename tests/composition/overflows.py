@@ -65,7 +65,7 @@ def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], st
                 result = engine.step()
                 changed = _state(engine) != before
                 seen.append(Overflow(kind if poisons else "", where, alone, result.skipped, result.loss_scale, changed))
-    engine.close()
+    engine.close(restore=True)
     return seen, digest(engine.model.state_dict())
 
 

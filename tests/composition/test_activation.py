@@ -115,7 +115,7 @@ def train(cell: ActivationCell, rank: int) -> tuple[str, int, int]:
             engine.step()
             if number == 3:
                 break
-        engine.close()
+        engine.close(restore=True)
         assert not any("forward" in vars(module) for module in engine.model.modules())
         ran = 0 if compiled is None else compiled.forwards
         return digest(engine.model.state_dict()), len(changed), ran

@@ -96,7 +96,7 @@ def with_dropout(rank: int, world_size: int, cell: Cell) -> tuple[str, dict[str,
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
         assert isinstance(cell, CompiledCell) == (compiled.forwards > 0)
-        engine.close()
+        engine.close(restore=True)
         weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
         return digest(weights), weights
 
@@ -128,7 +128,7 @@ def average(rank: int, world_size: int, cell: CompiledCell) -> bool:
             engine.step()
         pairs = zip(engine.model.parameters(), clone.parameters(), strict=True)
         assert not any(torch.equal(own, other) for own, other in pairs if own.dim() > 1)
-        engine.close()
+        engine.close(restore=True)
         return not any(is_compiled(module) for module in engine.model.modules())
 
 

@@ -107,7 +107,7 @@ def train(rank: int, world_size: int, cell: Cell, watch: Any = None) -> Outcome:
         result = engine.step()
         if result is not None:
             steps.append(Step(result.skipped, result.loss_scale, result.grad_norm, result.lr))
-    engine.close()
+    engine.close(restore=True)
     weights = {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
     return Outcome(steps, losses, watch.dtypes, digest(weights), weights if rank == 0 else None)
 

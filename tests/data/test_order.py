@@ -193,7 +193,7 @@ def losses(rank: int, world_size: int, layout: str) -> tuple[list[float], torch.
             seen.append(loss.item())
         with torch.no_grad():
             assert list(engine.eval_dataloader)
-    engine.close()
+    engine.close(restore=True)
     return seen, engine.model.head.weight.detach().clone()
 
 

@@ -58,7 +58,7 @@ def make(rank, world_size, cases, from_rank0=False):
         else:
             built = MODELS[model]
         engine = halfmesh.initialize(built, sgd, nn.CrossEntropyLoss(), config=config, device="cpu")
-        engine.close()
+        engine.close(restore=True)
         found[name] = {key: value.clone() for key, value in engine.model.state_dict().items()}
     return found
 

@@ -70,7 +70,7 @@ def compare(rank, world_size, parallel, modes):
         for model in (ordinary, deferred()):
             engine = start(model, parallel=parallel, **MODES[mode])
             found = losses(engine, engine.context.dp_rank)
-            engine.close()
+            engine.close(restore=True)
             runs.append((found, {name: value.clone() for name, value in engine.model.state_dict().items()}))
         (expected, weights), (found, others) = runs
         assert found == expected, mode

@@ -88,7 +88,7 @@ def run_loop(rank, world_size):
     engine = make_engine(make_tower(3))
     names = run(snippet("pipeline.md", "train.py"), {"engine": engine, "torch": torch, "total": 0.0, "hits": 0})
     part = sorted(engine.model.state_dict())
-    engine.close()
+    engine.close(restore=True)
     return names["total"], int(names["hits"]), part, [p.detach() for p in engine.model.parameters()]
 
 

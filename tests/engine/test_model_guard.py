@@ -37,7 +37,7 @@ def test_a_model_that_is_called_directly_in_training_is_told_once(mode, caplog):
         assert caplog.text.count(DIRECT) == (mode != "none"), "fp32 is computed alike"
     assert CASTS.get(mode, "") in caplog.text
     assert caplog.text.count("Write engine(x) in place of model(x)") == (mode != "none")
-    engine.close()
+    engine.close(restore=True)
     engine.model(X)
     assert caplog.text.count(DIRECT) == (mode != "none")
 
@@ -111,7 +111,7 @@ def test_zero_grad_of_the_model_inside_a_cycle_does_nothing(mode):
     engine.backward(engine.criterion(engine(X), Y))
     engine.model.zero_grad()
     assert all(p.grad is None for p in engine.model.parameters()), "before the first step of a cycle, it frees them"
-    engine.close()
+    engine.close(restore=True)
     assert "zero_grad" not in vars(engine.model)
 
 
@@ -186,7 +186,7 @@ def asks_for_states(rank, world_size, folder):
         told = [sum(words in text for text in heard) for words in (MODEL, OPTIMIZER)]
         if layout != "fsdp":  # which cannot be copied
             copy.deepcopy(engine.model).state_dict()
-        engine.close()
+        engine.close(restore=True)
         engine.model.state_dict()
         engine.optimizer.state_dict()
         found[layout] = own, told, len(heard) - sum(told)

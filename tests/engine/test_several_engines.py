@@ -69,7 +69,7 @@ def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[di
                 generator.step()
                 discriminator.model.requires_grad_(True)
             for engine in engines:
-                engine.close()
+                engine.close(restore=True)
             found[mode, data] = [dict(model.state_dict()) for model in models]
     return found
 

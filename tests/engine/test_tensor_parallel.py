@@ -84,7 +84,7 @@ def joined_losses(rank: int, world_size: int) -> dict[str, Any]:
             for part in (uneven if reduction == "weighted" else even)[engine.context.dp_rank]:
                 piece = slice(begin + part[0], begin + part[1])
                 step(engine, x[piece], y[piece])
-        engine.close()
+        engine.close(restore=True)
         found[reduction] = engine.model.state_dict()
     return found
 
@@ -186,7 +186,7 @@ def layouts(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
             step(engine, a.chunk(size)[place], b.chunk(size)[place])
     assert [engine.context.shape for engine in engines] == [(1, 2, 2), (1, 4, 1), (1, 1, 4)]
     for engine in engines:
-        engine.close()
+        engine.close(restore=True)
     return [engine.model.state_dict() for engine in engines]
 
 

@@ -123,7 +123,7 @@ CASES = {  # and what the others say
     "saves_alone": (Case(f"engine.save({PLACE})"), f"{WAITED}{FIRST} 1] Traceback"),
     "saves_alone_tensor": (Case(f"engine.save({PLACE})", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
     "saves_alone_fsdp": (Case(f"engine.save({PLACE})", parallel=FSDP), f"{WAITED}{FIRST} 1] Traceback"),
-    "closes_alone_tensor": (Case("engine.close()", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
+    "closes_alone_tensor": (Case("engine.close(restore=True)", parallel=MESH), f"{WAITED}{FIRST} 1 (tp 1)] Traceback"),
     "closes_alone": (Case("engine.close(); return"), f"rank 1 {EARLY}"),
     "fails_meanwhile": (Case("time.sleep(1); " + RAISE, then=SAVES), f"{FIRST} 1] Traceback"),
     "zero1": (Case(SLEEP, parallel=(("data", "zero1"),)), f"{HANGS} 1"),

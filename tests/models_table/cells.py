@@ -135,7 +135,7 @@ def train(rank: int, world_size: int, cell: Cell) -> Outcome:
         engine.backward(loss)
         losses.append(loss.item())
         engine.step()
-    engine.close()
+    engine.close(restore=True)
     weights = {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
     return Outcome("", tuple(losses), digest(weights), weights if rank == 0 else None)
 

@@ -129,7 +129,7 @@ def train(rank: int, world_size: int, use: Use) -> tuple[dict[str, torch.Tensor]
         engine.backward(get(use.kind, output, "loss") if own else engine.criterion(output, batch["labels"]))
         engine.step()
     words = describe(output.value() if layout.pipeline > 1 else output)
-    engine.close()
+    engine.close(restore=True)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, words
 
 

@@ -37,10 +37,10 @@ def unlike_calls(rank, world_size, folder):
             else said(engine.precision_report().__enter__)
         ]
         if layout != "dp":  # which sends nothing to close
-            words += [said(engine.close) if rank else said(engine.load_weights, f"{folder}/w.pt")]
+            words += [said(engine.close, restore=True) if rank else said(engine.load_weights, f"{folder}/w.pt")]
         step_on(engine, X, Y)
         engine.save(f"{folder}/{layout}")
-        engine.close()
+        engine.close(restore=True)
         found[layout] = words, engine.model.state_dict()
     alone = make_engine({"timeout": 1.0})
     begun, words = time.monotonic(), said(alone.save, folder) if rank == 0 else "nothing"
@@ -56,7 +56,7 @@ def as_usual(rank, world_size):
         engine = make_engine({"parallel": parallel})
         for _ in range(2):
             step_on(engine, X, Y)
-        engine.close()
+        engine.close(restore=True)
         found[layout] = engine.model.state_dict()
     return found
 

@@ -54,7 +54,7 @@ def partial(rank: int, world_size: int) -> dict[str, Any]:
         for accumulation in (1, 2):
             engine = make_engine(config(COMPLETE, **MODES[mode], gradient_accumulation=accumulation), model=Net())
             train(engine)
-            engine.close()
+            engine.close(restore=True)
             found[mode, accumulation] = engine.model.state_dict()
     return found
 

@@ -87,7 +87,7 @@ def looked_at(rank, world_size):
             assert engine.step().skipped is False
             assert all(param.grad is None for param in engine.model.parameters())
         backward(engine, rank)
-        engine.close()
+        engine.close(restore=True)
         assert all(param.grad_dtype == param.dtype == torch.float32 for param in engine.model.parameters()), (
             "as it came"
         )

@@ -78,7 +78,7 @@ def optimizer_state(rank: int, world_size: int) -> dict[str, bool]:
             engine.backward(engine.criterion(engine(x[rows]), y[rows]))
             engine.step()
             step(whole, expected, batch)
-        engine.close()
+        engine.close(restore=True)
         attributes = [list(vars(module)) for module in model.modules()]
         found[kind, "given back"] = attributes == [list(each) for each in hooks]
         for batch in range(5, 7):
@@ -115,7 +115,7 @@ def loads(rank: int, world_size: int) -> dict[Any, Any]:
         found[mode, "again"] = all(torch.equal(again[name], value) for name, value in local.items())
         found[mode, "assign"] = refusal(lambda e=engine: e.model.load_state_dict(Net().state_dict(), assign=True))
         engine.model.load_state_dict(whole)
-        engine.close()
+        engine.close(restore=True)
         found[mode, "closed"] = torch.equal(engine.model.down.weight, whole["down.weight"])  # in full precision
     return found
 
@@ -179,7 +179,7 @@ def copies(rank: int, world_size: int) -> dict[str, Any]:
     found["apart"] = bool((model.up.weight != 0).any())
     clone.load_state_dict(Net().state_dict())
     found["loads"] = torch.equal(clone.up.weight, model.up.weight)
-    engine.close()
+    engine.close(restore=True)
     found["works afterwards"] = torch.allclose(clone(x), model(x), atol=1e-6)
     pickle.dumps(model)
     return found
@@ -213,7 +213,7 @@ def oracle(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]
         engine.backward(mine)
         engine.step()
         pairs.append((mine.detach(), loss.detach()))
-    engine.close()
+    engine.close(restore=True)
     weights = zip(ours.parameters(), theirs.parameters(), strict=True)
     return pairs + [(a.detach(), b.full_tensor().detach()) for a, b in weights]
 

@@ -69,6 +69,25 @@ ATTENTION_PLAN = {"q_norm": "partial", "qkv": "fused_colwise(3)", "proj": "rowwi
 ATTENTION_PLAN |= {"": "heads(num_heads)", "*": "off(fast, not_there)"}
 
 
+class Sinks(nn.Module):
+    """A parameter with an entry for each head, words by their features, and keys that all heads use as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.keys = nn.Embedding(WORDS, 8), nn.Linear(8, 6)
+        self.heads, self.out, self.sinks = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        latent, rotary = self.keys(self.words(ids)).split([4, 2], -1)
+        heads = self.heads(latent).unflatten(-1, (-1, 2)) * rotary.unsqueeze(-2)
+        return self.out((heads * self.sinks.unsqueeze(-1)).flatten(-2))
+
+
+SINKS_PLAN = {"words": "embedding_gather", "keys": "latent_keys(2)", "": "rows(sinks)"}
+SINKS_PLAN |= {"heads": "colwise", "out": "rowwise"}
+
+
 class Projections(nn.Module):
     """Three layers on one input, perhaps computed again in backward."""
 
@@ -144,6 +163,8 @@ def pairs() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, str], bool
         yield f"frozen {frozen}", mlp(frozen=frozen), random(3, 4), MLP_PLAN, False
     for reentrant in (None, True, False):
         yield f"shared input, {reentrant}", Projections(reentrant), random(3, 4), PROJECTIONS_PLAN, False
+    ids = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0))
+    yield "sinks, latent keys, words by features", Sinks(), ids, SINKS_PLAN, False
     yield "edited", Edited(), random(3, 4), {"first": "colwise", "second": "colwise", "out": "rowwise"}, False
     for named in (True, False):
         yield f"sequence, named {named}", sequence_model(named), random(2, 6, 4), SEQUENCE_PLAN, True

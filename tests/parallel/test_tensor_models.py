@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfmesh.parallel.layer_plans import HuggingFacePlan, _is_of_experts
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import divide, parity, random, refusal, refused
 
@@ -82,10 +83,16 @@ def language_models() -> Iterator[Case]:
         ("Mistral", {}, True),
         ("Phi3", {}, True),
         ("Olmo2", {}, False),
+        ("Gemma", tied, False),  # scales what its embedding returns
     ]:
         config = getattr(hf, f"{name}Config")(**LLAMA, **options)
         yield f"{name} {options}", partial(getattr(hf, f"{name}ForCausalLM"), config), call, sequence
     yield "LlamaModel", partial(hf.LlamaModel, hf.LlamaConfig(**LLAMA)), call, True
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    yield "Mixtral", partial(hf.MixtralForCausalLM, hf.MixtralConfig(**LLAMA, **experts)), call, False
+    latent = {**LLAMA, "num_key_value_heads": 4, "head_dim": 6, "v_head_dim": 4, "qk_nope_head_dim": 4}
+    latent |= {"kv_lora_rank": 6, "q_lora_rank": 8, "qk_rope_head_dim": 2}
+    yield "MiniCPM3", partial(hf.MiniCPM3ForCausalLM, hf.MiniCPM3Config(**latent)), call, False
 
 
 def other_models() -> Iterator[Case]:
@@ -143,7 +150,7 @@ def parities(rank: int, world_size: int, models: Callable[[], Iterator[Case]]) -
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("models", "count", "packages"),
-    [(timm_models, 26, "timm"), (language_models, 13, "transformers"), (other_models, 17, "transformers torchvision")],
+    [(timm_models, 26, "timm"), (language_models, 16, "transformers"), (other_models, 17, "transformers torchvision")],
 )
 def test_outputs_and_updates_are_those_of_one_process(models, count, packages):
     for package in packages.split():
@@ -151,6 +158,23 @@ def test_outputs_and_updates_are_those_of_one_process(models, count, packages):
     for found in run_ranks(parities, 2, models, timeout=240):
         assert len(found) == count
         assert max(found.values()) < 1e-12, found
+
+
+def test_tensor_plans_of_transformers_are_known():
+    """Of all configs in the installed version that carry one; their experts stay whole."""
+    hf = pytest.importorskip("transformers")
+    known = set(HuggingFacePlan.STYLES)
+    plans = {}
+    for name in dir(hf):
+        if name.endswith("Config") and isinstance(getattr(hf, name), type):
+            plans[name] = getattr(getattr(hf, name), "base_model_tp_plan", None) or {}
+    plans = {name: plan for name, plan in plans.items() if plan}
+    assert len(plans) > 100
+    unknown = {
+        name: [pattern for pattern, style in plan.items() if style not in known and not _is_of_experts(pattern)]
+        for name, plan in plans.items()
+    }
+    assert not {name: patterns for name, patterns in unknown.items() if patterns}
 
 
 def conv1d(rank: int, world_size: int) -> list[float]:
@@ -243,11 +267,6 @@ def test_language_models_that_cannot_be_divided():
         (
             hf.BloomForCausalLM(hf.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=20)),
             "no plan is registered for any layer of BloomForCausalLM. Its largest layers: ",
-        ),
-        (hf.MixtralForCausalLM(hf.MixtralConfig(**LLAMA, num_local_experts=2)), "the style 'packed_colwise', which"),
-        (
-            hf.GemmaForCausalLM(hf.GemmaConfig(**LLAMA)),
-            "it is a GemmaTextScaledWordEmbedding, and this style is for torch.nn.Embedding",
         ),
         (
             hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, add_cross_attention=True)),

@@ -118,7 +118,7 @@ def pasted(rank: int, world_size: int) -> tuple[float, float, str]:
     engine = halfmesh.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config=config, device="cpu")
     assert engine.model.get_parameter("transformer.h.0.attn.c_attn.weight").shape == (24, 16)
     trained(model, engine)
-    engine.close()
+    engine.close(restore=True)
     trained(whole)
     moved = max(apart(a, b) for a, b in zip(before, whole.parameters(), strict=True))
     found = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))

@@ -373,7 +373,7 @@ def right_plans(rank: int, world_size: int) -> dict[str, tuple[float, list[str]]
         with told() as warnings:
             engine = engine_of(model, plan)
             train(engine)
-        engine.close()
+        engine.close(restore=True)
         off = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
         found[kind.__name__] = off, warnings
     return found

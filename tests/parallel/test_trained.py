@@ -115,7 +115,7 @@ def alike(rank: int, world_size: int, config: dict[str, Any], share: int = 1) ->
             param.requires_grad_(not name.startswith(frozen))
         engine.zero_grad()
         step_on(engine, x[own], y[own])
-    engine.close()
+    engine.close(restore=True)
     return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
 
 

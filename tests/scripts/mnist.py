@@ -104,5 +104,5 @@ def train(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]
                 total += F.nll_loss(engine(images), targets, reduction="sum")
         engine.context.all_reduce(total, "dp")
         losses.append(total.item() / IMAGES)
-    engine.close()
+    engine.close(restore=True)
     return losses, model.state_dict()

@@ -153,5 +153,5 @@ def train(config: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    engine.close()
+    engine.close(restore=True)
     return losses, model.state_dict()

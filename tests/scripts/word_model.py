@@ -116,5 +116,5 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], dict[str, tor
             if kind == "lstm":
                 state = [part.detach() for part in output[1:]]
             losses.append(loss.item())
-    engine.close()
+    engine.close(restore=True)
     return losses, model.state_dict()

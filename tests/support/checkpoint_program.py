@@ -61,7 +61,7 @@ def main(out: str, hook: Any = None, **options: Any) -> list[tuple[int, float]]:
             time.sleep(given["pause"])
             if hook is not None:
                 hook(engine)
-    engine.close()
+    engine.close(restore=True)
     if engine.context.rank == 0:
         torch.save(model.state_dict(), out)
     return seen

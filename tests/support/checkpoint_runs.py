@@ -129,7 +129,7 @@ def train(
 def whole_state(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
     """Closes the engine. The whole model's state and the optimizer's, in full precision, as they are given back."""
     model, optimizer = engine.model, engine.optimizer
-    engine.close()
+    engine.close(restore=True)
     found = {name: value.clone() for name, value in model.state_dict().items()}
     names = {param: name for name, param in model.named_parameters()}
     for param, state in optimizer.state.items():

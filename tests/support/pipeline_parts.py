@@ -137,5 +137,5 @@ def step(engine: halfmesh.Engine, x: Any, y: Any) -> tuple[Any, Any, Any]:
 
 def whole(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
     """The model's state after the engine is closed."""
-    engine.close()
+    engine.close(restore=True)
     return {name: value.detach().clone() for name, value in engine.model.state_dict().items()}

@@ -97,7 +97,7 @@ def train(engine, rank, steps=4, accumulation=1):
 def whole(engine):
     """The model and the optimizer's state as they are given back."""
     model, optimizer = engine.model, engine.optimizer
-    engine.close()
+    engine.close(restore=True)
     names = {param: name for name, param in model.named_parameters()}
     state = {names[param]: copy.deepcopy(value) for param, value in optimizer.state.items()}
     groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]

@@ -45,7 +45,7 @@ def parity(
     output = call(engine)
     engine.backward(scalar(output))
     engine.step()
-    engine.close()
+    engine.close(restore=True)
     assert [type(module) for module in model.modules()] == kinds
     weights = [torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (model, whole)]
     return max(apart(output, expected), apart(*weights))

@@ -71,8 +71,8 @@ class StageCut:
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            "a model that is cut into stages cannot be pickled; save engine.state_dict(), or call engine.close() "
-            "first, which gives the whole model back"
+            "a model that is cut into stages cannot be pickled; save engine.state_dict(), or call "
+            "engine.close(restore=True) first, which gives the whole model back"
         )
 
     def weight(self, param: nn.Parameter) -> float:
@@ -88,18 +88,18 @@ class StageCut:
         sets = sorted({tuple(holders) for holders in params if len(holders) > 1})
         return {ranks: self._context.subgroup("pp", ranks) for ranks in sets}
 
-    def close(self, whole: bool = True) -> None:
-        """Give the model back whole, with the optimizer's state. All ranks together.
-
-        Args:
-            whole: False leaves the model as it is: other ranks may be gone.
-        """
-        if not whole:
-            return
+    def undo(self) -> None:
+        """Give the modules and the optimizer's groups their parameters again: what other ranks hold without its values,
+        on the CPU."""
         for hook in self._hooks:
             hook.remove()
-        self._exchange_tensors()
-        self._exchange_state()
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for (path, name), tensor in self._foreign.items():
+            replace_data(tensor, torch.empty_like(self._shapes[id(tensor)], device="cpu"))
+            setattr(modules[path], name, tensor)
+        for group, came in zip(self._optimizer.param_groups, self._groups, strict=False):
+            known = set(map(id, came))
+            group["params"] = [*came, *(param for param in group["params"] if id(param) not in known)]
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -116,43 +116,6 @@ class StageCut:
                 if id(param) in foreign:
                     self._optimizer.state.pop(param, None)
             group["params"] = [param for param in group["params"] if id(param) not in foreign]
-
-    @torch.no_grad()
-    def _exchange_tensors(self) -> None:
-        """Each tensor from the first rank that holds it to those that do not."""
-        context = self._context
-        modules = dict(self._model.named_modules(remove_duplicate=False))
-        done: set[int] = set()
-        for (path, name), (tensor, holders) in self._places.items():
-            if id(tensor) not in done and len(holders) < context.pp_size:
-                if context.pp_rank not in holders:
-                    tensor.data = torch.empty_like(self._shapes[id(tensor)], device=context.device)
-                else:  # as it is now, if it was replaced: BatchNorm's counter is
-                    tensor = getattr(modules[path], name)
-                context.broadcast(tensor, "pp", holders[0])
-            done.add(id(self._places[path, name][0]))
-            if (path, name) in self._foreign:
-                setattr(modules[path], name, self._foreign[path, name])
-
-    def _exchange_state(self) -> None:
-        """The groups as they came, with what was added to them since; and each parameter's state from who has it."""
-        optimizer, context, params = self._optimizer, self._context, self._params
-        self._groups += [[] for _ in optimizer.param_groups[len(self._groups) :]]
-        names = [[self._names.get(id(param), "") for param in group["params"]] for group in optimizer.param_groups]
-        for rank in range(context.pp_size):
-            for before, theirs in zip(self._groups, context.broadcast_object(names, "pp", rank), strict=False):
-                known = {id(param) for param in before}
-                before += [params[name] for name in theirs if name in params and id(params[name]) not in known]
-        for group, all_of_it in zip(optimizer.param_groups, self._groups, strict=True):
-            known = {id(param) for param in all_of_it}
-            group["params"] = [*all_of_it, *(param for param in group["params"] if id(param) not in known)]
-        for rank in range(context.pp_size):
-            own = {n: p for n, p in params.items() if self._holders[id(p)][0] == rank}
-            state = {n: {k: _to_cpu(v) for k, v in optimizer.state.get(p, {}).items()} for n, p in own.items()}
-            received = context.broadcast_object(state, "pp", rank)
-            for name, values in received.items():
-                if values and context.pp_rank not in self._holders[id(params[name])]:
-                    optimizer.state[params[name]] = {k: _from_cpu(v, context.device) for k, v in values.items()}
 
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Whole state dicts can be loaded, too: each rank takes its part."""
@@ -175,13 +138,3 @@ class StageCut:
             f"the model itself was called, but this rank holds stage {self._context.pp_rank} of it only; call "
             "engine(...), on all ranks"
         )
-
-
-def _to_cpu(value: Any) -> Any:
-    """A value of an optimizer's state, and whether it was on a device."""
-    return (value.cpu(), value.device.type != "cpu") if isinstance(value, torch.Tensor) else (value, False)
-
-
-def _from_cpu(packed: tuple[Any, bool], device: torch.device) -> Any:
-    value, on_device = packed
-    return value.to(device) if on_device else value

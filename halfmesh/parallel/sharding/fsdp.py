@@ -25,7 +25,6 @@ from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
 from .units import ShardOptions, Units, can_be_sharded
 from .unwrap import Origin
-from .whole import Whole, is_cut
 from .withheld import UNFINISHED, WithheldGradient
 from .wrap import add_missing_grads, prefetch, wrap
 
@@ -69,7 +68,6 @@ class FullyShard:
         self._optimizer = optimizer
         self._ranks = mesh.size(-1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
-        self._whole = Whole(mesh.get_group(mesh.ndim - 1))
         kept = {shard.param for shard in shards if not can_be_sharded(shard.param)} | units.left_over(model)
         self.whole = [shard.name for shard in shards if shard.param in kept]
         taken = [shard for shard in shards if shard.param not in kept]
@@ -138,7 +136,7 @@ class FullyShard:
     def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
         whole = self._originals[param].source
         assert whole is not None
-        if not is_cut(name, value, whole.param):
+        if not _is_cut(name, value, whole.param):
             return value
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
@@ -287,42 +285,22 @@ class FullyShard:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def close(self, whole: bool = True) -> None:
-        """Give the model back as it came, with its parameters whole, and the optimizer these, with all of their state.
-        All data ranks together.
-
-        Args:
-            whole: False leaves the model sharded: other ranks may be gone.
-        """
-        if not whole:
-            return
-        self.refuse_other_memory()
+    def undo(self) -> None:
+        """Give the model the parameters that it came with, without their values, and the optimizer these."""
         for hook in (*self._hooks, *self._loads):
             hook.remove()
         self.reshard()
-        values: dict[nn.Parameter, torch.Tensor] = {}
-        for param, part in self._originals.items():
-            assert part.source is not None
-            shape = part.source.param.shape
-            values[param] = self._whole.join(part.param.detach(), shape)
-            if state := self._whole.state(self._optimizer, part, shape):
-                self._optimizer.state[param] = state
         self._origin.unwrap()
         for (module, name), param in self._places.items():
             setattr(module, name, param)
-        for param, value in values.items():
-            part = self._originals[param]
+        for param, part in self._originals.items():
             assert part.source is not None
-            param.data, param.grad = value.to(self._dtypes[param], copy=True), None
+            param.data, param.grad = torch.empty(part.source.param.shape, dtype=self._dtypes[param]), None
             param.requires_grad_(part.source.param.requires_grad)
-            part.param.data = part.param.data.new_empty(0)
         originals = {part.param: param for param, part in self._originals.items()}
         for group in self._optimizer.param_groups:
             group["params"][:] = [originals.get(param, param) for param in group["params"]]
         self._origin.restore_buffers()
-        if self._offloads:
-            self._origin.put_back(self._optimizer)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -334,3 +312,9 @@ def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parame
 def _local(tensor: Any) -> torch.Tensor:
     local: torch.Tensor = tensor.detach().to_local()
     return local
+
+
+def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
+    """Whether an entry of `param`'s state has an element for each of its own. (`step` is a counter, in torch's
+    optimizers, and a scalar.)"""
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and name != "step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,7 +17,6 @@ class Origin:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {module: (type(module), set(vars(module))) for module in model.modules()}
-        self._devices = {tensor: tensor.device for tensor in (*model.parameters(), *model.buffers())}
         self._dtypes: dict[torch.Tensor, torch.dtype] = {}
 
     def cast_buffers(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -31,17 +30,6 @@ class Origin:
         """Give buffers that were cast their dtypes back."""
         for buffer, dtype in self._dtypes.items():
             buffer.data = buffer.data.to(dtype)
-
-    def put_back(self, optimizer: optim.Optimizer) -> None:
-        """Move parameters, buffers and the state that belongs to them to where they came from: the device may have no
-        room for them."""
-        for tensor, came_on in self._devices.items():
-            device = torch.device("cpu") if came_on.type == "meta" else came_on  # of a deferred model
-            tensor.data = tensor.data.to(device)
-            state = optimizer.state.get(tensor, {})
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    state[name] = value.to(device)
 
     def unwrap(self) -> None:
         """Give modules back the class and the attributes that they had, and take away FSDP2's hooks."""

@@ -20,7 +20,6 @@ from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...tensors import is_dense
 from ..elementwise import refuse_other_state
-from ..objects import gather_objects
 from ..reducer import ReduceOptions
 from .slice_bucket import SliceBucket
 
@@ -155,61 +154,12 @@ class Slices:
         work.wait()
         foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
 
-    # -- the end -----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def close(self, whole: bool = True) -> None:
-        """Give the parameters the parts' values, and the optimizer the parameters, with all of their state. All data
-        ranks together.
-
-        Args:
-            whole: False only takes the hook back: other ranks may be gone.
-        """
+    def undo(self) -> None:
+        """Give the optimizer the parameters again, without the state that belongs to their parts."""
         self._hook.remove()
-        if not whole:
-            return
-        for bucket in self.buckets:
-            work, flat = bucket.gather([part.param for part in bucket.parts], self._group)
-            work.wait()
-            foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
-            self._join_state(bucket)
         parts = {part.param: shard.param for b in self.buckets for part, shard in zip(b.parts, b.shards, strict=True)}
         for group in self._optimizer.param_groups:
             group["params"][:] = [parts.get(param, param) for param in group["params"]]
-
-    def _join_state(self, bucket: SliceBucket) -> None:
-        """Give the optimizer the whole state of the bucket's parameters."""
-        own = [self._optimizer.state.pop(part.param, {}) for part in bucket.parts]
-        # What is not cut is sent as it is. A rank whose part is empty may have less.
-        rest = [
-            {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in state.items() if not _is_cut(v, part)}
-            for state, part in zip(own, bucket.parts, strict=True)
-        ]
-        cut = [
-            {n: v.dtype for n, v in state.items() if _is_cut(v, part)}
-            for state, part in zip(own, bucket.parts, strict=True)
-        ]
-        everyone = gather_objects((rest, cut), self._group)
-        joined: list[dict[str, Any]] = [{} for _ in bucket.parts]
-        kinds = sorted({(n, str(d)): (n, d) for _, cuts in everyone for c in cuts for n, d in c.items()}.items())
-        for _, (name, dtype) in kinds:
-            values = [_of_state(s.get(name), p, dtype) for s, p in zip(own, bucket.parts, strict=True)]
-            work, flat = bucket.gather(values, self._group)
-            work.wait()
-            for index, value in enumerate(bucket.whole(flat)):
-                if any(cuts[index].get(name) == dtype for _, cuts in everyone):
-                    joined[index][name] = value.clone(memory_format=torch.preserve_format)
-        for index, shard in enumerate(bucket.shards):
-            state: dict[str, Any] = {}
-            for others, _ in reversed(everyone):
-                state |= others[index]
-            state |= rest[index]
-            counters = own[index]
-            for name, value in state.items():
-                device = counters[name].device if isinstance(counters.get(name), torch.Tensor) else None
-                joined[index][name] = value.to(device) if isinstance(value, torch.Tensor) and device else value
-            if joined[index]:
-                self._optimizer.state[shard.param] = joined[index]
 
 
 def _repoint(optimizer: optim.Optimizer, parts: Sequence[ParamShard]) -> None:
@@ -229,14 +179,3 @@ def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
         return value
     alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return part.part_of(alike).clone()
-
-
-def _is_cut(value: Any, part: ParamShard) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == part.param.shape
-
-
-def _of_state(value: Any, part: ParamShard, dtype: torch.dtype) -> torch.Tensor:
-    """`value`, or zeros where a rank has none of that dtype."""
-    if _is_cut(value, part) and value.dtype == dtype:
-        return value.to(part.param.device)
-    return torch.zeros(part.param.shape, dtype=dtype, device=part.param.device)

@@ -98,7 +98,7 @@ def cut_and_back(rank: int, world_size: int, kind: str) -> None:
         for values in optimizer.state.values():
             for value in values.values():
                 value.add_(1)
-    engine.close()
+    engine.close(restore=True)
     after = entries_of(model)
     assert all(after[name] is tensor for name, tensor in entries.items() if isinstance(tensor, nn.Parameter))
     assert [name for name, _ in model.named_parameters()] == names
@@ -179,7 +179,7 @@ def holds(rank: int, world_size: int) -> dict[str, list[str]]:
         expected, strides = model(X), {n: p.stride() for n, p in model.named_parameters()}
         engine = initialize(model, sgd, 2, **options)
         found[name] = sorted(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
-        engine.close()
+        engine.close(restore=True)
         assert torch.equal(model(X), expected)
         assert {n: p.stride() for n, p in model.named_parameters()} == strides
     return found

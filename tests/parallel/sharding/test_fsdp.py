@@ -122,7 +122,7 @@ def gives_back(rank, world_size):
     whole_inside = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert whole_inside == ["scale", "conv.weight"], "FSDP2 cannot shard scalars, nor what is not contiguous"
     take_step(engine, rank, 0)
-    engine.close()
+    engine.close(restore=True)
     assert all(params[name] is param for name, param in model.named_parameters())
     assert facts(model) == before
     assert model.again.weight is model.tied.weight
@@ -143,13 +143,13 @@ def loads(rank, world_size):
     engine.model.load_state_dict(wanted, strict=False)
     with pytest.raises(InputError, match="assign=True"):
         engine.model.load_state_dict(engine.model.state_dict(), assign=True)
-    engine.close()
+    engine.close(restore=True)
     exact = all(torch.equal(p, wanted[n]) for n, p in engine.model.named_parameters())
 
     half = make_engine("fsdp", model=Blocks().half(), **MODES["naive_fp16"])
     take_step(half, rank, 0)
     inside = {str(p.dtype) for p in half.model.parameters()}
-    half.close()
+    half.close(restore=True)
     return exact, inside, {str(p.dtype) for p in half.model.parameters()}
 
 

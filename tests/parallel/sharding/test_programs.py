@@ -185,7 +185,7 @@ def refused(rank, world_size):
         loop(engine, rank, steps=1)
         weight = engine.model.blocks[1].one.weight
         weight.data = make(weight.data)  # FSDP2 does not hear of it
-        for use in (partial(loop, engine, rank, steps=1), engine.close):
+        for use in (partial(loop, engine, rank, steps=1), partial(engine.close, restore=True)):
             with pytest.raises(InputError, match=r"^the memory of blocks.1.one.weight was exchanged"):
                 use()
 
@@ -257,7 +257,7 @@ def freezes_and_writes(rank, world_size, strategy):
     loop(engine, rank, steps=1)
     engine.model.end.requires_grad_(False)
     loop(engine, rank, steps=1)
-    engine.close()
+    engine.close(restore=True)
     assert not model.end.weight.requires_grad
     assert model.begin.weight.requires_grad
     if strategy == "fsdp":
@@ -271,7 +271,7 @@ def freezes_and_writes(rank, world_size, strategy):
     with torch.no_grad():
         for param in kept.model.parameters():
             param.fill_(0.25)
-    kept.close()
+    kept.close(restore=True)
     assert all(bool((p == 0.25).all()) for p in kept.model.parameters())
 
 
@@ -288,7 +288,7 @@ def frozen_stage(rank, world_size, strategy):
     engine = halfmesh.initialize(model, sgd, nn.MSELoss(), config=config, device="cpu")
     engine.backward(engine.criterion(engine(batch(rank % 2, 0)), torch.zeros(4, WIDTH)))
     engine.step()
-    engine.close()
+    engine.close(restore=True)
     assert not torch.equal(model[3].weight, before)
 
 

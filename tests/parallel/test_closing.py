@@ -1,0 +1,112 @@
+"""`engine.close()` of a divided model frees and gathers nothing; `close(restore=True)` gives all of it back whole."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfmesh
+from tests.support.ranks import run_ranks
+from tests.support.real_memory import RealTracker
+
+WIDTH = 64
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero1": {"data": "zero1"},
+    "fsdp": {"data": "fsdp"},
+    "tensor": {"tensor": {"size": 2, "plan": {"0": "colwise", "2": "rowwise"}}},
+    "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ("2",)}},
+}
+MODES: dict[str, dict[str, Any]] = {"fp32": {}, "naive": {"bf16": {"mode": "naive"}}}
+CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES]
+
+
+def make(parallel: dict[str, Any], config: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, halfmesh.Engine]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    others = {"params": [param for param in model.parameters() if param.dim() == 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([{"params": decayed}, others], lr=1e-3)
+    config = {"parallel": parallel, **config}
+    return model, optimizer, halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device="cpu")
+
+
+def train(engine: halfmesh.Engine) -> None:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), x))
+        engine.step()
+
+
+def close_and_watch(rank: int, world_size: int) -> dict[tuple[str, str], tuple[int, int, int, list[str]]]:
+    """For each layout bytes before, at most while closing, and when all is gone; and what was sent."""
+    found = {}
+    for layout, mode in CASES:
+        tracker = RealTracker()
+        sent: list[str] = []
+        with tracker:
+            start = tracker.settled()
+            model, optimizer, engine = make(LAYOUTS[layout], MODES[mode])
+            train(engine)
+            before = tracker.settled() - start
+            tracker.peak = tracker.alive
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                engine.close()
+            sent = [event.key for event in profile.key_averages() if event.key.startswith(("c10d::", "gloo:"))]
+            peak = tracker.peak - start
+            del model, optimizer, engine
+            found[layout, mode] = before, peak, tracker.settled() - start, sent
+        gc.collect()
+    return found
+
+
+@pytest.mark.distributed
+def test_closing_takes_no_memory_and_sends_nothing():
+    for found in run_ranks(close_and_watch, 2, timeout=120):
+        for case, (before, peak, after, sent) in found.items():
+            assert peak <= before, case
+            assert after < before / 4, case  # what threads of gloo hold a moment longer
+            assert sent == [], case
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
+    names = {param: name for name, param in model.named_parameters()}
+    state = {names[param]: dict(values) for param, values in optimizer.state.items()}
+    return copy.deepcopy(
+        (dict(model.state_dict()), state, [[names[p] for p in g["params"]] for g in optimizer.param_groups])
+    )
+
+
+def restore(rank: int, world_size: int, again: bool) -> dict[tuple[str, str], tuple[Any, Any, Any]]:
+    found = {}
+    for layout, mode in CASES:
+        parallel = LAYOUTS[layout] if world_size > 1 else {}
+        model, optimizer, engine = make(parallel, MODES[mode])
+        train(engine)
+        engine.close(restore=True)
+        found[layout, mode] = contents(model, optimizer)
+        if again:  # as objects that were never divided
+            engine = halfmesh.initialize(model, optimizer, nn.MSELoss(), config={"parallel": parallel}, device="cpu")
+            train(engine)
+            engine.close(restore=True)
+            optimizer.step()
+    return found
+
+
+@pytest.mark.distributed
+def test_restored_models_and_optimizers_are_those_of_one_process():
+    (expected,) = run_ranks(restore, 1, False, timeout=120)
+    ranks = run_ranks(restore, 2, True, timeout=120)
+    for found in ranks:
+        for case, (weights, state, groups) in found.items():
+            tolerance = {"rtol": 1e-5, "atol": 1e-6} if case[1] == "fp32" else {"rtol": 2e-2, "atol": 2e-3}
+            torch.testing.assert_close(weights, expected[case][0], **tolerance)
+            torch.testing.assert_close(state, expected[case][1], **tolerance)
+            assert groups == expected[case][2], case
+    for case in CASES:
+        torch.testing.assert_close(ranks[0][case][:2], ranks[1][case][:2], rtol=0, atol=0)
