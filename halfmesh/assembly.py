@@ -22,9 +22,6 @@ from .checkpoint.checkpointer import Checkpointer
 from .data.loader import EngineDataLoader
 from .data.sharding import ShardedLoader
 from .debug.nonfinite import NonFiniteProbes
-from .deferred.adoption import Adoption, adopt, refuse_late_use
-from .deferred.creation import build
-from .deferred.late import Late, arrange
 from .division import Division, reduce_options
 from .division_plans import Plans, make_plans
 from .engine import Engine
@@ -43,7 +40,10 @@ from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
 from .parallel.context import AxisRanks, ParallelContext
-from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
+from .parallel.deferred.adoption import Adoption, adopt, refuse_late_use
+from .parallel.deferred.creation import build
+from .parallel.deferred.late import Late, arrange
+from .parallel.gradient_sums import CompleteGradients, Reduction, TensorGradients
 from .parallel.objects import is_alone
 from .parallel.registries import DATA_STRATEGIES
 from .parallel.trained import SameTrained

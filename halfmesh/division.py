@@ -14,17 +14,17 @@ from torch import nn, optim
 from ._torch import move_module
 from .amp.recipe import Recipe
 from .compilation import uncompile
-from .deferred.late import Late
 from .division_plans import Plans, cuts_updates
 from .launching.failures import is_timeout
+from .parallel.activations.checkpoint import Checkpointed
+from .parallel.activations.offload import Offload
 from .parallel.context import ParallelContext
-from .parallel.offload import Offload
-from .parallel.random import CommonRandom, IsolatedRNG, model_seed
-from .parallel.recompute import Checkpointed
+from .parallel.deferred.late import Late
 from .parallel.reducer import ReduceOptions
-from .parallel.regions import Placement, whole
-from .parallel.tensor import TensorParallel
-from .parallel.tensor_axis import TensorAxis
+from .parallel.rng import CommonRandom, IsolatedRNG, model_seed
+from .parallel.shard_spec import Placement, whole
+from .parallel.tensor.apply import TensorParallel
+from .parallel.tensor.axis import TensorAxis
 from .shard import ParamShard
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from .amp.fused import is_elementwise
 from .compilation import Compilation
 from .errors import IncompatibleConfigError
 from .key_checks import recipe_of
-from .parallel import elementwise
-from .parallel.tensor_checks import ResolvedPlan
-from .parallel.tensor_checks import resolve as resolve_tensor
+from .parallel import optimizer_checks as elementwise
+from .parallel.tensor.checks import ResolvedPlan
+from .parallel.tensor.checks import resolve as resolve_tensor
 
 if TYPE_CHECKING:
     from .config import Config

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .amp.recipe import Recipe
-from .errors import shorten
+from .errors import readable, shorten
 from .global_batch import batch_size
-from .memory import readable, state_bytes
+from .memory import state_bytes
 from .parallel.registries import SCHEDULES
-from .parallel.tensor import TensorParallel
-from .parallel.tensor_plans import generalise
+from .parallel.tensor.apply import TensorParallel
+from .parallel.tensor.plans import generalise
 
 if TYPE_CHECKING:
     from .loop.parts import EngineParts

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import HalfmeshError, InputError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
-from ..parallel.random import CPU, SharedRNG, random_state, set_random_state
+from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from . import folder, rng, storage, validate
 from .attached import AttachedState
 from .background import BackgroundWriter

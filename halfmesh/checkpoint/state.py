@@ -13,7 +13,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.originals import current_value
 from ..division import Division
 from ..errors import InputError, shorten
-from ..parallel.regions import Placement, Shape, whole
+from ..parallel.shard_spec import Placement, Shape, whole
 from ..shard import ParamShard, compute_dtype
 
 if TYPE_CHECKING:

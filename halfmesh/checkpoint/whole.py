@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from ..parallel.context import ParallelContext
-from ..parallel.regions import Shape, whole
+from ..parallel.shard_spec import Shape, whole
 from .collective import run_on_all_ranks
 from .state import MODEL, ShardedState, Shards, TensorShard, WholeTensor, describe, find_tensors, join_groups
 

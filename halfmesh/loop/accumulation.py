@@ -9,7 +9,7 @@ import torch
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
-from ..parallel.gradients import Reduction
+from ..parallel.gradient_sums import Reduction
 from ..parallel.trained import SameTrained
 from ..shard import OneRank, Ranks
 

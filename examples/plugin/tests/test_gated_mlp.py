@@ -57,7 +57,7 @@ def test_parity(tmp_path: Path) -> None:
 
 
 def test_what_does_not_divide(tmp_path: Path) -> None:
-    from halfmesh.parallel.tensor_checks import resolve
+    from halfmesh.parallel.tensor.checks import resolve
 
     _, problems = resolve(nn.Sequential(GatedMLP(8, 7)), 2, "auto", False)
     assert any("7" in problem for problem in problems), problems
