@@ -39,6 +39,7 @@ from .loop.loop_checks import CountedBatches, SameInputs
 from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
+from .loop.same_trained import SameTrained
 from .parallel.context import AxisRanks, ParallelContext
 from .parallel.deferred.adoption import Adoption, adopt, refuse_late_use
 from .parallel.deferred.creation import build
@@ -46,7 +47,6 @@ from .parallel.deferred.late import Late, arrange
 from .parallel.gradient_sums import CompleteGradients, Reduction, TensorGradients
 from .parallel.objects import is_alone
 from .parallel.registries import DATA_STRATEGIES
-from .parallel.trained import SameTrained
 from .summary import EffectivePlan, make_plan
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
 from ..parallel.gradient_sums import Reduction
-from ..parallel.trained import SameTrained
 from ..shard import OneRank, Ranks
+from .same_trained import SameTrained
 
 LossReduction = Literal["mean", "sum", "weighted"]
 
