@@ -19,8 +19,12 @@ TENSOR_PLANS: Registry[Any] = Registry("tensor plan", "halfmesh.tensor_plans", _
 PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
-DATA_STRATEGIES.register_lazy("replicate", "halfmesh.parallel.reducer:Reducer")
-DATA_STRATEGIES.register_lazy("zero1", "halfmesh.parallel.sharding.reducers:SliceReducer")
+for _name, _strategy in {
+    "replicate": "data_strategy:DataStrategy",
+    "zero1": "sharding.strategies:Zero1",
+    "fsdp": "sharding.strategies:FSDP",
+}.items():
+    DATA_STRATEGIES.register_lazy(_name, f"halfmesh.parallel.{_strategy}")
 for _name, _style in {
     "colwise": "Colwise",
     "fused_colwise": "FusedColwise",
@@ -71,7 +75,6 @@ BUILTIN_TENSOR_PLANS = {
 """Those that halfmesh brings, and the modules that have them."""
 for _name, _module in BUILTIN_TENSOR_PLANS.items():
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_module}:{_name.upper()}")
-DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.sharding.reducers:ShardReducer")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {

@@ -31,6 +31,7 @@ def train(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             engine.zero_grad()
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
+        engine.close(restore=True)
     return {name: value.clone() for name, value in model.state_dict().items()}  # whole again
 
 
