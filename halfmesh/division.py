@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from .parallel.pipeline.skeleton import Skeleton
 
 
-def reduce_options(config: Config) -> ReduceOptions:
-    """How gradients travel between the data ranks."""
+def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
+    """How gradients are sent between the data ranks."""
     data = config.parallel.data
+    bucket_mb = data.bucket_mb or max(25, data_ranks)  # under zero1 each rank gets 1 / data_ranks of it
     return ReduceOptions(
         dtype=getattr(torch, data.reduce_dtype),
-        bucket_bytes=int(data.bucket_mb * 2**20),
+        bucket_bytes=int(bucket_mb * 2**20),
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
     )
@@ -108,7 +109,7 @@ class Division:
             shards=[ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()],
             context=context,
             options=self._config.parallel.data,
-            reduce=reduce_options(self._config),
+            reduce=reduce_options(self._config, context.dp_size),
             param_dtype=recipe.param_dtype,
             blocks=plans.blocks,
             not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},

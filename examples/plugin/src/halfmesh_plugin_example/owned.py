@@ -47,11 +47,11 @@ class Owned(DataStrategy):
         return OwnedReducer(shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
-        whole = shard.source.param
+        whole = _whole(shard)
         return source.run(whole.shape, whole.stride(), 0, shard.param.numel())
 
     def compared(self, shard: ParamShard) -> ParamShard:
-        return shard.source
+        return shard.source or shard
 
     # -- the publisher -----------------------------------------------------------------------------------------
 
@@ -64,10 +64,10 @@ class Owned(DataStrategy):
     def finish(self) -> None:
         """Each owner sends what it has stepped."""
         for part, owner in self.owners.items():
-            dist.broadcast(part.source.param.data, group_src=owner, group=self.inputs.context.dp_group)
+            dist.broadcast(_whole(part).data, group_src=owner, group=self.inputs.context.dp_group)
 
     def undo(self) -> None:
-        wholes = {part.param: part.source.param for part in self.owners}
+        wholes = {part.param: _whole(part) for part in self.owners}
         for group in self.inputs.optimizer.param_groups:
             group["params"][:] = [wholes[param] for param in group["params"]]
 
@@ -77,14 +77,20 @@ class OwnedReducer(Reducer):
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         self._parts = list(shards)
-        super().cover([part.source for part in shards])
+        super().cover([part.source or part for part in shards])
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers([part.source for part in shards])
+        return super().covers([part.source or part for part in shards])
 
     def finish(self) -> None:
         super().finish()
         for part in self._parts:
-            grad = part.source.param.grad
+            grad = _whole(part).grad
             if grad is not None:
                 set_grad(part.param, grad.reshape(-1)[: part.param.numel()])  # sums in fp32 of parameters in fp16, too
+
+
+def _whole(part: ParamShard) -> nn.Parameter:
+    """The model's parameter."""
+    assert part.source is not None
+    return part.source.param
