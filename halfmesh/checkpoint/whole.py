@@ -42,6 +42,9 @@ def gather_tensor(
                 dist.send(flat, 0)
         if gathered is not None:
             gathered[slices(box.at, box.sizes)] = part.cpu()
+    if gathered is not None and everywhere and name in shards:  # its own of what several hold: such as BatchNorm's
+        for region in shards[name].placement.regions:
+            gathered[slices(region.at, region.sizes)] = region.view(shards[name].tensor).cpu()
     return gathered
 
 
