@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .data.loader import get_dataloader
     from .debug.nonfinite import Diagnosis
     from .debug.precision_report import PrecisionReport
-    from .deferred.creation import deferred_init, model_creation
     from .engine import Engine
     from .errors import (
         EXIT_PREEMPTED,
@@ -52,10 +51,11 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     )
     from .options import Options
     from .parallel.context import ParallelContext
+    from .parallel.deferred.creation import deferred_init, model_creation
     from .parallel.pipeline.block_partition import BlockPartition
     from .parallel.pipeline.pieces import Call, Piece
     from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
-    from .parallel.tensor_plans import LayerPlan
+    from .parallel.tensor.plans import LayerPlan
     from .registry import Registry
     from .report.folder import RunFolder
     from .report.page import write_report
@@ -76,7 +76,7 @@ _NAMES = {
     "config": ("Config",),
     "config.load": ("load_config",),
     "conversion": ("convert_to_amp",),
-    "deferred.creation": ("deferred_init", "model_creation"),
+    "parallel.deferred.creation": ("deferred_init", "model_creation"),
     "data.loader": ("get_dataloader",),
     "engine": ("Engine",),
     "debug.nonfinite": ("Diagnosis",),
@@ -114,7 +114,7 @@ _NAMES = {
     "parallel.pipeline.block_partition": ("BlockPartition",),
     "parallel.pipeline.pieces": ("Call", "Piece"),
     "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
-    "parallel.tensor_plans": ("LayerPlan",),
+    "parallel.tensor.plans": ("LayerPlan",),
     "registry": ("Registry",),
     "report.folder": ("RunFolder",),
     "report.page": ("write_report",),

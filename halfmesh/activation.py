@@ -12,9 +12,9 @@ from torch import nn
 
 from .compilation import Compilation, called_blocks
 from .errors import shorten
-from .parallel.offload import Offload
-from .parallel.recompute import Checkpointed
-from .parallel.tensor_plans import generalise, near_names
+from .parallel.activations.checkpoint import Checkpointed
+from .parallel.activations.offload import Offload
+from .parallel.tensor.plans import generalise, near_names
 
 if TYPE_CHECKING:
     from .config.activations import CheckpointConfig

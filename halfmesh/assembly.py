@@ -22,11 +22,8 @@ from .checkpoint.checkpointer import Checkpointer
 from .data.loader import EngineDataLoader
 from .data.sharding import ShardedLoader
 from .debug.nonfinite import NonFiniteProbes
-from .deferred.adoption import Adoption, adopt, refuse_late_use
-from .deferred.creation import build
-from .deferred.late import Late, arrange
-from .division import Division, reduce_options
-from .division_plans import Plans, make_plans
+from .division import Division
+from .division_plans import Plans, data_strategy, make_plans
 from .engine import Engine
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .global_batch import accumulate, batch_size
@@ -42,11 +39,13 @@ from .loop.loop_checks import CountedBatches, SameInputs
 from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
+from .loop.same_trained import SameTrained
 from .parallel.context import AxisRanks, ParallelContext
-from .parallel.gradients import CompleteGradients, Reduction, TensorGradients
+from .parallel.deferred.adoption import Adoption, adopt, refuse_late_use
+from .parallel.deferred.creation import build
+from .parallel.deferred.late import Late, arrange
+from .parallel.gradient_sums import CompleteGradients, Reduction, TensorGradients
 from .parallel.objects import is_alone
-from .parallel.registries import DATA_STRATEGIES
-from .parallel.trained import SameTrained
 from .summary import EffectivePlan, make_plan
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def _prepare(
         None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
     ]
-    if parallel.data.strategy == "fsdp":
+    if data_strategy(config, context.dp_size).shards_model:
         inputs.refuse_uneven_evaluation(loaders[1], context)
     late = arrange(given.model, context)
     if late is not None:
@@ -184,8 +183,9 @@ def _convert(
     _move_state(given.optimizer)
     backend, options = _backend(config), _update_options(config)
     update = convert(
-        given.model, given.optimizer, shards, recipe, context, options, division.update_device, backend.cast_model
+        given.model, given.optimizer, shards, recipe, context, options, division.data.update_device, backend.cast_model
     )
+    update.publisher = division.data.publisher
     precision = backend.precision(recipe, context.device)
     if division.tensor is not None or division.cut is not None:
         update.gradient_watch.why = SHARDED
@@ -227,8 +227,9 @@ def _convert(
 def _warn_of_offload(config: Config, division: Division, device: torch.device) -> None:
     if division.offload is not None and device.type == "cpu":
         _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
-    if config.parallel.data.cpu_offload and (device.type == "cpu" or division.sharded is None):
-        why = "one data rank holds all weights" if division.sharded is None else "weights are in host memory already"
+    if config.parallel.data.cpu_offload and (device.type == "cpu" or not division.data.shards_model):
+        alone = not division.data.shards_model
+        why = "one data rank holds all weights" if alone else "weights are in host memory already"
         _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
 
 
@@ -263,7 +264,10 @@ def _make_reduction(
     """What completes gradients: over the data ranks, the tensor group, and stages that share a parameter."""
     reductions: list[Reduction] = []
     if context.dp_size > 1:
-        reductions.append(_over_data_ranks(model, update, context, config, division))
+        is_part = division.tensor is not None or division.cut is not None
+        withholds = update.loss_scales.scale is not None or is_part or config.loss_reduction == "weighted"
+        trained, buffers = update.master_weights.trained, dict(model.named_buffers())
+        reductions.append(division.data.make_reducer(trained, buffers, withholds))
     if division.tensor is not None:
         reductions.append(TensorGradients(division.tensor, update.master_weights.trained))
     if division.cut is not None and (groups := division.cut.tie_groups()):
@@ -271,26 +275,6 @@ def _make_reduction(
 
         reductions.append(TiedGradients(division.cut.ties, groups, update.master_weights.trained))
     return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
-
-
-def _over_data_ranks(
-    model: nn.Module, update: MixedPrecisionOptimizer, context: ParallelContext, config: Config, division: Division
-) -> Reduction:
-    arguments = update.master_weights.trained, dict(model.named_buffers()), context.dp_group, reduce_options(config)
-    if division.slices is not None:
-        from .parallel.sharding.reducers import SliceReducer
-
-        update.publisher = division.slices
-        return SliceReducer(division.slices, *arguments)
-    if division.sharded is not None:
-        from .parallel.sharding.reducers import ShardReducer
-
-        update.publisher = division.sharded
-        is_part, weighted = division.tensor is not None or division.cut is not None, config.loss_reduction == "weighted"
-        division.sharded.withholds = update.loss_scales.scale is not None or is_part or weighted
-        return ShardReducer(division.sharded, *arguments, device=context.device)
-    reduction: Reduction = DATA_STRATEGIES.get(config.parallel.data.strategy)(*arguments)
-    return reduction
 
 
 def _resume(engine: Engine) -> None:

@@ -141,9 +141,16 @@ def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> 
         default = f"{mode} does not run on {device}; it runs on {', '.join(sorted(composes.devices))}"
         yield Finding(f"{row} on {device}", composes.why_not.get(device, default))
     for column in columns:
-        if not {"tensor": composes.tensor, "pipeline": composes.pipeline}.get(column, column in composes.data):
+        axes = {"tensor": composes.tensor, "pipeline": composes.pipeline}
+        works = axes[column] if column in axes else column in composes.data or _is_of_strategy(row.mode, column)
+        if not works:
             default = f"{mode} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding(f"{row} x {column}", composes.why_not.get(column, default))
+
+
+def _is_of_strategy(mode: str | None, strategy: str) -> bool:
+    """Whether a data strategy of a third party says that it works with the mode."""
+    return mode in getattr(DATA_STRATEGIES.get(strategy), "modes", ())
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ._torch import is_compiled
+from .parallel.activations.checkpoint import Checkpointed
 from .parallel.pipeline.block_partition import children_of
-from .parallel.recompute import Checkpointed
 
 if TYPE_CHECKING:
     from .config.schema import CompileConfig

@@ -20,11 +20,11 @@ from .amp.precision import Precision
 from .amp.recipe import FP32
 from .amp.step_result import StepResult
 from .checkpoint import validate
-from .deferred.recording import recording_of
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .key_checks import recipe_of
 from .loop.accumulation import Accumulation
 from .loop.executor import DirectBackward
+from .parallel.deferred.recording import recording_of
 from .shard import ParamShard
 
 

@@ -11,36 +11,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from ._torch import move_module
 from .amp.recipe import Recipe
 from .compilation import uncompile
-from .deferred.late import Late
-from .division_plans import Plans, cuts_updates
-from .launching.failures import is_timeout
+from .division_plans import Plans, data_strategy
+from .parallel.activations.checkpoint import Checkpointed
+from .parallel.activations.offload import Offload
 from .parallel.context import ParallelContext
-from .parallel.offload import Offload
-from .parallel.random import CommonRandom, IsolatedRNG, model_seed
-from .parallel.recompute import Checkpointed
+from .parallel.data_strategy import DataStrategy, StrategyInputs
+from .parallel.deferred.late import Late
 from .parallel.reducer import ReduceOptions
-from .parallel.regions import Placement, whole
-from .parallel.tensor import TensorParallel
-from .parallel.tensor_axis import TensorAxis
+from .parallel.rng import CommonRandom, IsolatedRNG, model_seed
+from .parallel.shard_spec import Placement, whole
+from .parallel.tensor.apply import TensorParallel
+from .parallel.tensor.axis import TensorAxis
 from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
     from .parallel.pipeline.cut import StageCut
     from .parallel.pipeline.skeleton import Skeleton
-    from .parallel.sharding.fsdp import FullyShard
-    from .parallel.sharding.zero1 import Slices
 
 
-def reduce_options(config: Config) -> ReduceOptions:
-    """How gradients travel between the data ranks."""
+def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
+    """How gradients are sent between the data ranks."""
     data = config.parallel.data
+    bucket_mb = data.bucket_mb or max(25, data_ranks)  # under zero1 each rank gets 1 / data_ranks of it
     return ReduceOptions(
         dtype=getattr(torch, data.reduce_dtype),
-        bucket_bytes=int(data.bucket_mb * 2**20),
+        bucket_bytes=int(bucket_mb * 2**20),
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
     )
@@ -56,7 +54,7 @@ class Division:
 
     Attributes:
         tensor, cut: what was done for each axis; None where it is 1.
-        slices, sharded: this rank's parts of the parameters under zero1, or fsdp.
+        data: what the data ranks hold.
         random: the model's own random numbers, where there are several ranks.
         compiled: the modules that `compile` has compiled.
         checkpointed: what stands in for the forwards of modules that are computed again.
@@ -80,8 +78,7 @@ class Division:
         self.cut: StageCut | None = None
         self.skeleton: Skeleton | None = None
         self.compiled: list[nn.Module] = []
-        self.slices: Slices | None = None
-        self.sharded: FullyShard | None = None
+        self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if context.size > 1 else None
@@ -99,77 +96,39 @@ class Division:
             self.skeleton = Skeleton(model)
             self.cut = StageCut(model, optimizer, plans.partition, context)
 
-    def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> list[ParamShard]:
+    def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> Sequence[ParamShard]:
         """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the
-        same numbers).
-
-        Under zero1 and fsdp `optimizer` holds this rank's parts of them afterwards, which are among the shards instead.
+        same numbers). Where data ranks hold parts, these, which `optimizer` holds afterwards.
         """
-        context = self._context
-        if self.late is not None:
-            self.late.begin(model, self.plans.blocks, None if self.tensor is None else self.tensor.cuts)
-        shards = [ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()]
-        cuts = cuts_updates(self._config, context.dp_size)
-        if cuts and self._config.parallel.data.strategy == "fsdp":
-            shards = self._shard_fully(model, shards, optimizer, recipe)
-        if self.late is not None:
-            self.late.finish()
-        if self.sharded is not None:
-            self.sharded.move(context.device)
-            self.sharded.tell_dtypes()
-        else:
-            move_module(model, context.device)
-        if not cuts or self.sharded is not None:
-            return shards
-        from .parallel.sharding.zero1 import Slices
-
-        ties = () if self.cut is None else self.cut.ties.keys()
-        self.slices = Slices(shards, optimizer, context.dp_group, reduce_options(self._config), ties)
-        return self.slices.shards
-
-    def _shard_fully(
-        self, model: nn.Module, shards: list[ParamShard], optimizer: optim.Optimizer, recipe: Recipe
-    ) -> list[ParamShard]:
-        from .parallel.sharding.fsdp import FullyShard
-        from .parallel.sharding.units import ShardOptions, Units, make_mesh
-
-        data = self._config.parallel.data
-
-        def dtype(key: str) -> torch.dtype | None:
-            named = getattr(data, key)
-            return None if named is None else getattr(torch, named)
-
-        options = ShardOptions(
-            param_dtype=recipe.param_dtype or dtype("param_dtype"),
-            cast_inputs=recipe.param_dtype is None,
-            output_dtype=dtype("output_dtype"),
-            buffer_dtype=dtype("buffer_dtype"),
-            reshard_after_forward=data.reshard_after_forward,
-            prefetch=data.prefetch,
-            cpu_offload=data.cpu_offload,
+        context, late, plans = self._context, self.late, self.plans
+        if late is not None:
+            late.begin(model, plans.blocks, None if self.tensor is None else self.tensor.cuts)
+        inputs = StrategyInputs(
+            model=model,
+            optimizer=optimizer,
+            shards=[ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()],
+            context=context,
+            options=self._config.parallel.data,
+            reduce=reduce_options(self._config, context.dp_size),
+            param_dtype=recipe.param_dtype,
+            blocks=plans.blocks,
+            not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
+            tied=() if self.cut is None else self.cut.ties.keys(),
+            make=(lambda module: None) if late is None else late.make,
+            finish=(lambda: None) if late is None else late.finish,
         )
-        mesh = make_mesh(self._context, data.hybrid)
-        partition = self.plans.partition
-        units = Units(self.plans.blocks, None if partition is None else {n for n, _ in partition.not_called(model)})
-        make: Callable[[nn.Module], None] = (lambda unit: None) if self.late is None else self.late.make
-        self.sharded = FullyShard(model, shards, optimizer, mesh, units, options, reduce_options(self._config), make)
-        return self.sharded.shards
+        self.data = data_strategy(self._config, context.dp_size)(inputs)
+        return self.data.shards
 
     @property
     def divides(self) -> bool:
         """Whether this rank has a part of the model only, or of its update."""
-        return self.tensor is not None or self.cut is not None or self.cuts_updates
+        return self.divides_model or self.data.shards_state
 
     @property
-    def cuts_updates(self) -> bool:
-        """Whether each data rank steps its part of the weights only."""
-        return self.slices is not None or self.sharded is not None
-
-    @property
-    def update_device(self) -> torch.device:
-        """Where updates are decided and taken: the host if it has this rank's parts."""
-        offloads = self.sharded is not None and self._config.parallel.data.cpu_offload
-        return torch.device("cpu") if offloads else self._context.device
+    def divides_model(self) -> bool:
+        """Whether the model has this rank's part of the parameters only."""
+        return self.tensor is not None or self.cut is not None or self.data.shards_model
 
     def placement(self, shard: ParamShard) -> Placement:
         """Where in the whole model's parameter the numbers of `shard`, one of those made here, lie."""
@@ -179,12 +138,7 @@ class Division:
         if self.tensor is not None and split is not None:
             axis = self.tensor.axis
             place = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
-        if shard.source is None:
-            return place
-        if self.sharded is not None:
-            start = self.sharded.first_row(len(source))
-            return place.rows(start, start + len(shard.param))
-        return place.run(source.shape, source.stride(), shard.start, shard.start + shard.param.numel())
+        return place if shard.source is None else self.data.placement(shard, place)
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
         """For each name of a parameter or buffer in the whole model the first one that the same tensor has there."""
@@ -196,7 +150,7 @@ class Division:
 
     def publish(self, shards: Sequence[ParamShard]) -> None:
         """The weights of `shards`, all that the optimizer holds, are new: take them to the ranks that use them."""
-        publisher = self.slices or self.sharded
+        publisher = self.data.publisher
         if publisher is not None:
             publisher.begin()
             publisher.stepped(shards)
@@ -265,19 +219,7 @@ class Division:
         """
         if self.tensor is not None and self.tensor.check is not None:
             self.tensor.check.explain(error)
-        if self.sharded is not None:
-            from .parallel.sharding.explain import note_unit, refuse_given_up
-
-            refuse_given_up(error)
-            if is_timeout(error):
-                note_unit(error, self.sharded.model)
-
-    def follow(self) -> None:
-        """Others may have given parameters other memory (`param.data = ...`)."""
-        if self.slices is not None:
-            self.slices.follow()
-        if self.sharded is not None:
-            self.sharded.refuse_other_memory()
+        self.data.explain(error)
 
     def close(self, restore: bool) -> None:
         """Nothing is computed any more. With `restore` the model gets its modules and parameters again, without the
@@ -288,6 +230,6 @@ class Division:
             forward.remove()
         if self.tensor is not None:
             self.tensor.axis.settle()
-        for part in (self.slices, self.sharded, self.cut, self.tensor) if restore else ():
+        for part in (self.data, self.cut, self.tensor) if restore else ():
             if part is not None:
                 part.undo()

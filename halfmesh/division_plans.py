@@ -13,9 +13,11 @@ from .amp.fused import is_elementwise
 from .compilation import Compilation
 from .errors import IncompatibleConfigError
 from .key_checks import recipe_of
-from .parallel import elementwise
-from .parallel.tensor_checks import ResolvedPlan
-from .parallel.tensor_checks import resolve as resolve_tensor
+from .parallel import optimizer_checks as elementwise
+from .parallel.data_strategy import DataStrategy
+from .parallel.registries import DATA_STRATEGIES
+from .parallel.tensor.checks import ResolvedPlan
+from .parallel.tensor.checks import resolve as resolve_tensor
 
 if TYPE_CHECKING:
     from .config import Config
@@ -30,13 +32,14 @@ class Plans:
     partition: Partition | None = None
     compilation: Compilation | None = None
     blocks: tuple[str, ...] = ()
-    """Names of the repeated blocks, which fsdp shards each by itself."""
+    """Names of the repeated blocks, where the data ranks may gather weights block by block."""
     activations: Activations | None = None
 
 
-def cuts_updates(config: Config, data_ranks: int) -> bool:
-    """Whether each data rank steps its part of the weights only."""
-    return config.parallel.data.strategy in ("zero1", "fsdp") and data_ranks > 1
+def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
+    """What the data ranks hold, by the config; one of them holds everything."""
+    strategy: type[DataStrategy] = DATA_STRATEGIES.get(config.parallel.data.strategy)
+    return strategy if data_ranks > 1 else DataStrategy
 
 
 def make_plans(
@@ -51,11 +54,11 @@ def make_plans(
     tensor: ResolvedPlan | None = None
     problems: list[str] = []
     parallel = config.parallel
-    cuts = cuts_updates(config, ranks // (parallel.tensor.size * parallel.pipeline.size))
+    strategy = data_strategy(config, ranks // (parallel.tensor.size * parallel.pipeline.size))
     if parallel.tensor.size > 1:
         options = parallel.tensor
         tensor, problems = resolve_tensor(model, options.size, options.plan, options.sequence_parallel)
-    if (parallel.tensor.size > 1 or cuts) and not is_elementwise(optimizer):
+    if (parallel.tensor.size > 1 or strategy.shards_state) and not is_elementwise(optimizer):
         problem = elementwise.find_problem(optimizer)  # one of others: by trying
         problems += [] if problem is None else [problem]
     partition = None
@@ -75,17 +78,13 @@ def make_plans(
     if config.activation_checkpoint.enabled:
         activations, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
         problems += more
-    shards = cuts and parallel.data.strategy == "fsdp"
-    if shards:
-        from .parallel.sharding.units import find_problems
-
-        problems += find_problems(model, casts=recipe_of(config).param_dtype is not None)
+    problems += strategy.find_problems(model, recipe_of(config).param_dtype)
     if problems:
         keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
-        keys += ["parallel.data"] if cuts else []
+        keys += ["parallel.data"] if strategy.shards_state else []
         keys += ["compile"] if config.compile.enabled else []
         keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
-    blocks = tuple(compilation.find_blocks(model)) if shards else ()
+    blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
     return Plans(tensor, partition, compiled, blocks, activations)

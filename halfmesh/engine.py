@@ -491,7 +491,7 @@ class Engine:
         stays_in_parts = parts.division.divides and not restore
         whole = None
         if restore:
-            parts.division.follow()
+            parts.division.data.follow()
             whole = self._checkpointer.collect_whole()
         parts.accumulation.clear()
         parts.average.values.clear()

@@ -168,3 +168,12 @@ def refuse_below(least: int, **arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise InputError(f"{name}={show(value)}: expected a whole number, {least} or more")
+
+
+def readable(count: float) -> str:
+    """`count` bytes in words: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

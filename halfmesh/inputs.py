@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from ._torch import call_hooks, has_no_memory, is_compiled
 from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
-from .deferred.adoption import recorded
 from .errors import NO_BATCH, InputError, shorten
+from .parallel.deferred.adoption import recorded
 from .shard import foreign_params
 
 if TYPE_CHECKING:

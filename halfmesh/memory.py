@@ -115,12 +115,3 @@ def parse_bytes(text: str) -> int:
     if not 0 < size < math.inf:
         raise InputError(f"{text!r} is no amount of memory; write 80GB, 80GiB or 80e9")
     return round(size)
-
-
-def readable(count: float) -> str:
-    """`count` bytes in words: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

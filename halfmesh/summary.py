@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .amp.recipe import Recipe
-from .errors import shorten
+from .errors import readable, shorten
 from .global_batch import batch_size
-from .memory import readable, state_bytes
+from .memory import state_bytes
 from .parallel.registries import SCHEDULES
-from .parallel.tensor import TensorParallel
-from .parallel.tensor_plans import generalise
+from .parallel.tensor.apply import TensorParallel
+from .parallel.tensor.plans import generalise
 
 if TYPE_CHECKING:
     from .loop.parts import EngineParts
@@ -112,20 +112,15 @@ def _layout(parts: EngineParts) -> str:
     if division.tensor is not None:
         numbers = "the numbers" if division.cut is None else "this stage's numbers"
         held = _divided(parts, division.tensor, numbers)
-    if division.sharded is not None:
-        where = " in host memory" if data.cpu_offload else ""
-        held += f", in parts{where} over {data.hybrid or context.dp_size} data ranks (fsdp)"
+    held += division.data.text
     if context.dp_size > 1:
         held += f", gradients averaged in {data.reduce_dtype}"
-    if division.slices is not None:
-        held += f", each data rank steps 1/{context.dp_size} of it (zero1)"
     return f"{mesh}; {held}"
 
 
 def _divided(parts: EngineParts, tensor: TensorParallel, numbers: str) -> str:
     """Which layers are divided over the tensor group, and what share of the whole model's `numbers` that is."""
-    sharded = () if parts.division.sharded is None else parts.division.sharded.parts
-    came = {part.source.param: part.model_param for part in sharded if part.source is not None}
+    came = {part.source.param: part.model_param for part in parts.division.data.shards if part.source is not None}
     params = dict(parts.model.named_parameters())
     cut = {name for name, param in params.items() if came.get(param, param) in tensor.splits}
     sizes = {name: param.numel() * (tensor.axis.size if name in cut else 1) for name, param in params.items()}

@@ -11,6 +11,7 @@ from halfmesh.compat import check, composition_table
 from halfmesh.config.load import load_config
 from halfmesh.errors import ConfigError
 from halfmesh.options import Options, PositiveFloat
+from halfmesh.parallel.data_strategy import DataStrategy
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.registries import DATA_STRATEGIES
 from tests.support.models import (
@@ -108,7 +109,11 @@ def train_with_a_strategy_of_a_third_party(rank, world_size):
             Logged.opened += 1
             super().open(last)
 
-    DATA_STRATEGIES.register("logged", Logged)
+    class Strategy(DataStrategy):
+        def make_reducer(self, shards, buffers, withholds):
+            return Logged(shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
+
+    DATA_STRATEGIES.register("logged", Strategy)
     train(make_engine({"parallel": {"data": "logged"}}))
     return Logged.opened
 

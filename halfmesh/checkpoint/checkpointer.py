@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import HalfmeshError, InputError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
-from ..parallel.random import CPU, SharedRNG, random_state, set_random_state
+from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
 from . import folder, rng, storage, validate
 from .attached import AttachedState
 from .background import BackgroundWriter
@@ -299,7 +299,7 @@ class Checkpointer:
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
             "random": rng.rank_random(parts.context, parts.division),
-            "layout": validate.layout(parts.context, parts.division.cuts_updates),
+            "layout": validate.layout(parts.context, parts.division.data.shards_state),
             "attached": self.attached.state_dict(),
             "average": parts.average.state_dict(),
         }
@@ -308,7 +308,7 @@ class Checkpointer:
         """`Engine.load_state_dict`."""
         parts = self._parts
         validate.refuse_unfit(state, len(parts.update.loss_scales.scalers))
-        validate.refuse_other_part(state["layout"], validate.layout(parts.context, parts.division.cuts_updates))
+        validate.refuse_other_part(state["layout"], validate.layout(parts.context, parts.division.data.shards_state))
         parts.accumulation.clear()
         parts.model.load_state_dict(state["model"])
         parts.update.load_state_dict(state["update"])

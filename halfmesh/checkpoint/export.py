@@ -17,7 +17,7 @@ import torch
 from ..amp.precision import find_overflow
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.context import ParallelContext
-from ..parallel.regions import Shape
+from ..parallel.shard_spec import Shape
 from . import storage
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
 from .state import ShardedState, Shards, describe, find_tensors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..parallel.context import ParallelContext
-from ..parallel.random import IsolatedRNG, model_seed, random_state, set_random_state
+from ..parallel.rng import IsolatedRNG, model_seed, random_state, set_random_state
 
 if TYPE_CHECKING:
     from ..division import Division

@@ -13,7 +13,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.originals import current_value
 from ..division import Division
 from ..errors import InputError, shorten
-from ..parallel.regions import Placement, Shape, whole
+from ..parallel.shard_spec import Placement, Shape, whole
 from ..shard import ParamShard, compute_dtype
 
 if TYPE_CHECKING:
@@ -155,11 +155,10 @@ class ShardedState:
         return {name for name, tensor in tensors.items() if compute_dtype(tensor) == torch.float16}
 
     def written(self) -> list[torch.Tensor]:
-        """What new weights of the optimizer's parameters are written into; under zero1 also what `tell` brings from
-        other ranks."""
+        """What new weights of the optimizer's parameters are written into, and what `tell` brings from other ranks."""
         masters = self.update.master_weights
         found = [masters.target(shard).detach() for shard in masters.trained]
-        if self.division.slices is not None:
+        if self._gets_weights:
             found += [shard.source.param.detach() for shard in masters.trained if shard.source is not None]
         return found
 
@@ -169,9 +168,14 @@ class ShardedState:
         masters = self.update.master_weights
         masters.originals.publish()
         masters.publish(masters.trained)
-        if others or self.division.slices is None:
+        if others or not self._gets_weights:
             self.division.publish(masters.trained)
         masters.mark_published()
+
+    @property
+    def _gets_weights(self) -> bool:
+        """Whether the model has whole weights of which other ranks step parts (zero1)."""
+        return self.division.data.shards_state and not self.division.data.shards_model
 
     def averages(self) -> Shards:
         """The moving average of the weights, if there is one."""

@@ -36,9 +36,9 @@ def refuse_unfit(state: Mapping[str, Any], scalers: int, owner: str = "engine", 
         )
 
 
-def layout(context: ParallelContext, cuts_updates: bool) -> dict[str, int]:
-    """Which part of the model this rank holds; with `cuts_updates` (zero1, fsdp) also which it steps."""
-    axes = ("pp", "dp", "tp") if cuts_updates else ("pp", "tp")
+def layout(context: ParallelContext, shards_state: bool) -> dict[str, int]:
+    """Which part of the model this rank holds; with `shards_state` (zero1, fsdp) also which it steps."""
+    axes = ("pp", "dp", "tp") if shards_state else ("pp", "tp")
     return {f"{axis}_{what}": getattr(context, f"{axis}_{what}") for axis in axes for what in ("size", "rank")}
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from ..parallel.context import ParallelContext
-from ..parallel.regions import Shape, whole
+from ..parallel.shard_spec import Shape, whole
 from .collective import run_on_all_ranks
 from .state import MODEL, ShardedState, Shards, TensorShard, WholeTensor, describe, find_tensors, join_groups
 
@@ -42,6 +42,9 @@ def gather_tensor(
                 dist.send(flat, 0)
         if gathered is not None:
             gathered[slices(box.at, box.sizes)] = part.cpu()
+    if gathered is not None and everywhere and name in shards:  # its own of what several hold: such as BatchNorm's
+        for region in shards[name].placement.regions:
+            gathered[slices(region.at, region.sizes)] = region.view(shards[name].tensor).cpu()
     return gathered
 
 

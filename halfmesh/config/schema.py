@@ -218,7 +218,8 @@ class DataConfig(Options):
     size: PositiveInt | None = None
     """None: the ranks that tensor and pipeline leave."""
     reduce_dtype: DType = "float32"
-    bucket_mb: PositiveFloat = 25.0
+    bucket_mb: PositiveFloat | None = None
+    """MiB; None: 25 as torch's DDP, or 1 for each data rank if that is more, as Megatron-LM lets buckets grow."""
     max_inflight: PositiveInt = 8
     param_dtype: DType | None = None
     output_dtype: DType | None = None

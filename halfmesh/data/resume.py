@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..parallel.context import ParallelContext
-from ..parallel.random import CPU, IsolatedRNG, SharedRNG, derived_seed, random_state
+from ..parallel.rng import CPU, IsolatedRNG, SharedRNG, derived_seed, random_state
 from .sharding import ShardedLoader, is_stateful
 
 _END = object()

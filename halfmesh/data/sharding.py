@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.digests import add_tensor
-from ..parallel.random import SharedRNG
+from ..parallel.rng import SharedRNG
 from ..parallel.same_calls import are_same
 from ..tensors import map_tensors, tensors_of
 

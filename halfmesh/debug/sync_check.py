@@ -132,8 +132,7 @@ class SyncCheck(EngineHook):
         """What the model computes with, then the masters."""
         division, masters = self._parts.division, self._parts.update.master_weights.masters
         for shard, name in self._sharded.names():
-            # Under zero1 this rank steps a part of what it computes with.
-            whole = shard if division.slices is None or shard.source is None else shard.source
+            whole = division.data.compared(shard)
             yield Common(f"the weight {name}", whole.param.detach(), division.placement(whole))
         for shard, name in self._sharded.names():
             if shard.param in masters:

@@ -9,9 +9,9 @@ import torch
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
-from ..parallel.gradients import Reduction
-from ..parallel.trained import SameTrained
+from ..parallel.gradient_sums import Reduction
 from ..shard import OneRank, Ranks
+from .same_trained import SameTrained
 
 LossReduction = Literal["mean", "sum", "weighted"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision, cast_model
 from ..parallel.context import ParallelContext
-from ..parallel.gradients import Reduction
+from ..parallel.gradient_sums import Reduction
 from ..parallel.same_calls import SameCalls
 from ..tensors import tensors_of
 from .accumulation import Accumulation, Backward

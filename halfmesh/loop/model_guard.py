@@ -46,7 +46,7 @@ class ModelGuard:
         if division.cut is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
             warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
             self._removers.append(model.register_forward_pre_hook(warn).remove)
-        if division.tensor is not None or division.cut is not None or division.sharded is not None:
+        if division.divides_model:
             self._warnings.append(model.register_state_dict_pre_hook(_PartialState(self, "model")))
         if division.divides:
             self._warnings.append(optimizer.register_state_dict_pre_hook(_PartialState(self, "optimizer")))

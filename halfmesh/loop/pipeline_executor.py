@@ -15,7 +15,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
 from ..parallel.context import ParallelContext
-from ..parallel.gradients import Reduction
+from ..parallel.gradient_sums import Reduction
 from ..parallel.objects import is_alone
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call

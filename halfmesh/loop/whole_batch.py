@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..log import get_logger
 from ..parallel.pipeline.pieces import Call
 from ..parallel.pipeline.tracing import unchanged
-from ..parallel.random import random_state, set_random_state
+from ..parallel.rng import random_state, set_random_state
 from ..tensors import map_tensors, tensors_of
 from .accumulation import LossReduction
 from .handles import Handle, replace

@@ -1,1 +1,16 @@
-"""PLACE: which rank holds what. Knows nothing of number formats or of the loop."""
+"""PLACE: which rank holds what. Knows nothing of number formats or of the loop.
+
+context            the mesh and its groups of ranks
+rng                random numbers of a rank, and those that ranks share
+shard_spec         where in the whole tensor lies what a rank holds
+gradient_sums      gradients become complete: over data ranks (reducer, buckets), tensor ranks and tied stages
+registries         data strategies, tensor styles and plans, partitioners, schedules
+trained, calls, same_calls, drift, optimizer_checks      what ranks do alike, compared
+
+tensor/            layers divided over a tensor group
+pipeline/          stages, and microbatches that go through them
+sharding/          weights, gradients and optimizer state in parts over the data ranks: zero1 and fsdp
+activations/       computed again in backward, or kept on the host
+deferred/          models that get their values rank by rank
+models/            what is known of timm, torch.nn, torchvision and transformers
+"""

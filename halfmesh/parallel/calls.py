@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import InputError
 from ..log import get_logger
 from .objects import is_alone
-
-if TYPE_CHECKING:
-    from .context import ParallelContext
 
 _log = get_logger(__name__)
 
@@ -48,14 +44,13 @@ class Calls:
         self._number = 0
 
     @staticmethod
-    def begin(context: ParallelContext, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> Calls | None:
-        """Those of all ranks of `context`, which call this together; None where there is one rank."""
-        if context.size == 1 or is_alone():
+    def begin(rank: int, size: int, name: str, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> Calls | None:
+        """Those of `size` ranks, the same `name` on all of them; None where there is one."""
+        if size == 1 or is_alone():
             return None
         group: Any = dist.group.WORLD
         store = group.get_group_store().clone()  # a connection of its own: the other one may be waiting for something
-        name = context.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
-        return Calls(dist.PrefixStore(f"halfmesh/calls/{name}", store), context.rank, context.size, timeout_s, ended)
+        return Calls(dist.PrefixStore(f"halfmesh/calls/{name}", store), rank, size, timeout_s, ended)
 
     def agree_on(self, call: str) -> None:
         """Return when all ranks are in `call`, and nowhere else.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -315,7 +316,9 @@ class ParallelContext:
         Args:
             owner: of the process group; knows which ranks have ended.
         """
-        self._calls = Calls.begin(self, self._timeout.total_seconds(), dict if owner is None else owner.ended)
+        name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
+        ended = dict if owner is None else owner.ended
+        self._calls = Calls.begin(self.rank, self.size, name, self._timeout.total_seconds(), ended)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError where they do not."""

@@ -19,8 +19,12 @@ TENSOR_PLANS: Registry[Any] = Registry("tensor plan", "halfmesh.tensor_plans", _
 PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
-DATA_STRATEGIES.register_lazy("replicate", "halfmesh.parallel.reducer:Reducer")
-DATA_STRATEGIES.register_lazy("zero1", "halfmesh.parallel.sharding.reducers:SliceReducer")
+for _name, _strategy in {
+    "replicate": "data_strategy:DataStrategy",
+    "zero1": "sharding.strategies:Zero1",
+    "fsdp": "sharding.strategies:FSDP",
+}.items():
+    DATA_STRATEGIES.register_lazy(_name, f"halfmesh.parallel.{_strategy}")
 for _name, _style in {
     "colwise": "Colwise",
     "fused_colwise": "FusedColwise",
@@ -36,7 +40,7 @@ for _name, _style in {
     "latent_keys": "LatentKeys",
     "off": "Off",
 }.items():
-    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor_styles:{_style}")
+    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.feature_styles:{_style}")
 for _name, _style in {
     "partial": "Sequence",
     "sequence": "Sequence",
@@ -44,8 +48,8 @@ for _name, _style in {
     "sequence_end": "SequenceEnd",
     "region": "Region",
 }.items():
-    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.sequence_styles:{_style}")
-TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.attention:Attention")
+    TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.sequence_styles:{_style}")
+TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.attention:Attention")
 BUILTIN_TENSOR_PLANS = {
     "timm_attention": "layer_plans",
     "timm_mlp": "layer_plans",
@@ -70,16 +74,15 @@ BUILTIN_TENSOR_PLANS = {
 }
 """Those that halfmesh brings, and the modules that have them."""
 for _name, _module in BUILTIN_TENSOR_PLANS.items():
-    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.{_module}:{_name.upper()}")
-DATA_STRATEGIES.register_lazy("fsdp", "halfmesh.parallel.sharding.reducers:ShardReducer")
+    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_module}:{_name.upper()}")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {
-    "sequential": "model_partitions:SEQUENTIAL",
-    "timm_vit": "model_partitions:TIMM_VIT",
-    "hugging_face_llama": "hugging_face:LLAMA",
-    "hugging_face_gpt2": "hugging_face:GPT2",
-    "hugging_face_bert_classification": "hugging_face:BERT_CLASSIFICATION",
-    "hugging_face_bert_masked": "hugging_face:BERT_MASKED",
+    "sequential": "pipelines:SEQUENTIAL",
+    "timm_vit": "pipelines:TIMM_VIT",
+    "hugging_face_llama": "transformers_pipeline:LLAMA",
+    "hugging_face_gpt2": "transformers_pipeline:GPT2",
+    "hugging_face_bert_classification": "transformers_pipeline:BERT_CLASSIFICATION",
+    "hugging_face_bert_masked": "transformers_pipeline:BERT_MASKED",
 }.items():
-    PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.pipeline.{_partition}")
+    PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.models.{_partition}")

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _REDUCED = 4
 """Bytes of an element of what is summed over data ranks."""
 _ADAM = 8
-_IN_FLIGHT = 8 * 25 * 2**20
-"""Buckets under way: the defaults of `parallel.data.max_inflight` and `bucket_mb`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,8 @@ def hold(elements: Elements, recipe: Recipe, strategy: str, data: int) -> Held:
     """What a rank of `data` ranks holds."""
     number, weight = elements.all, recipe.param_dtype.itemsize if recipe.param_dtype else 4
     master = 4 if recipe.master_weights else 0
-    buckets = _REDUCED * elements.largest + min(_IN_FLIGHT, _REDUCED * number)
+    in_flight = 8 * max(25, data) * 2**20  # the defaults of `parallel.data.max_inflight` and `bucket_mb`
+    buckets = _REDUCED * elements.largest + min(in_flight, _REDUCED * number)
     if strategy == "fsdp" and data > 1:
         largest = max(elements.root, elements.block)
         units = weight * (elements.root + 2 * elements.block) + (weight + _REDUCED) * largest

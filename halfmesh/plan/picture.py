@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, did_you_mean
-from ..memory import readable
+from ..errors import InputError, did_you_mean, readable
 from .dry_run import DryRun, needed
 from .holdings import compress, find_holdings
 from .writing import refuse_target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..memory import readable
+from ..errors import readable
 from .candidates import CHECKPOINTS, FP32, STRATEGIES, Candidate
 from .dry_run import DryRun
 

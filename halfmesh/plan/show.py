@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..memory import readable
+from ..errors import readable
 from .dry_run import DryRun, needed
 from .rehearsal import PARTS
 

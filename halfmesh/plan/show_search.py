@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..errors import readable
 from ..key_checks import find_advice
-from ..memory import readable
 from .ranking import CRITERIA, Row, find_best
 from .writing import short
 

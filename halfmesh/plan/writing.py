@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.load import load_config
-from ..errors import InputError
-from ..memory import readable
+from ..errors import InputError, readable
 
 if TYPE_CHECKING:
     from .ranking import Row

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..data.loader import EngineDataLoader
 from ..data.sharding import ShardedLoader, copied
+from ..division_plans import data_strategy
 from ..engine import Engine
 from ..errors import InputError
 from ..inputs import refuse_uneven_evaluation
@@ -30,7 +31,7 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
         )
     context = engine.context
     loader = ShardedLoader(dataloader, context, training=False)
-    if engine.config.parallel.data.strategy == "fsdp":
+    if data_strategy(engine.config, context.dp_size).shards_model:
         refuse_uneven_evaluation(loader, context)
     return EngineDataLoader(loader, context, engine.config.seed)
 

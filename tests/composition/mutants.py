@@ -15,16 +15,16 @@ from halfmesh.amp.loss_scales import LossScales
 from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.loop.lr import LRAdvance
-from halfmesh.parallel import collectives
 from halfmesh.parallel.context import ParallelContext
-from halfmesh.parallel.gradients import TensorGradients
+from halfmesh.parallel.gradient_sums import TensorGradients
 from halfmesh.parallel.pipeline import stage
 from halfmesh.parallel.pipeline.cut import StageCut
 from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.ties import TiedGradients
 from halfmesh.parallel.reducer import Reducer
-from halfmesh.parallel.tensor import TensorParallel
-from halfmesh.parallel.tensor_layers import RowwiseLinear, VocabEmbedding
+from halfmesh.parallel.tensor import collectives
+from halfmesh.parallel.tensor.apply import TensorParallel
+from halfmesh.parallel.tensor.layers import RowwiseLinear, VocabEmbedding
 from halfmesh.shard import OneRank
 
 from .cells import Cell, Pipe

@@ -7,7 +7,7 @@ from collections import defaultdict
 from halfmesh.compat import Row, check, get_columns, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
-from halfmesh.parallel.tensor_checks import resolve
+from halfmesh.parallel.tensor.checks import resolve
 
 from .cells import Cell, every
 from .workloads import find_workload

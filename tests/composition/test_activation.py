@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfmesh.parallel import offload
-from halfmesh.parallel.recompute import Checkpointed
+from halfmesh.parallel.activations import offload
+from halfmesh.parallel.activations.checkpoint import Checkpointed
 from tests.support import compiling
 from tests.support.ranks import run_ranks
 

@@ -29,7 +29,7 @@ def test_defaults():
     assert (pipeline.partition, pipeline.non_split) == ("auto", ())
     assert (pipeline.keep_outputs, pipeline.eval_outputs) == (False, "all")
     assert (data.strategy, data.size, data.reduce_dtype) == ("replicate", None, "float32")
-    assert (data.bucket_mb, data.max_inflight) == (25, 8)
+    assert (data.bucket_mb, data.max_inflight) == (None, 8)
     assert (config.gradient_accumulation, config.global_batch_size, config.gradient_dtype) == (1, None, "auto")
     assert (config.clip_grad_norm.max_norm, config.clip_grad_norm.norm_type) == (0.0, 2.0)
     assert (config.loss_reduction, config.lr_interval) == ("mean", "step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfmesh.parallel.random import RandomFork
+from halfmesh.parallel.rng import RandomFork
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -47,7 +47,7 @@ def run(engine: halfmesh.Engine, own_loss: bool) -> None:
         output = engine(**batch) if own_loss else call(engine, batch)
         engine.backward(output.loss if own_loss else engine.criterion(output, batch["labels"]))
         engine.step()
-    engine.close()
+    engine.close(restore=True)
 
 
 def weights_of(model: nn.Module) -> Weights:

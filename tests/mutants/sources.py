@@ -67,7 +67,7 @@ UPDATE = (
     Fault(
         "nan is no overflow",
         "amp/grad_norm.py",
-        "found_inf=(~(norm < math.inf)).float()",
+        "found_inf=(norm < math.inf).logical_not_().float()",
         "found_inf=(norm == math.inf).float()",
         (NORM,),
     ),

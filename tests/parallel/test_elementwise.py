@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from halfmesh.parallel.elementwise import find_problem
+from halfmesh.parallel.optimizer_checks import find_problem
 from tests.support.updates import OPTIMIZERS
 
 

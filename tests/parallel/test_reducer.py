@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from halfmesh.config.load import load_config
+from halfmesh.division import reduce_options
 from tests.support.models import full_weights, make_engine, said
 from tests.support.ranks import run_ranks
 
@@ -202,3 +204,10 @@ def test_an_error_in_backward_leaves_nothing_behind():
     optimizer.step()
     for found in run_ranks(broken_off, 2):
         torch.testing.assert_close(found, model.state_dict())
+
+
+@pytest.mark.parametrize(("ranks", "given", "mib"), [(2, None, 25), (64, None, 64), (64, 25, 25)])
+def test_buckets_grow_with_the_data_ranks(ranks, given, mib):
+    """Under zero1 each of them gets 1 / ranks of a bucket."""
+    config = load_config({"parallel": {"data": {"bucket_mb": given}}})
+    assert reduce_options(config, ranks).bucket_bytes == mib * 2**20

@@ -6,8 +6,7 @@ import random
 
 import torch
 
-from halfmesh.parallel.regions import whole
-from halfmesh.parallel.split import Split
+from halfmesh.parallel.shard_spec import Split, whole
 from halfmesh.tensors import in_memory_order
 
 

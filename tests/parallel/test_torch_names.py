@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from halfmesh.errors import InputError
-from halfmesh.parallel.offload import _is_cast_of_parameter
-from halfmesh.parallel.recompute import _ATTENTION
+from halfmesh.parallel.activations.checkpoint import _ATTENTION
+from halfmesh.parallel.activations.offload import _is_cast_of_parameter
 from halfmesh.parallel.sharding.explain import _met_freed_storage
 from halfmesh.parallel.sharding.withheld import WithheldGradient
 

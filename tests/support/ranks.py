@@ -39,7 +39,12 @@ from typing import Any
 # Imported once, by the fork server, instead of by every rank; none of them starts a thread.
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"]
 PRELOAD += ["torch.distributed.pipelining", "torch.distributed.checkpoint", "numpy", "pydantic", "yaml", "pytest"]
-PRELOAD += ["halfmesh.assembly", "halfmesh.config.load", "halfmesh.parallel.tensor", "halfmesh.parallel.sharding.fsdp"]
+PRELOAD += [
+    "halfmesh.assembly",
+    "halfmesh.config.load",
+    "halfmesh.parallel.tensor.apply",
+    "halfmesh.parallel.sharding.fsdp",
+]
 PRELOAD += [
     "halfmesh.parallel.sharding.zero1",
     "halfmesh.loop.pipeline_executor",

@@ -31,6 +31,7 @@ def train(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             engine.zero_grad()
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
+        engine.close(restore=True)
     return {name: value.clone() for name, value in model.state_dict().items()}  # whole again
 
 
@@ -57,7 +58,7 @@ def test_parity(tmp_path: Path) -> None:
 
 
 def test_what_does_not_divide(tmp_path: Path) -> None:
-    from halfmesh.parallel.tensor_checks import resolve
+    from halfmesh.parallel.tensor.checks import resolve
 
     _, problems = resolve(nn.Sequential(GatedMLP(8, 7)), 2, "auto", False)
     assert any("7" in problem for problem in problems), problems

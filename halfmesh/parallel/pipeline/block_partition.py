@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import InputError
-from ..kinds import comes_from
+from ..modules import comes_from
 from .pieces import Call, Piece
 
 

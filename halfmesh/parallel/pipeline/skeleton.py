@@ -12,7 +12,7 @@ from torch import nn
 from ..._torch import DATA_NEEDED, shapes_only
 from ...errors import InputError, shorten
 from ...tensors import map_tensors
-from ..meta_copy import meta_copy
+from ..modules import meta_copy
 from .boundary import Crossing, widen
 from .partition import Partition
 from .pieces import Call

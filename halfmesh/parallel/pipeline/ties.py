@@ -13,7 +13,7 @@ from ..reducer import ReduceOptions, Reducer
 
 class TiedGradients:
     """Sums the gradients of each parameter that several pipeline ranks hold over these ranks, so that their copies stay
-    equal. One all-reduce in fp32 for each set of ranks and update. A `halfmesh.parallel.gradients.Reduction`.
+    equal. One all-reduce in fp32 for each set of ranks and update. A `halfmesh.parallel.gradient_sums.Reduction`.
 
     Args:
         ties: this rank's parameters that others hold, too, with all holders.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..._torch import move_module
 from ...errors import InputError, shorten
 from ...shard import ParamShard, set_compute_dtype
-from ..elementwise import refuse_other_state
+from ..optimizer_checks import refuse_other_state
 from ..reducer import ReduceOptions
 from .hooks import UsageWatch, take_part
 from .units import ShardOptions, Units, can_be_sharded

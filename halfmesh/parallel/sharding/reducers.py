@@ -91,8 +91,8 @@ class SliceReducer(Reducer):
 
 
 class ShardReducer(Reducer):
-    """`halfmesh.parallel.gradients.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and running
-    statistics, by itself.
+    """`halfmesh.parallel.gradient_sums.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and
+    running statistics, by itself.
 
     Raises:
         InputError: a cycle ends that FSDP2 was not told of before its last backward; parameters were put into the

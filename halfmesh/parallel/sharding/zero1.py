@@ -19,7 +19,7 @@ from ..._torch import foreach_copy_
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...tensors import is_dense
-from ..elementwise import refuse_other_state
+from ..optimizer_checks import refuse_other_state
 from ..reducer import ReduceOptions
 from .slice_bucket import SliceBucket
 

@@ -1,0 +1,70 @@
+"""The data strategy: two ranks, each with its own samples, end with the weights of one that has all."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import halfmesh
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "clipped, accumulated": {"clip_grad_norm": 0.5, "gradient_accumulation": 2},
+    "naive": {"fp16": {"mode": "naive"}},
+}
+
+
+def train(config: dict[str, Any], folder: Path | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's state, and the optimizer's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu")
+    rank, size = engine.context.dp_rank, engine.context.dp_size
+    x = torch.randn(40, 6)
+    y = (x[:, 0] > 0).long()
+    for step in range(10):
+        if step == 6 and folder is not None:
+            engine.save(folder)
+            engine.load(folder)
+        batch = slice(rank, None, size)
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x[batch]), y[batch]))
+        engine.step()
+    held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    assert held == 6 * 8 + 8 + 8 * 2 + 2 if size == 1 else held in (6 * 8 + 8 * 2, 8 + 2)
+    engine.close(restore=True)
+    return model.state_dict(), optimizer.state_dict()["state"]
+
+
+def one_of_two(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for name, config in CONFIGS.items():
+        found = train({**config, "parallel": {"data": "owned"}}, Path(folder) / f"saved {name}")
+        torch.save(found, Path(folder) / f"{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_parity(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(one_of_two, args=(port, str(tmp_path)), nprocs=2)
+    for name, config in CONFIGS.items():
+        expected = train(config)
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{name}-{rank}.pt")
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if name != "naive" else 5e-3)
+
+
+def test_the_table_has_its_column() -> None:
+    from halfmesh.compat import composition_table
+
+    assert {row["owned"] for row in composition_table().values()} >= {"yes"}

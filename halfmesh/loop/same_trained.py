@@ -1,0 +1,50 @@
+"""What is trained changes in the middle of a run: on all ranks that hold the same parameters alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InputError
+from ..launching.env import RankNames
+from ..launching.failures import is_echo
+from ..parallel.context import ParallelContext
+from ..parallel.objects import gather_objects, is_alone
+from ..parallel.trained import ADVICE, refuse_unlike
+
+
+class SameTrained:
+    """Compares what is trained over the ranks of a pipeline stage, which hold the same parameters, or parts of them.
+
+    All ranks of `context` make this together.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._is_alone = context.dp_size * context.tp_size == 1 or is_alone()
+        if context.pp_size > 1 and not self._is_alone:
+            _ = context.stage_group  # now: later each stage compares when something has changed there
+
+    def compare(self, names: Sequence[str], trained: bytes) -> None:
+        """What this rank trains has changed. Called by all ranks of the stage together.
+
+        Args:
+            names, trained: as for `refuse_unlike`.
+
+        Raises:
+            InputError: on another rank it has changed in another way, or not at all, which shows when the time limit
+                of collectives has passed.
+        """
+        if self._is_alone:
+            return
+        context = self._context
+        names_of = RankNames(context.size, context.pp_size, context.tp_size)
+        try:
+            everyone = gather_objects(trained, context.stage_group)
+        except RuntimeError as error:
+            if is_echo(error):
+                raise
+            raise InputError(
+                f"requires_grad was changed on {names_of.name(context.rank)}, but not on all ranks that hold the same "
+                f"parameters: some did not come to compare it within the config's timeout; {ADVICE}"
+            ) from error
+        refuse_unlike(names, everyone, [names_of.name(rank) for rank in context.stage_ranks])

@@ -1,0 +1,224 @@
+"""Modules whose activations are not kept for backward, but computed again in it, from what the module was called with.
+
+`torch.utils.checkpoint` does the work, without reentrant autograd. It goes back to the random numbers and the autocast
+scope of the forward. What else a forward depends on or changes is looked after here: which modules train, and buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..._torch import RUNNING_STATISTICS, edit_stamp
+from ...errors import InputError
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention": 3,
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_efficient_attention": 5,
+    "_scaled_dot_product_cudnn_attention": 5,
+    "_scaled_dot_product_fused_attention_overrideable": 4,
+}
+"""Operators, and the place of `dropout_p` among their arguments."""
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""The names by which Hugging Face's blocks take a cache before transformers 5.24. Since then it is `cache`, a name that
+models of one's own use for other things: there its class decides."""
+
+Place = tuple[str, str]
+"""The path of a module, and a name of its."""
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    if name == "cache":
+        return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+    return name in _CACHES and value is not None
+
+
+class Checkpointed:
+    """Stands in for the `forward` of one module: while it trains with gradients, its activations are computed again.
+
+    The module stays what it is. Hooks on it run once, and copies of it and its pickles have their own `forward`.
+
+    Args:
+        keep_products: what matrix products and attention return is kept.
+        saving: around each call, for what is kept of it.
+
+    Attributes:
+        compiled: the forward as compiled code, if it is.
+    """
+
+    def __init__(
+        self, module: nn.Module, keep_products: bool, saving: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.compiled: Callable[..., Any] | None = None
+        self._module = module
+        self._before = vars(module).get("forward")  # the user's own, for this very module
+        self._keep_products = keep_products
+        self._saving = saving
+        self._changing: set[Place] | None = None
+        module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.own if self.compiled is None else self.compiled
+        if not (self._module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        self._refuse_caches(kwargs)
+        before, stamps = self._look()
+        training = [module.training for module in self._module.modules()]
+        again = functools.partial(self._again, training, before)
+        names = tuple(kwargs)
+
+        def run(*values: Any) -> Any:
+            count = len(values) - len(names)
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        def contexts() -> tuple[AbstractContextManager[Any], _Again]:
+            if not self._keep_products:
+                return nullcontext(), _Again(again)
+            first, second = create_selective_checkpoint_contexts(_policy)
+            return first, _Again(again, lambda: second)
+
+        with self._saving():
+            # No names: torch would neither save tensors among them nor look there for the device of random numbers.
+            output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        self._compare(before, stamps)
+        return output
+
+    def __reduce__(self) -> Any:
+        if self._before is not None:
+            return _same, (self._before,)
+        return getattr, (self._module, "forward")
+
+    def _refuse_caches(self, kwargs: dict[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if _is_cache(name, value):
+                raise InputError(
+                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would "
+                    "add its keys and values twice; training needs none: call the model with use_cache=False, or set "
+                    "model.config.use_cache = False"
+                )
+
+    # -- buffers -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> tuple[dict[Place, torch.Tensor], dict[Place, Any]]:
+        """Before a forward: copies of the buffers that it changes, and stamps of the others.
+
+        Which these are is found out in the first call. Statistics of norms are left out: while a norm trains, what it
+        returns does not depend on them.
+        """
+        watched = {place: buffer for place, buffer in self._buffers() if not self._is_statistic(place)}
+        copied = watched.keys() if self._changing is None else self._changing & watched.keys()
+        before = {place: watched[place].detach().clone() for place in copied}
+        return before, {place: edit_stamp(watched[place]) for place in watched.keys() - copied}
+
+    def _compare(self, before: dict[Place, torch.Tensor], stamps: dict[Place, Any]) -> None:
+        """After it: keep the copies of those that it has changed."""
+        after = dict(self._buffers())
+        if self._changing is None:
+            self._changing = {p for p in before if p not in after or not torch.equal(before[p], after[p])}
+            for place in before.keys() - self._changing:
+                del before[place]
+        for place, stamp in stamps.items():
+            if place not in after or edit_stamp(after[place]) != stamp:
+                raise InputError(
+                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer "
+                    f"{'.'.join(filter(None, place))} in some calls and not in others, and computing it again would "
+                    "start from another value; leave this module out, with activation_checkpoint = "
+                    "dict(patterns=[...])"
+                )
+
+    @contextmanager
+    def _again(self, training: Sequence[bool], before: dict[Place, torch.Tensor]) -> Iterator[None]:
+        """The modules train as they did, and buffers are copies, from which nothing comes back."""
+        modules, owners = list(self._module.modules()), dict(self._module.named_modules())
+        now, originals = [module.training for module in modules], dict(self._buffers())
+        _set_training(modules, training)
+        for place, buffer in originals.items():
+            path, name = place
+            if place in before or self._is_statistic(place):
+                setattr(owners[path], name, before.get(place, buffer).detach().clone())
+        try:
+            yield
+        finally:
+            for (path, name), buffer in originals.items():
+                setattr(owners[path], name, buffer)
+            _set_training(modules, now)
+
+    def _buffers(self) -> Iterator[tuple[Place, torch.Tensor]]:
+        for path, module in self._module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                yield (path, name), buffer
+
+    def _is_statistic(self, place: Place) -> bool:
+        return isinstance(self._module.get_submodule(place[0]), RUNNING_STATISTICS)
+
+
+class _Again:
+    """Scopes within each other, to be entered as often as backward asks for what was computed in them."""
+
+    def __init__(self, *scopes: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._scopes = scopes
+        self._open = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for scope in self._scopes:
+                stack.enter_context(scope())
+            self._open = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        if module.training != flag:
+            module.training = flag
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in _products() or (op in _attentions() and not _drops(op, args, kwargs))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _products() -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name).default for name in _PRODUCTS)
+
+
+@functools.cache
+def _attentions() -> dict[Any, int]:
+    found = ((getattr(torch.ops.aten, name, None), place) for name, place in _ATTENTION.items())
+    return {op.default: place for op, place in found if op is not None}
+
+
+def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether attention draws random numbers. What is kept draws none when all else is computed again, and those after
+    it would be others."""
+    index = _attentions()[op]
+    value = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(value)

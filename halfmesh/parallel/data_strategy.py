@@ -1,0 +1,121 @@
+"""The contract of a data strategy: what the data ranks hold of a model, and how gradients and weights go between them.
+
+`replicate`, `zero1` and `fsdp` are such strategies; DATA_STRATEGIES takes those of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn, optim
+
+from .._torch import move_module
+from ..shard import ParamShard, Publisher
+from .context import ParallelContext
+from .reducer import ReduceOptions, Reducer
+from .shard_spec import Placement
+
+if TYPE_CHECKING:
+    from .gradient_sums import Reduction
+
+
+@dataclass(frozen=True)
+class StrategyInputs:
+    """What a strategy is made from.
+
+    Attributes:
+        model: what this rank has of it over the other axes; not on the device yet.
+        optimizer: over its parameters.
+        shards: its parameters, with weights that count the data ranks.
+        options: the config's `parallel.data`.
+        reduce: how gradients are sent.
+        param_dtype: that the mode gives all parameters; None: each has its own.
+        blocks: names of the model's repeated blocks; a rank may not have all of them.
+        not_called: under a pipeline, names of the modules that stages do not call as a whole.
+        tied: parameters that other pipeline ranks hold, too.
+        make: gives the tensors of a module their values, where the model was built without.
+        finish: gives the others theirs. A strategy calls it once.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    shards: Sequence[ParamShard]
+    context: ParallelContext
+    options: Any
+    reduce: ReduceOptions
+    param_dtype: torch.dtype | None
+    blocks: Sequence[str]
+    not_called: Collection[str] | None
+    tied: Collection[nn.Parameter]
+    make: Callable[[nn.Module], None]
+    finish: Callable[[], None]
+
+
+class DataStrategy:
+    """Every data rank holds all of the model (`replicate`). Other strategies derive from it.
+
+    Attributes:
+        modes: the AMP modes that it works with, besides those that name it in their `composes.data`.
+        shards_state: whether each data rank steps a part of the weights, and holds the optimizer's state of that part.
+        shards_model: whether the model's parameters are parts, too.
+        shards: what the optimizer steps on this rank; it holds their parameters.
+        publisher: sends new weights to the ranks that use them; None: nobody waits for them.
+    """
+
+    modes: ClassVar[Collection[str]] = ()
+    shards_state: ClassVar[bool] = False
+    shards_model: ClassVar[bool] = False
+    publisher: Publisher | None = None
+
+    def __init__(self, inputs: StrategyInputs) -> None:
+        """Move the model to its device, and take this rank's part of it."""
+        inputs.finish()
+        move_module(inputs.model, inputs.context.device)
+        self.inputs = inputs
+        self.shards: Sequence[ParamShard] = inputs.shards
+
+    @staticmethod
+    def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
+        """Why a model cannot be trained so; before anything is changed."""
+        yield from ()
+
+    def make_reducer(
+        self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
+    ) -> Reduction:
+        """What completes the gradients of `shards`, and averages BatchNorm's statistics in `buffers`.
+
+        Args:
+            withholds: gradients are not what they look like before the step (scaled, or parts): where users could not
+                be told of that, they are not shown.
+        """
+        return Reducer(shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
+
+    def placement(self, shard: ParamShard, source: Placement) -> Placement:
+        """Where in the whole tensor lies what `shard`, a part, has of what lies at `source`."""
+        return source
+
+    def compared(self, shard: ParamShard) -> ParamShard:
+        """What data ranks hold alike: the shard, or what the model computes with."""
+        return shard
+
+    @property
+    def update_device(self) -> torch.device:
+        """Where updates are decided and taken."""
+        return self.inputs.context.device
+
+    @property
+    def text(self) -> str:
+        """For the effective plan: what each data rank holds, or steps."""
+        return ""
+
+    def follow(self) -> None:
+        """Others may have given parameters other memory (`param.data = ...`)."""
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise InputError if `error`, of forward or backward, means something that this strategy cannot do."""
+
+    def undo(self) -> None:
+        """Give the model its own parameters again, and the optimizer these; without the values of parts."""

@@ -1,0 +1,102 @@
+"""How a user builds a model whose values are made later, by `initialize`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._torch import outside_of_dry_run
+from ...errors import InputError, did_you_mean
+from ...launching.env import find_place
+from .recording import Recording
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@contextmanager
+def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
+    """Models built within have shapes and no memory; `initialize` makes of their values what this rank holds.
+
+    The values are the same in every layout, and in one process: each tensor of random numbers has a seed of its own,
+    drawn from torch's generator. They are not those of an ordinary build, but have the same distribution.
+
+    Args:
+        from_rank0: the values of an ordinary build: rank 0 does that, in host memory, and sends the others what they
+            hold, which build the model without memory.
+
+    Example:
+        with halfmesh.deferred_init():
+            model = LlamaForCausalLM(config)
+        engine = halfmesh.initialize(model, lambda params: AdamW(params, lr=1e-4), config="config.py")
+    """
+    with outside_of_dry_run():
+        if from_rank0 and find_place().rank == 0:
+            yield
+            return
+        recording = Recording(from_rank0)
+        with warnings.catch_warnings():
+            # Copies of tensors ask for their address first.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            with recording:
+                yield
+        recording.exit_build()
+
+
+@contextmanager
+def model_creation(
+    dtype: torch.dtype | str | None = None, *, deferred: bool = False, from_rank0: bool = False
+) -> Iterator[None]:
+    """Models built within have parameters of `dtype`; with `deferred`, no memory either, see `deferred_init`.
+
+    Args:
+        dtype: of floating-point tensors that are made without one: float32, float16, bfloat16 or float64. None: torch's
+            default. Mode NAIVE takes a model in its own dtype, and keeps fp32 masters of what was rounded so.
+        from_rank0: as in `deferred_init`, which it implies.
+
+    Raises:
+        InputError: `dtype` is another one.
+    """
+    chosen = None if dtype is None else _floating(dtype)
+    before = torch.get_default_dtype()
+    with deferred_init(from_rank0=from_rank0) if deferred or from_rank0 else nullcontext():
+        if chosen is not None:
+            torch.set_default_dtype(chosen)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def build(model: Callable[[], Any]) -> nn.Module:
+    """What `model()` returns, without memory where it can be.
+
+    Raises:
+        InputError: it raised something.
+    """
+    try:
+        with deferred_init():
+            built: nn.Module = model()
+    except Exception as error:
+        name = getattr(model, "__qualname__", type(model).__name__)
+        raise InputError(
+            f"model: the callable {name} raised {type(error).__name__}: {error}. It is called without arguments, and "
+            "what it builds has no memory (halfmesh.deferred_init); if that is the reason, build the model first and "
+            "pass the model itself"
+        ) from error
+    return built
+
+
+def _floating(dtype: torch.dtype | str) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InputError(
+            f"model_creation(dtype={name!r}): not a dtype for parameters{did_you_mean(name, _DTYPES)}; allowed: "
+            f"{', '.join(_DTYPES)}"
+        )
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -1,0 +1,213 @@
+"""The values of a deferred model: each rank makes, or is sent, what it holds, when the model is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..._torch import has_grad_hooks
+from ...errors import InputError, readable, shorten
+from ...tensors import replace_data
+from ..context import ParallelContext
+from .adoption import Recorded, forget, named_tensors, recorded
+
+Cut = Callable[[torch.Tensor], torch.Tensor]
+
+_Built = tuple[list[str], list[str], bool]
+"""By a rank: names of tensors without memory, digests of how they are made, and whether rank 0 has the values."""
+
+
+class _Source(Protocol):
+    """Where values come from."""
+
+    def whole(self, name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        """The value of the tensor `name`, uncut, if it is `wanted` here. All ranks ask for all in the same order."""
+        ...
+
+
+class _Replay:
+    """Each rank makes the values that it wants."""
+
+    def __init__(self, marks: Mapping[str, Recorded]) -> None:
+        self._marks = marks
+
+    def whole(self, name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        return self._marks[name].value() if wanted else None
+
+
+class _FromFirst:
+    """Rank 0 has all values, and sends them, one after the other."""
+
+    def __init__(self, values: dict[str, torch.Tensor], context: ParallelContext) -> None:
+        self._values = values
+        self._context = context
+
+    def whole(self, name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        value = self._values.pop(name, None)
+        if value is None:
+            value = torch.empty_like(like, device=self._context.device)
+        self._context.broadcast(value)
+        return value if wanted else None
+
+
+class Late:
+    """Gives the tensors of a model their values.
+
+    Args:
+        tensors: on the meta device, by their names in the whole model.
+        source: of values.
+        device: where they go.
+        everyone: what each rank gives.
+
+    Attributes:
+        words: where the values come from, for people.
+        check: is called with each value that this rank holds, and its name; raises if it cannot be used.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        source: _Source,
+        device: torch.device,
+        words: str,
+        everyone: Callable[[Any], list[Any]],
+    ) -> None:
+        self.words = words
+        self._left = dict(tensors)
+        self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        self._source: _Source | None = source
+        self._device = device
+        self._everyone = everyone
+        self._problems: list[str] = []
+        self._held: set[int] = set()
+        self._cuts: Mapping[Any, Cut] = {}
+        self.check: Callable[[str, torch.Tensor], None] = lambda name, value: None
+
+    def begin(self, model: nn.Module, blocks: Sequence[str], cuts: Mapping[nn.Parameter, Cut] | None) -> None:
+        """The model is cut: what it has now is wanted here.
+
+        Args:
+            blocks: names of modules of the whole model whose tensors come before the others, in this order.
+            cuts: what makes this rank's part of a whole tensor, where it holds a part.
+        """
+        self._held = {id(tensor) for _, tensor in named_tensors(model)}
+        self._cuts = cuts or {}
+        first = {n: t for block in blocks for n, t in self._left.items() if n.startswith(f"{block}.")}
+        self._left = first | self._left
+
+    def make(self, module: nn.Module) -> None:
+        """Make what is in `module`, and what comes before."""
+        waiting = {id(tensor) for _, tensor in named_tensors(module)} & {id(tensor) for tensor in self._left.values()}
+        while waiting:
+            waiting.discard(self._make_next())
+
+    def finish(self) -> None:
+        """Make the rest. All ranks together.
+
+        Raises:
+            InputError: a value cannot be used; on all ranks.
+        """
+        while self._left:
+            self._make_next()
+        self._source = None  # it may hold what values were made of
+        for problem in (problem for theirs in self._everyone(self._problems) for problem in theirs):
+            raise InputError(problem)
+
+    def _make_next(self) -> int:
+        name = next(iter(self._left))
+        tensor = self._left.pop(name)
+        wanted = id(tensor) in self._held
+        assert self._source is not None
+        whole = self._source.whole(name, self._shapes.pop(name), wanted)
+        if whole is not None:
+            value = self._cuts[tensor](whole) if tensor in self._cuts else whole
+            if value.untyped_storage().nbytes() > value.numel() * value.element_size():
+                value = value.clone(memory_format=torch.preserve_format)
+            try:
+                self.check(name, value)
+            except InputError as error:
+                self._problems.append(str(error))
+            _give(name, tensor, value.to(self._device, tensor.dtype))
+        return id(tensor)
+
+
+def arrange(model: nn.Module, context: ParallelContext) -> Late | None:
+    """How the tensors of `model` get their values; None if they have them. All ranks together.
+
+    Raises:
+        InputError: the ranks have not built the same, on all ranks.
+    """
+    tensors = {name: tensor for name, tensor in named_tensors(model) if recorded(tensor) is not None}
+    marks = {name: mark for name, tensor in tensors.items() if (mark := recorded(tensor)) is not None}
+    recordings = list({id(mark.recording): mark.recording for mark in marks.values()}.values())
+    from_rank0 = any(recording.from_rank0 for recording in recordings)
+    digests = [] if from_rank0 or context.size == 1 else [recording.digest() for recording in recordings]
+    everyone: list[_Built] = context.everyone((list(marks), digests, from_rank0))
+    if not any(names for names, _, _ in everyone):
+        return None
+    if everyone[-1][2] and not everyone[0][0]:
+        _refuse_differences(everyone[1:], 1)
+        for recording in recordings:
+            recording.end()
+        return _from_first(model, everyone[-1][0], context)
+    _refuse_differences(everyone, 0)
+    for recording in recordings:
+        recording.end()
+        recording.seeds = context.from_first(recording.seeds)  # whoever has not seeded torch has others on each rank
+    words = f"made where they are held, one of {len(tensors)} tensors at a time"
+    return Late(tensors, _Replay(marks), context.device, words, context.everyone)
+
+
+def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Late:
+    tensors = dict(named_tensors(model))
+    missing = context.from_first([name for name in names if name not in tensors])
+    if missing:
+        raise InputError(
+            f"rank 0 built a model without {shorten(missing)}, which the other ranks have; build the same on all ranks"
+        )
+    hooked = context.from_first([name for name in names if has_grad_hooks(tensors[name])])
+    if hooked:
+        raise InputError(
+            f"{shorten(hooked)} have hooks on the gradient on rank 0, which would be lost; register them after "
+            "initialize"
+        )
+    late: dict[str, torch.Tensor] = {name: tensors[name] for name in names}
+    values: dict[str, torch.Tensor] = {}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in late.values())
+    if context.rank == 0:
+        for name, tensor in late.items():
+            values[name] = tensor.data
+            _give(name, tensor, torch.empty_like(tensor, device="meta"))
+    words = f"built by rank 0, which had all {readable(size)} of them in host memory, and sent one by one"
+    return Late(late, _FromFirst(values, context), context.device, words, context.everyone)
+
+
+def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:
+    names, digests, _ = everyone[0]
+    other = [first + i for i, theirs in enumerate(everyone) if theirs[0] != names]
+    if other:
+        raise InputError(
+            f"rank(s) {other} built other tensors without memory than rank {first}; build the model under "
+            "halfmesh.deferred_init() on all ranks, or on none"
+        )
+    other = [first + i for i, theirs in enumerate(everyone) if theirs[1] != digests]
+    if other:
+        raise InputError(
+            f"rank(s) {other} would make other values than rank {first}: what the build asks of random numbers, or "
+            "takes from outside (python's or numpy's random numbers, a file), differs; call torch.manual_seed with the "
+            "same seed on all ranks before (and seed the others), or build under "
+            "halfmesh.deferred_init(from_rank0=True)"
+        )
+
+
+def _give(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    try:
+        replace_data(tensor, value)
+    except RuntimeError as error:
+        raise InputError(
+            f"{name} of the deferred model cannot be given its value ({error}); build the model as usual"
+        ) from error
+    forget(tensor)

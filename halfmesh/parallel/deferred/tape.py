@@ -1,0 +1,230 @@
+"""Operators that were written down, and done again for the memories that are wanted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import InputError
+from ...tensors import tensors_of
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor among the arguments of an operator: which part of which memory."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor with values, from outside. A large one is not copied, and may not change until it was used."""
+
+    tensor: torch.Tensor
+    digest: str
+    is_copy: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Constant:
+        is_copy = tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        return cls(tensor.detach().clone() if is_copy else tensor, _digest(tensor), is_copy)
+
+    def value(self) -> torch.Tensor:
+        if not self.is_copy and _digest(self.tensor) != self.digest:
+            raise InputError(
+                f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
+                "changed after the model had taken it; leave it as it is until initialize has returned, or copy it"
+            )
+        return self.tensor
+
+
+_COPIED_BYTES = 2**20
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+
+
+@dataclass
+class Op:
+    """One operator that made memory, or wrote to it. Memories are numbered in the order in which they were made."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    makes: list[tuple[int, View]] = field(default_factory=list)
+    """Places among the results, and what is new there."""
+    writes: set[int] = field(default_factory=set)
+    reads: set[int] = field(default_factory=set)
+    seed: int | None = None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+    def describe(self) -> str:
+        """The same on all ranks that do the same."""
+        arguments = plain((self.args, self.kwargs))
+        return repr((str(self.function), self.seed is None, arguments, self.makes, self.default_dtype))
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """What decides on dtypes is as it was when this was written down, below autograd and autocast."""
+        now = torch.get_default_dtype()
+        with ExitStack() as scopes:
+            scopes.enter_context(torch.inference_mode(False))
+            scopes.enter_context(torch.no_grad())
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                scopes.enter_context(torch.autocast(kind, enabled=False))
+            torch.set_default_dtype(self.default_dtype)
+            scopes.callback(torch.set_default_dtype, now)
+            yield
+
+
+@dataclass
+class Made:
+    """Real memories, with all that the first `upto` operators wrote to them."""
+
+    storages: dict[int, torch.UntypedStorage]
+    upto: int
+
+
+class Tape:
+    """Operators in the order in which they were written down."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self._writers: dict[int, list[int]] = {}
+
+    def add(self, op: Op) -> None:
+        """One more."""
+        for memory in op.writes:
+            self._writers.setdefault(memory, []).append(len(self.ops))
+        self.ops.append(op)
+
+    def make(self, memory: int) -> torch.UntypedStorage:
+        """`memory` with all that was written to it. What that takes is given up as soon as it is not needed."""
+        numbers, _ = self._needed(memory, None)
+        last = {other: n for n in numbers for other in self.ops[n].reads | self.ops[n].writes}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for number in numbers:
+            op = self.ops[number]
+            self._do(op, storages)
+            for other in (op.reads | op.writes) - {memory}:
+                if last[other] == number:
+                    del storages[other]
+        return storages[memory]
+
+    def go_on(self, memory: int, made: Made | None) -> Made:
+        """As `make`, from what was `made` for a question before, if that helps: it may be written to. What it took is
+        kept for the next question."""
+        numbers, seen = self._needed(memory, made)
+        if made is not None and any(self._comes_late(self.ops[n], n, made) for n in numbers):
+            numbers, seen = self._needed(memory, None)
+            made = None
+        storages = {} if made is None else {m: storage for m, storage in made.storages.items() if m in seen}
+        for number in numbers:
+            self._do(self.ops[number], storages)
+        return Made(storages, len(self.ops))
+
+    def seeds_of(self, memory: int) -> list[int]:
+        """Those of the random numbers that are in `memory`."""
+        return [seed for n in self._needed(memory, None)[0] if (seed := self.ops[n].seed) is not None]
+
+    def _needed(self, memory: int, made: Made | None) -> tuple[list[int], set[int]]:
+        """The numbers of the operators by which `memory` comes about, and all memories that have to do with it."""
+        bounds: dict[int, int] = {}
+        left = [(memory, len(self.ops))]
+        needed: set[int] = set()
+        while left:
+            current, before = left.pop()
+            if bounds.get(current, 0) >= before:
+                continue
+            bounds[current] = before
+            done = made.upto if made is not None and current in made.storages else 0
+            for number in self._writers[current]:
+                if done <= number < before and number not in needed:
+                    needed.add(number)
+                    left += [(read, number) for read in self.ops[number].reads]
+        return sorted(needed), set(bounds)
+
+    def _comes_late(self, op: Op, number: int, made: Made) -> bool:
+        """Whether `op` would see in `made` what was written there later."""
+        return number < made.upto and not made.storages.keys().isdisjoint(op.reads | op.writes)
+
+    def _do(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return leaf.of(storages[leaf.memory])
+            if isinstance(leaf, torch.Generator):
+                return torch.Generator(leaf.device).manual_seed(op.seed or 0)
+            return leaf.value() if isinstance(leaf, Constant) else leaf
+
+        args, kwargs = map_leaves(value, op.args), map_leaves(value, op.kwargs)
+        devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
+        cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
+        with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
+            if op.seed is not None:
+                _seed(op.seed, cuda)
+            results = tensors_of(op.function(*args, **kwargs))
+        for place, view in op.makes:
+            result = results[place]
+            if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
+                raise InputError(
+                    f"{op.function} made {tuple(result.shape)} of {result.dtype} otherwise than was foreseen while the "
+                    "deferred model was built; build it as usual, and pass the model itself"
+                )
+            if op.function.name().startswith(_UNSET):
+                result.zero_()  # or ranks would start from different leftovers
+            storages[view.memory] = result.untyped_storage()
+
+
+_UNSET = ("aten::empty", "aten::new_empty")
+"""Operators that make memory without writing to it."""
+
+
+def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
+    """Seed what `fork_rng(cuda)` puts back. `torch.manual_seed` would seed every device, for good."""
+    torch.default_generator.manual_seed(seed)
+    for device in cuda:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of each leaf of arguments or results."""
+    if isinstance(tree, (list, tuple)):
+        items = [map_leaves(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {name: map_leaves(function, item) for name, item in tree.items()}
+    return function(tree)
+
+
+def find(tree: Any, kind: type) -> list[Any]:
+    """The leaves of that kind."""
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, tree)
+    return found
+
+
+def plain(tree: Any) -> Any:
+    """Arguments in words that say nothing about where they are in memory."""
+
+    def word(leaf: Any) -> Any:
+        if isinstance(leaf, Constant):
+            return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype), leaf.digest
+        return "generator" if isinstance(leaf, torch.Generator) else leaf
+
+    return map_leaves(word, tree)

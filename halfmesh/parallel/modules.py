@@ -1,0 +1,32 @@
+"""What plans and partitioners ask of modules: the class they are of, and copies without memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def comes_from(module: nn.Module, kinds: Collection[type[nn.Module] | str]) -> bool:
+    """Whether the class that `module` has its `forward` from is one of `kinds`: classes, or their full names."""
+    origin = next((kind for kind in type(module).__mro__ if "forward" in vars(kind)), nn.Module)
+    return origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
+
+
+def meta_copy(module: nn.Module, model: nn.Module) -> nn.Module:
+    """A copy of `module`, one of `model`'s (or `model` itself), with parameters and buffers on the meta device.
+
+    Frozen parameters are not frozen in the copy.
+
+    Raises:
+        Exception: whatever copy.deepcopy raises.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.is_floating_point())
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,193 @@
+"""Where in the whole, undivided tensor the numbers lie that a rank holds of it: what each axis did, in boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor in equal parts along `dim`; each of `blocks` blocks is divided by itself.
+
+    A fused q, k, v weight of shape [3 * d, d] has three blocks: rank r holds its rows of q, then of k, then of v.
+    """
+
+    dim: int = 0
+    blocks: int = 1
+
+    def cut(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Part `rank` of `size`, in memory of its own."""
+        parts = whole.unflatten(self.dim, (self.blocks, -1)).chunk(size, self.dim + 1)
+        return parts[rank].flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def whole_shape(self, part: torch.Size, size: int) -> torch.Size:
+        """The shape of the whole, from that of one of `size` parts."""
+        return torch.Size(n * size if dim == self.dim else n for dim, n in enumerate(part))
+
+    def __str__(self) -> str:
+        return f"dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A box that lies in one piece in a tensor of one dim, in another order of its dims.
+
+    Attributes:
+        start: where in that tensor it begins.
+        sizes: of the dims, in the order in which they lie in memory.
+        order: which of the box's dims each of these is.
+    """
+
+    start: int
+    sizes: Shape
+    order: Shape
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The box, in `flat`."""
+        box = flat[self.start : self.start + math.prod(self.sizes)].view(self.sizes)
+        return box.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of the whole tensor that a rank holds.
+
+    Attributes:
+        at: where in the whole it begins, for each dim.
+        sizes: of its dims.
+        start: where it begins in what the rank holds, or in `run`.
+        run: where in that, if the rank holds a tensor of one dim.
+    """
+
+    at: Shape
+    sizes: Shape
+    start: Shape
+    run: Run | None = None
+
+    def view(self, held: torch.Tensor) -> torch.Tensor:
+        """The region in `held`, which has the form of what the rank holds of the tensor. Shape: `sizes`."""
+        box = held if self.run is None else self.run.view(held)
+        for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
+            box = box.narrow(dim, start, size)
+        return box
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank holds of one tensor: no region where it holds nothing.
+
+    Attributes:
+        shape: of the whole, undivided tensor.
+        regions: what of it this rank holds. No two of them overlap.
+    """
+
+    shape: Shape
+    regions: tuple[Region, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it, in its own shape."""
+        return self.regions == whole(self.shape).regions
+
+    def split(self, split: Split, rank: int, size: int) -> Placement:
+        """Of a whole tensor, part `rank` of `size`: what `Split.cut` makes of it."""
+        rows = self.shape[split.dim] // (split.blocks * size)
+        sizes = _with(self.shape, split.dim, rows)
+        zeros = (0,) * len(sizes)
+        found = [
+            Region(_with(zeros, split.dim, (block * size + rank) * rows), sizes, _with(zeros, split.dim, block * rows))
+            for block in range(split.blocks)
+        ]
+        return replace(self, regions=tuple(found) if math.prod(sizes) else ())
+
+    def rows(self, start: int, stop: int) -> Placement:
+        """Of what the rank would hold, the rows `start` to `stop` (dim 0)."""
+        found = []
+        for region in self.regions:
+            first, last = max(start, region.start[0]), min(stop, region.start[0] + region.sizes[0])
+            if first < last:
+                moved = first - region.start[0]
+                found.append(
+                    Region(
+                        _with(region.at, 0, region.at[0] + moved),
+                        _with(region.sizes, 0, last - first),
+                        _with(region.start, 0, first - start),
+                    )
+                )
+        return replace(self, regions=tuple(found))
+
+    def run(self, shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Placement:
+        """Of what the rank would hold, the elements `start` to `stop` in the order in which they lie in memory, as a
+        tensor of one dim.
+
+        Args:
+            shape, strides: of what the rank would hold; dense.
+        """
+        order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
+        found = []
+        for begin, offsets, sizes in _boxes([shape[dim] for dim in order], start, stop):
+            at, size = ([0] * len(order) for _ in range(2))
+            for place, dim in enumerate(order):
+                at[dim], size[dim] = offsets[place], sizes[place]
+            box = Run(begin - start, tuple(sizes), order)
+            found += [both for region in self.regions if (both := _overlap(region, at, size, box)) is not None]
+        return replace(self, regions=tuple(found))
+
+
+def whole(shape: Sequence[int]) -> Placement:
+    """A tensor that the rank holds all of."""
+    sizes = tuple(shape)
+    zeros = (0,) * len(sizes)
+    return Placement(sizes, (Region(zeros, sizes, zeros),))
+
+
+def _overlap(region: Region, at: Sequence[int], sizes: Sequence[int], run: Run) -> Region | None:
+    """What of `region` lies in the box of what the rank would hold that begins `at`, and in memory as `run` says."""
+    first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
+    last = [min(a + n, b + m) for a, n, b, m in zip(region.start, region.sizes, at, sizes, strict=True)]
+    if any(a >= b for a, b in zip(first, last, strict=True)):
+        return None
+    return Region(
+        tuple(place + f - s for place, f, s in zip(region.at, first, region.start, strict=True)),
+        tuple(b - a for a, b in zip(first, last, strict=True)),
+        tuple(f - a for f, a in zip(first, at, strict=True)),
+        run,
+    )
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """The elements `start` to `stop` of a contiguous tensor as boxes, at most 2n - 1 of n dims: where each begins, as a
+    number and for each dim, and its sizes."""
+    if start >= stop:
+        return
+    if not shape:
+        yield start, [], []
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _within(last, shape, start, stop)
+        return
+    if start < first * row:
+        yield from _within(first - 1, shape, start, first * row)
+    if first < last:
+        yield first * row, [first, *(0 for _ in shape[1:])], [last - first, *shape[1:]]
+    if last * row < stop:
+        yield from _within(last, shape, last * row, stop)
+
+
+def _within(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """`_boxes` within row `index`."""
+    skipped = index * math.prod(shape[1:])
+    for begin, offsets, sizes in _boxes(shape[1:], start - skipped, stop - skipped):
+        yield begin + skipped, [index, *offsets], [1, *sizes]
+
+
+def _with(values: Shape, dim: int, value: int) -> Shape:
+    return (*values[:dim], value, *values[dim + 1 :])

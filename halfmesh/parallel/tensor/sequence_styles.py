@@ -1,0 +1,88 @@
+"""Styles of sequence parallelism: between divided layers, activations are divided along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError
+from . import collectives
+from .axis import TensorAxis
+from .layers import SEQUENCE_DIM
+from .style import Style, Undo, both, removal
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Sequence(Style):
+    """Whole parameters on activations of which this rank has a part: norms and dropout between the divided layers
+    (sequence parallelism), or a norm over each head's features.
+
+    Dropout drops elements of this rank's own.
+    """
+
+    def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
+        return module.parameters()
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        def fork(layer: nn.Module, _: Any) -> None:
+            if layer.training:
+                axis.fork.open()
+
+        hooks = []
+        for layer in module.modules():
+            if isinstance(layer, _DROPOUT):
+                hooks.append(layer.register_forward_pre_hook(fork))
+                hooks.append(layer.register_forward_hook(lambda *_: axis.fork.close(), always_call=True))
+        return removal(hooks)
+
+
+class SequenceBegin(Style):
+    """From this module's input on, activations are divided along the sequence: shape [batch, sequence, ...]."""
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        def divide(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            length = args[0].shape[SEQUENCE_DIM]
+            if length % axis.size:
+                raise InputError(
+                    f"a sequence of {length} cannot be divided by tensor={axis.size}, as sequence_parallel=True has "
+                    f"to; pad it to {-(-length // axis.size) * axis.size}, or set sequence_parallel=False"
+                )
+            return collectives.split(args[0], SEQUENCE_DIM, axis.group), *args[1:]
+
+        return removal([module.register_forward_pre_hook(divide)])
+
+
+class SequenceEnd(Sequence):
+    """`sequence`, and this module's output is whole again."""
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        def gather(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+            return collectives.gather(output, SEQUENCE_DIM, axis.group)
+
+        return both(super().install(module, axis, in_region), removal([module.register_forward_hook(gather)]))
+
+
+class Region(Style):
+    """A module between divided sequences, within which the sequence is whole and features are divided.
+
+    Args:
+        argument: the name of the activations, where they are passed by name; else they are the first argument.
+    """
+
+    is_region = True
+
+    def __init__(self, argument: str = "") -> None:
+        self._argument = argument
+
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            if args:
+                return (collectives.gather_in(args[0], SEQUENCE_DIM, axis.group), *args[1:]), kwargs
+            whole = collectives.gather_in(kwargs[self._argument], SEQUENCE_DIM, axis.group)
+            return args, {**kwargs, self._argument: whole}
+
+        return removal([module.register_forward_pre_hook(gather, with_kwargs=True)])
