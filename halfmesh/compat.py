@@ -142,14 +142,14 @@ def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> 
         yield Finding(f"{row} on {device}", composes.why_not.get(device, default))
     for column in columns:
         axes = {"tensor": composes.tensor, "pipeline": composes.pipeline}
-        works = axes[column] if column in axes else column in composes.data or _is_of_strategy(row.mode, column)
+        works = axes[column] if column in axes else column in composes.data or _strategy_takes(column, row.mode)
         if not works:
             default = f"{mode} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding(f"{row} x {column}", composes.why_not.get(column, default))
 
 
-def _is_of_strategy(mode: str | None, strategy: str) -> bool:
-    """Whether a data strategy of a third party says that it works with the mode."""
+def _strategy_takes(strategy: str, mode: str | None) -> bool:
+    """Whether a data strategy of a third party lists the mode among those that it works with."""
     return mode in getattr(DATA_STRATEGIES.get(strategy), "modes", ())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import halfmesh
+from tests.support.models import said
 from tests.support.ranks import run_ranks
 from tests.support.real_memory import RealTracker
 
@@ -110,3 +112,29 @@ def test_restored_models_and_optimizers_are_those_of_one_process():
             assert groups == expected[case][2], case
     for case in CASES:
         torch.testing.assert_close(ranks[0][case][:2], ranks[1][case][:2], rtol=0, atol=0)
+
+
+def left_in_parts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    """What is said after a plain close of a state dict, and of the model when it is given to initialize again."""
+    found = {}
+    for layout in ("fsdp", "tensor", "pipeline"):
+        model, optimizer, engine = make(LAYOUTS[layout], {})
+        engine.close()
+        heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, heard=heard: heard.append(record.getMessage())
+        logging.getLogger("halfmesh.loop.model_guard").addHandler(handler)
+        model.state_dict()
+        again = said(halfmesh.initialize, model, optimizer, nn.MSELoss(), config={}, device="cpu")
+        found[layout] = " ".join(heard), again
+    return found
+
+
+@pytest.mark.distributed
+def test_a_model_that_stays_in_parts_says_so():
+    for rank, found in enumerate(run_ranks(left_in_parts, 2, timeout=120)):
+        for layout, (warned, refused) in found.items():
+            told = "engine.close(restore=True) gives all of it back on every rank" in warned
+            assert told == (rank == 0), layout  # which speaks for all
+            words = "the model was sharded already" if layout == "fsdp" else "engine.close(restore=True), which makes"
+            assert words in refused, (layout, refused)
