@@ -12,7 +12,7 @@ from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import FP32, Recipe
 from .config.config import Config
 from .config.schema import DataConfig
-from .parallel.registries import SCHEDULES
+from .parallel.registries import AXES
 
 _FSDP_KEYS = (
     *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),
@@ -35,7 +35,7 @@ class Finding:
 
 def find_key_problems(config: Config) -> Iterator[Finding]:
     """Everything that is wrong with the keys, whatever the number of ranks."""
-    for check in (_check_pipeline, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
+    for check in (_check_axes, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
         yield from (Finding(key, message) for key, message in check(config))
 
 
@@ -69,17 +69,11 @@ def recipe_of(config: Config) -> Recipe:
     return recipe
 
 
-def _check_pipeline(config: Config) -> Iterator[tuple[str, str]]:
-    """Microbatches and chunks against the schedule; without a pipeline these keys have no effect."""
-    pipeline = config.parallel.pipeline
-    size, microbatches = pipeline.size, pipeline.microbatches
-    if size == 1:
-        return
-    if microbatches is None:
-        start = f"pipeline=dict(size={size}, microbatches={2 * size})"
-        yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; {start} is a start"
-    for key, message in SCHEDULES.get(pipeline.schedule).find_problems(size, pipeline.chunks, microbatches):
-        yield f"parallel.pipeline.{key}", message
+def _check_axes(config: Config) -> Iterator[tuple[str, str]]:
+    """What the axes that are used say; keys of an axis of size 1 have no effect."""
+    for name, size in config.parallel.sizes.items():
+        if size > 1:
+            yield from AXES.get(name).find_key_problems(config)
 
 
 def _check_data(config: Config) -> Iterator[tuple[str, str]]:
@@ -135,9 +129,6 @@ def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
     for why, holds in whole_model.items():
         if options.scope == "model" and holds:
             yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
-    if options.fullgraph and parallel.tensor.size > 1:
-        message = "divided layers wait for other ranks, where a graph ends; leave fullgraph out, or use tensor=1"
-        yield "compile.fullgraph", message
     if recipe_of(config).cast_lists == "apex":
         message = (
             "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "

@@ -1,0 +1,154 @@
+"""The contract of an axis of the mesh that divides the model: what its keys are, how it plans, and what it has done.
+
+`tensor` and `pipeline` are such axes; AXES takes those of others. What data ranks hold is a `DataStrategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn, optim
+
+from ..shard import ParamShard
+from .context import ParallelContext
+from .rng import CommonRandom, IsolatedRNG
+from .same_calls import SameCalls
+from .shard_spec import Split
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..options import Options
+    from .gradient_sums import Reduction
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What an axis plans with: the caller's objects, which it must not change, and its keys."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    criterion: Any
+    dataloader: Any
+    options: Any
+
+
+@dataclass(frozen=True)
+class AxisInputs:
+    """What an axis divides.
+
+    Attributes:
+        model: equal on all ranks, or divided over other axes already; it need not be on the device yet.
+        optimizer: over its parameters.
+        plan: what `Axis.plan` returned.
+        context: the mesh.
+        random: the model's own random numbers, alike on all ranks of this axis.
+        host_random: those of python and numpy.
+        is_split: whether another axis takes modules away from ranks.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    plan: Any
+    context: ParallelContext
+    random: CommonRandom
+    host_random: IsolatedRNG
+    is_split: bool
+
+
+class AppliedAxis:
+    """A model that is divided over an axis, in place. The defaults are those of ranks that compute one batch together
+    and hold all parameters alike.
+
+    Attributes:
+        splits: the parameters of which this rank holds a part, and how the whole was split.
+        ties: parameters that other ranks of the axis hold too, where each holds some of the model only.
+        first_names: for each name of a tensor of the whole model the first that it has there; None: no names are lost.
+        same: compares what the ranks of the axis are given; None where they do not compute the same.
+    """
+
+    ties: Collection[nn.Parameter] = ()
+    first_names: dict[str, str] | None = None
+
+    def __init__(self, context: ParallelContext, dim: str) -> None:
+        self.size, self.rank = context.sizes[dim], context.place(dim)
+        self.splits: dict[nn.Parameter, Split] = {}
+        self.same: SameCalls | None = None
+
+    def replicas(self, param: nn.Parameter) -> int:
+        """How many ranks of the axis hold the same numbers of `param`. Norms count each number once by it."""
+        return 1 if param in self.splits else self.size
+
+    @property
+    def cuts(self) -> Mapping[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
+        """What makes this rank's part of a whole tensor, for each split parameter."""
+        return {p: partial(split.cut, rank=self.rank, size=self.size) for p, split in self.splits.items()}
+
+    def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
+        """What completes the gradients of `shards` over the axis; None: they are complete. All ranks together."""
+        return None
+
+    def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        """What is around a forward of the whole model; `default` draws the model's own random numbers."""
+        return default
+
+    def settle(self) -> None:
+        """A forward or backward may have ended early: be ready for the next."""
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise InputError if `error`, of forward or backward, means something that a model cannot do here."""
+
+    def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
+        """Rows of the effective plan. "layout" says what this rank holds.
+
+        Args:
+            params: this rank's parameters by name, as they were divided.
+            sizes: how many elements data ranks have left of them.
+            options: the axis's keys.
+        """
+        return {}
+
+    def undo(self) -> None:
+        """Give the model its modules again; parameters stay in parts, whose values others put together."""
+
+
+class Axis:
+    """An axis of the mesh, registered by its key in `parallel`, which is its column in the composition table, too:
+
+        @AXES.register("wide")
+        class Wide(Axis): ...
+
+    All of it but `apply` works before anything is changed, and in one process.
+
+    Attributes:
+        dim: its short name in the mesh, unlike those of others.
+        options: its keys; `size` is one of them, and 1 by default.
+        modes: the AMP modes that it works with, besides those that name it in their `composes`.
+        splits_params: a rank may hold a part of a parameter, so that the optimizer has to work element by element.
+        takes_modules: a rank has some modules only. Such an axis is outermost in the mesh and is applied last.
+    """
+
+    dim: ClassVar[str]
+    options: ClassVar[type[Options]]
+    modes: ClassVar[Collection[str]] = ()
+    splits_params: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = False
+
+    @staticmethod
+    def find_key_problems(config: Config) -> Iterator[tuple[str, str]]:
+        """Keys, dotted, and what is wrong with them in a config whose size of this axis is larger than 1."""
+        yield from ()
+
+    @staticmethod
+    def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
+        """How the model is divided, and everything that is wrong."""
+        return None, []
+
+    @staticmethod
+    def apply(inputs: AxisInputs) -> AppliedAxis:
+        """Divide the model in place. Parameters stay the same objects, with this rank's part as their data."""
+        raise NotImplementedError
