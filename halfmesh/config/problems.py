@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from ..amp.plugin import AMP_PLUGINS
 from ..errors import cut, did_you_mean, find_near, shorten, show, show_name
 from ..options import Options
+from ..parallel.registries import AXES
 from .foreign import find_foreign
 from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
@@ -237,6 +238,8 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
     if (foreign := find_foreign(key)) is not None:
         return f"; {foreign}"
     here = list(owner.model_fields)
+    if parents == ("parallel",):
+        here = list(dict.fromkeys([*here, *AXES.names()]))
     if parents[:1] and parents[0] in PRECISION_KEYS:
         near = did_you_mean(key, here)
         modes = [name for name, keys in _mode_keys().items() if key in keys]

@@ -237,6 +237,9 @@ class DataConfig(Options):
 class ParallelConfig(Options):
     """`parallel`. Axes of others are fields of classes that derive from it."""
 
+    def __reduce__(self) -> Any:
+        return _read_parallel, (self.model_dump(),)  # a derived class cannot be found by its name
+
     tensor: Annotated[TensorConfig, _shorthand("size")] = TensorConfig()
     pipeline: Annotated[PipelineConfig, _shorthand("size")] = PipelineConfig()
     data: Annotated[DataConfig, BeforeValidator(_expand_data)] = DataConfig()
@@ -259,6 +262,10 @@ def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:
     """The class of a `parallel` with these keys: with a field for each registered axis of others among them."""
     others = (name for name in AXES.names() if name not in ParallelConfig.model_fields)
     return _parallel_with(tuple(name for name in others if name in keys))
+
+
+def _read_parallel(keys: dict[str, Any]) -> ParallelConfig:
+    return parallel_config(keys).model_validate(keys)
 
 
 @cache

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn, optim
 
+from .._torch import assigns
+from ..errors import InputError
 from ..shard import ParamShard
 from .context import ParallelContext
+from .optimizer_checks import refuse_other_state
 from .rng import CommonRandom, IsolatedRNG
 from .same_calls import SameCalls
 from .shard_spec import Split
@@ -74,10 +77,42 @@ class AppliedAxis:
     ties: Collection[nn.Parameter] = ()
     first_names: dict[str, str] | None = None
 
-    def __init__(self, context: ParallelContext, dim: str) -> None:
+    def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
+        """`compared_as`: what messages call the ranks of the axis, if they compute the same."""
         self.size, self.rank = context.sizes[dim], context.place(dim)
         self.splits: dict[nn.Parameter, Split] = {}
-        self.same: SameCalls | None = None
+        self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
+
+    # -- for `apply` -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def split(self, optimizer: optim.Optimizer, param: nn.Parameter, split: Split) -> None:
+        """Leave this rank's part of a parameter, and of those tensors of its optimizer state that have its shape."""
+        self.splits[param] = split
+        cut, state = self.cut(split), optimizer.state.get(param, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                state[name] = cut(value)
+        param.data, param.grad = cut(param.data), None
+
+    def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> Iterator[Any]:
+        """State dicts with whole tensors can be loaded, too: each rank takes its part. The hooks that do it."""
+        yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            cut = {name: self.splits[param] for name, param in own.items() if param in self.splits}
+            if cut:
+                yield module.register_load_state_dict_pre_hook(TakePart(self, cut))
+
+    def compare_calls(self, model: nn.Module) -> Iterator[Any]:
+        """Inputs and outputs of the whole model are compared over the axis. The hooks that do it."""
+        if (same := self.same) is not None:
+            yield model.register_forward_pre_hook(
+                lambda m, args, kwargs: same.compare_inputs(m.training, args, kwargs), with_kwargs=True
+            )
+            yield model.register_forward_hook(lambda m, args, output: same.compare_outputs(m.training, output))
+
+    # -- what the engine asks ----------------------------------------------------------------------------------
 
     def replicas(self, param: nn.Parameter) -> int:
         """How many ranks of the axis hold the same numbers of `param`. Norms count each number once by it."""
@@ -86,7 +121,11 @@ class AppliedAxis:
     @property
     def cuts(self) -> Mapping[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
         """What makes this rank's part of a whole tensor, for each split parameter."""
-        return {p: partial(split.cut, rank=self.rank, size=self.size) for p, split in self.splits.items()}
+        return {param: self.cut(split) for param, split in self.splits.items()}
+
+    def cut(self, split: Split) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes this rank's part of a whole tensor."""
+        return partial(split.cut, rank=self.rank, size=self.size)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
         """What completes the gradients of `shards` over the axis; None: they are complete. All ranks together."""
@@ -114,6 +153,26 @@ class AppliedAxis:
 
     def undo(self) -> None:
         """Give the model its modules again; parameters stay in parts, whose values others put together."""
+
+
+class TakePart:
+    """Makes whole tensors in a state dict this rank's part, before they are loaded into a divided module."""
+
+    def __init__(self, axis: AppliedAxis, splits: Mapping[str, Split]) -> None:
+        self._axis = axis
+        self._splits = dict(splits)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, split in self._splits.items():
+            value = state.get(prefix + name)
+            if value is not None and assigns(metadata):
+                raise InputError(
+                    f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
+                    "part; load without assign, or load before initialize"
+                )
+            if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
+                state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
 
 
 class Axis:

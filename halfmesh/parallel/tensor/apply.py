@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn, optim
 
-from ..._torch import assigns
-from ...errors import InputError
 from ...shard import ParamShard
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
 from ..context import ParallelContext
-from ..optimizer_checks import refuse_other_state
 from ..rng import IsolatedRNG
-from ..same_calls import SameCalls
 from ..shard_spec import Split
 from .axis import TensorAxis
 from .checks import ResolvedPlan, resolve
@@ -81,40 +76,35 @@ class TensorParallel(AppliedAxis):
         context: ParallelContext,
         host_random: IsolatedRNG,
     ) -> None:
-        super().__init__(context, "tp")
-        self.same = SameCalls(axis.group, "tensor group")
+        super().__init__(context, "tp", "tensor group")
         self.plan = plan
         self.axis = axis
         self._host_random = host_random
         self.partial: set[nn.Parameter] = set()
-        self._optimizer = optimizer
         self._undo: list[Undo] = []
         self.check: PlanCheck | None = PlanCheck(model, plan, axis)
+        splits: dict[nn.Parameter, Split] = {}
         for a in plan.assignments:
             own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
-            self.splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
+            splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
             self.partial |= set(a.style.partial(a.module, plan.in_region(a.name)))
-        self.partial -= self.splits.keys()  # what is cut has the whole gradient of its part
-        for param, cut in self.cuts.items():
-            self._change(param, cut)
+        self.partial -= splits.keys()  # what is cut has the whole gradient of its part
+        for param, split in splits.items():
+            self.split(optimizer, param, split)
         for a in plan.assignments:
             self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
-        hooks = [*self._guard_forks(model, plan), *self._take_whole(model)]
-        hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
-        self._undo.append(removal(hooks))
+        self._undo.append(removal([*self._guard_forks(model, plan), *self.take_whole_states(model, optimizer)]))
         self.check.watch(model)
         self._undo.append(self.check.close)
 
     def watch_calls(self, model: nn.Module) -> None:
         """Each call of `model`, the whole, draws random numbers of its own, and is compared over the group."""
-        common, same = self.axis.common, self.same
-        assert same is not None
+        common = self.axis.common
         hooks = [
             model.register_forward_pre_hook(self.axis.settle),
             model.register_forward_pre_hook(common.enter),
             model.register_forward_hook(common.leave, always_call=True),
-            model.register_forward_pre_hook(lambda m, a, k: same.compare_inputs(m.training, a, k), with_kwargs=True),
-            model.register_forward_hook(lambda m, a, output: same.compare_outputs(m.training, output)),
+            *self.compare_calls(model),
         ]
         self._undo.append(removal(hooks))
 
@@ -148,15 +138,6 @@ class TensorParallel(AppliedAxis):
         for undo in reversed(self._undo):
             undo()
 
-    @torch.no_grad()
-    def _change(self, param: nn.Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change a parameter and those tensors of its optimizer state that have its shape."""
-        state = self._optimizer.state.get(param, {})
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                state[name] = change(value)
-        param.data, param.grad = change(param.data), None
-
     def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
         """Random numbers are in common again where a module ends that divides features, also when it fails. (And where
         the model begins: a backward may have left a fork open, checkpointing with preserve_rng_state=False.)"""
@@ -165,35 +146,7 @@ class TensorParallel(AppliedAxis):
         for parent in sorted(parents | {""}):
             yield modules[parent].register_forward_hook(self.axis.settle, always_call=True)
 
-    def _take_whole(self, model: nn.Module) -> Iterator[Any]:
-        """State dicts with whole tensors can be loaded, too: each rank takes its part."""
-        for module in model.modules():
-            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-            cut = {name: self.splits[param] for name, param in own.items() if param in self.splits}
-            if cut:
-                yield module.register_load_state_dict_pre_hook(TakePart(self.axis, cut))
-
 
 def _counted(names: Iterable[str]) -> str:
     """ "head, blocks.*.mlp x 12"."""
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(names).items())
-
-
-class TakePart:
-    """Makes whole tensors in a state dict this rank's part, before they are loaded into a divided module."""
-
-    def __init__(self, axis: TensorAxis, splits: Mapping[str, Split]) -> None:
-        self._axis = axis
-        self._splits = dict(splits)
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, split in self._splits.items():
-            value = state.get(prefix + name)
-            if value is not None and assigns(metadata):
-                raise InputError(
-                    f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
-                    "part; load without assign, or load before initialize"
-                )
-            if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
-                state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
