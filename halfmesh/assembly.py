@@ -213,7 +213,7 @@ def _convert(
         eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
         average=WeightAverage(update),
         guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
-        statistics=StatisticsCheck(given.model, update.recipe, context.dp_rank == context.tp_rank == 0),
+        statistics=StatisticsCheck(given.model, update.recipe, context.rank == context.stage_ranks[0]),
     )
     _warn_of_offload(config, division, context.device)
     plan = make_plan(parts, recipe, given.dataloader)

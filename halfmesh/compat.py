@@ -165,10 +165,8 @@ def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
         yield Finding("parallel", message)
     else:
         data_ranks = world_size // product
-        if data.strategy == "fsdp" and data.hybrid is not None and data_ranks % data.hybrid:
-            fits = ", ".join(map(str, _divisors(data_ranks)))
-            message = f"{data.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
-            yield Finding("parallel.data.hybrid", message)
+        for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, data_ranks):
+            yield Finding(key, message)
         if data.size not in (None, data_ranks):
             total = data.size * product
             message = (

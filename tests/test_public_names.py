@@ -13,7 +13,7 @@ import halfmesh
 from halfmesh.errors import ConfigError, HalfmeshError, IncompatibleConfigError
 
 SURFACE = """
-AMPPlugin AMP_PLUGINS AMP_TYPE BlockPartition Call CheckpointError Composes Config ConfigError CosineAnnealingWarmupLR
+AMPPlugin AMP_PLUGINS AMP_TYPE AXES BlockPartition Call CheckpointError Composes Config ConfigError CosineAnnealingWarmupLR
 DATA_STRATEGIES Diagnosis EXIT_PREEMPTED Engine HOOKS HalfmeshError Hook IncompatibleConfigError InputError Launch
 LaunchError LayerPlan LinearWarmupLR LossScale MultiStepWarmupLR NonFiniteError Options Outcome PARTITIONERS
 ParallelContext Piece PolynomialWarmupLR PrecisionReport Preempted Recipe Registry RegistryError RunFolder SCHEDULES

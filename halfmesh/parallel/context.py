@@ -111,6 +111,17 @@ class ParallelContext:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def counts_outputs(self) -> bool:
+        """Whether this rank counts outputs and losses for its data rank: the last stage has them, and of the ranks that
+        computed the same the first counts."""
+        return self.is_last_stage and all(n == 0 for axis, n in self._places.items() if axis not in ("pp", "dp"))
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this is the first of the ranks that have one data rank."""
+        return all(place == 0 for axis, place in self._places.items() if axis != "dp")
+
+    @property
     def dp_rank(self) -> int:
         """This rank's place on the data axis."""
         return self.place("dp")
