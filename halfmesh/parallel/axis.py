@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn, optim
@@ -74,6 +74,8 @@ class AppliedAxis:
         same: compares what the ranks of the axis are given; None where they do not compute the same.
     """
 
+    is_divided_by_engine = True
+    """Tells `initialize` that a model that has a method of it as a hook is divided already."""
     ties: Collection[nn.Parameter] = ()
     first_names: dict[str, str] | None = None
 
@@ -82,6 +84,15 @@ class AppliedAxis:
         self.size, self.rank = context.sizes[dim], context.place(dim)
         self.splits: dict[nn.Parameter, Split] = {}
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # a copy of the model, such as an average of its weights, is divided in the same way
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a model that is divided over ranks cannot be pickled; save engine.state_dict(), or call "
+            "engine.close(restore=True) first, which gives the whole model back"
+        )
 
     # -- for `apply` -------------------------------------------------------------------------------------------
 

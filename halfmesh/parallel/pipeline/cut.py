@@ -36,9 +36,6 @@ class StageCut(AppliedAxis):
         ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
     """
 
-    is_divided_by_engine = True
-    """Tells `initialize` that a model has such a hook already."""
-
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
     ) -> None:
@@ -75,15 +72,6 @@ class StageCut(AppliedAxis):
             model.register_load_state_dict_pre_hook(self._take_own),
             model.register_load_state_dict_post_hook(self._expect_own),
         ]
-
-    def __deepcopy__(self, memo: Any) -> StageCut:
-        return self  # a copy of the model, such as an average of its weights, holds the same stages
-
-    def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a model that is cut into stages cannot be pickled; save engine.state_dict(), or call "
-            "engine.close(restore=True) first, which gives the whole model back"
-        )
 
     def replicas(self, param: nn.Parameter) -> int:
         return len(self.ties.get(param, [0]))
