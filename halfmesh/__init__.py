@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .parallel.deferred.creation import deferred_init, model_creation
     from .parallel.pipeline.block_partition import BlockPartition
     from .parallel.pipeline.pieces import Call, Piece
-    from .parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
+    from .parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor.plans import LayerPlan
     from .registry import Registry
     from .report.folder import RunFolder
@@ -113,7 +113,7 @@ _NAMES = {
     "parallel.context": ("ParallelContext",),
     "parallel.pipeline.block_partition": ("BlockPartition",),
     "parallel.pipeline.pieces": ("Call", "Piece"),
-    "parallel.registries": ("DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
+    "parallel.registries": ("AXES", "DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
     "parallel.tensor.plans": ("LayerPlan",),
     "registry": ("Registry",),
     "report.folder": ("RunFolder",),

@@ -44,7 +44,7 @@ from .parallel.context import AxisRanks, ParallelContext
 from .parallel.deferred.adoption import Adoption, adopt, refuse_late_use
 from .parallel.deferred.creation import build
 from .parallel.deferred.late import Late, arrange
-from .parallel.gradient_sums import CompleteGradients, Reduction, TensorGradients
+from .parallel.gradient_sums import CompleteGradients, Reduction
 from .parallel.objects import is_alone
 from .summary import EffectivePlan, make_plan
 
@@ -113,7 +113,6 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     compat.raise_for(compat.check(settings, world_size, place.type))
     settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
     recipe = recipe_of(settings)
-    parallel = settings.parallel
     with Adoption() as adoption:
         given = _build(given, adoption)
         plans = _refuse_problems(given, recipe, settings, place, world_size)
@@ -121,8 +120,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             place,
             settings.timeout,
             launching.choose_backend(settings, place),
-            pipeline=parallel.pipeline.size,
-            tensor=parallel.tensor.size,
+            settings.parallel.mesh_sizes,
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
     with _no_longer_usable():
@@ -146,8 +144,9 @@ def _prepare(
     plans: Plans,
 ) -> tuple[ParallelContext, list[Any], Plans, Late | None]:
     """Checks of all ranks together, before anything is changed."""
-    parallel = config.parallel
-    context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
+    others = config.parallel.mesh_sizes
+    pp, tp = others.pop("pp"), others.pop("tp")
+    context = ParallelContext(pp, tp, device, group, config.timeout, others)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
     if config.checkpoint is not None:
@@ -187,7 +186,7 @@ def _convert(
     )
     update.publisher = division.data.publisher
     precision = backend.precision(recipe, context.device)
-    if division.tensor is not None or division.cut is not None:
+    if division.axes:
         update.gradient_watch.why = SHARDED
     elif config.gradient_accumulation > 1 or config.loss_reduction == "weighted":
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
@@ -214,7 +213,7 @@ def _convert(
         eval_dataloader=None if evaluation is None else EngineDataLoader(evaluation, context, config.seed),
         average=WeightAverage(update),
         guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
-        statistics=StatisticsCheck(given.model, update.recipe, context.dp_rank == context.tp_rank == 0),
+        statistics=StatisticsCheck(given.model, update.recipe, context.rank == context.stage_ranks[0]),
     )
     _warn_of_offload(config, division, context.device)
     plan = make_plan(parts, recipe, given.dataloader)
@@ -261,19 +260,13 @@ def _make_reduction(
     config: Config,
     division: Division,
 ) -> Reduction | None:
-    """What completes gradients: over the data ranks, the tensor group, and stages that share a parameter."""
+    """What completes gradients: over the data ranks, and over the other axes."""
     reductions: list[Reduction] = []
     if context.dp_size > 1:
-        is_part = division.tensor is not None or division.cut is not None
-        withholds = update.loss_scales.scale is not None or is_part or config.loss_reduction == "weighted"
+        withholds = update.loss_scales.scale is not None or bool(division.axes) or config.loss_reduction == "weighted"
         trained, buffers = update.master_weights.trained, dict(model.named_buffers())
         reductions.append(division.data.make_reducer(trained, buffers, withholds))
-    if division.tensor is not None:
-        reductions.append(TensorGradients(division.tensor, update.master_weights.trained))
-    if division.cut is not None and (groups := division.cut.tie_groups()):
-        from .parallel.pipeline.ties import TiedGradients
-
-        reductions.append(TiedGradients(division.cut.ties, groups, update.master_weights.trained))
+    reductions += division.make_reductions(update.master_weights.trained)
     return CompleteGradients(reductions) if len(reductions) > 1 else next(iter(reductions), None)
 
 

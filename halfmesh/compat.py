@@ -6,8 +6,9 @@ asked, no process group is needed. What depends on the model is checked where th
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -17,7 +18,7 @@ from .amp.recipe import FP32
 from .config.config import Config
 from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
 from .key_checks import Finding, find_key_problems, recipe_of
-from .parallel.registries import DATA_STRATEGIES
+from .parallel.registries import AXES, DATA_STRATEGIES
 
 Cell = Literal["yes", "refused"]
 
@@ -71,12 +72,12 @@ def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
 def get_layout(config: Config, world_size: int) -> Layout:
     """The mesh that `config` makes of `world_size` ranks; data is at least 1 where the degrees do not fit."""
     parallel = config.parallel
-    pipeline, tensor = parallel.pipeline.size, parallel.tensor.size
-    return Layout(pipeline, parallel.data.size or max(1, world_size // (pipeline * tensor)), tensor)
+    data = parallel.data.size or max(1, world_size // math.prod(parallel.sizes.values()))
+    return Layout(parallel.pipeline.size, data, parallel.tensor.size)
 
 
 def composition_table() -> dict[str, dict[str, Cell]]:
-    """Row to column to cell, for all registered modes and strategies, third parties' too."""
+    """Row to column to cell, for all registered modes, axes and strategies, third parties' too."""
     return {str(row): {column: _verdict(row, column) for column in get_columns()} for row in get_rows()}
 
 
@@ -95,8 +96,8 @@ def get_rows() -> list[Row]:
 
 
 def get_columns() -> list[str]:
-    """tensor, pipeline, and each registered data strategy."""
-    return ["tensor", "pipeline", *DATA_STRATEGIES.names()]
+    """Each registered axis, then each data strategy."""
+    return [*AXES.names(), *DATA_STRATEGIES.names()]
 
 
 def _verdict(row: Row, column: str) -> Cell:
@@ -120,10 +121,7 @@ def _is_switched_off(config: Config) -> bool:
 
 def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
     """The columns that the config uses: an axis larger than 1, and a strategy that was asked for or has ranks."""
-    if layout.tensor > 1:
-        yield "tensor"
-    if layout.pipeline > 1:
-        yield "pipeline"
+    yield from (name for name, size in config.parallel.sizes.items() if size > 1)
     strategy = config.parallel.data.strategy
     if layout.data > 1 or strategy != "replicate":
         yield strategy
@@ -141,52 +139,52 @@ def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> 
         default = f"{mode} does not run on {device}; it runs on {', '.join(sorted(composes.devices))}"
         yield Finding(f"{row} on {device}", composes.why_not.get(device, default))
     for column in columns:
-        axes = {"tensor": composes.tensor, "pipeline": composes.pipeline}
-        works = axes[column] if column in axes else column in composes.data or _strategy_takes(column, row.mode)
-        if not works:
+        if column not in composes.parallel and not _takes_mode(column, row.mode):
             default = f"{mode} does not work with {column}; choose another mode, or leave {column} out"
             yield Finding(f"{row} x {column}", composes.why_not.get(column, default))
 
 
-def _strategy_takes(strategy: str, mode: str | None) -> bool:
-    """Whether a data strategy of a third party lists the mode among those that it works with."""
-    return mode in getattr(DATA_STRATEGIES.get(strategy), "modes", ())
+def _takes_mode(column: str, mode: str | None) -> bool:
+    """Whether an axis or data strategy of a third party lists the mode among those that it works with."""
+    return mode in getattr((AXES if column in AXES else DATA_STRATEGIES).get(column), "modes", ())
 
 
 def _check_world(config: Config, world_size: int) -> Iterator[Finding]:
     """Whether the degrees multiply to the number of ranks."""
-    tensor, pipeline, data = config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data
-    product = tensor * pipeline
+    sizes, data = config.parallel.sizes, config.parallel.data
+    product = math.prod(sizes.values())
     if world_size < 1:
         yield Finding("world_size", f"{world_size} is not a number of ranks; it must be at least 1")
     elif world_size % product:
-        near = " or ".join(f"tensor={t}, pipeline={p}" for t, p in _find_degrees(tensor, pipeline, world_size))
+        near = " or ".join(_join(found, ", ") for found in _find_sizes(sizes, world_size))
         ranks = [str(n) for n in (world_size // product * product, (world_size // product + 1) * product) if n]
         message = (
-            f"tensor={tensor} x pipeline={pipeline} = {product} does not divide the {world_size} ranks; use {near}, or "
-            f"start {' or '.join(ranks)} ranks"
+            f"{_join(sizes, ' x ')} = {product} does not divide the {world_size} ranks; use {near}, or start "
+            f"{' or '.join(ranks)} ranks"
         )
         yield Finding("parallel", message)
     else:
         data_ranks = world_size // product
-        if data.strategy == "fsdp" and data.hybrid is not None and data_ranks % data.hybrid:
-            fits = ", ".join(map(str, _divisors(data_ranks)))
-            message = f"{data.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
-            yield Finding("parallel.data.hybrid", message)
+        for key, message in DATA_STRATEGIES.get(data.strategy).find_size_problems(data, data_ranks):
+            yield Finding(key, message)
         if data.size not in (None, data_ranks):
             total = data.size * product
             message = (
-                f"{data.size} x tensor={tensor} x pipeline={pipeline} = {total}, but there are {world_size} ranks; "
+                f"{data.size} x {_join(sizes, ' x ')} = {total}, but there are {world_size} ranks; "
                 f"remove it (the other axes leave {data_ranks}), or start {total} ranks"
             )
             yield Finding("parallel.data.size", message)
 
 
-def _find_degrees(tensor: int, pipeline: int, world_size: int, most: int = 2) -> list[tuple[int, int]]:
-    """The (tensor, pipeline) nearest to those given whose product divides `world_size`."""
-    divisors = _divisors(world_size)
-    pairs = [(t, p) for t in divisors for p in divisors if world_size % (t * p) == 0]
-    return sorted(pairs, key=lambda pair: abs(pair[0] - tensor) + abs(pair[1] - pipeline))[:most]
+def _find_sizes(sizes: Mapping[str, int], world_size: int, most: int = 2) -> list[dict[str, int]]:
+    """The sizes nearest to those given whose product divides `world_size`."""
+    found = itertools.product(*([_divisors(world_size)] * len(sizes)))
+    fitting = [dict(zip(sizes, some, strict=True)) for some in found if world_size % math.prod(some) == 0]
+    return sorted(fitting, key=lambda near: sum(abs(near[name] - sizes[name]) for name in sizes))[:most]
+
+
+def _join(sizes: Mapping[str, int], separator: str) -> str:
+    return separator.join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,8 +1,9 @@
-"""What the mesh means for the model: which part of it this rank holds, over the tensor axis and over the pipeline; and
-what of that is compiled, or computed again in backward."""
+"""What the mesh means for the model: which part of it this rank holds over each axis, and what of that is compiled, or
+computed again in backward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,20 +17,20 @@ from .compilation import uncompile
 from .division_plans import Plans, data_strategy
 from .parallel.activations.checkpoint import Checkpointed
 from .parallel.activations.offload import Offload
+from .parallel.axis import AppliedAxis, AxisInputs
 from .parallel.context import ParallelContext
 from .parallel.data_strategy import DataStrategy, StrategyInputs
 from .parallel.deferred.late import Late
+from .parallel.gradient_sums import Reduction
 from .parallel.reducer import ReduceOptions
+from .parallel.registries import AXES
 from .parallel.rng import CommonRandom, IsolatedRNG, model_seed
+from .parallel.same_calls import SameCalls
 from .parallel.shard_spec import Placement, whole
-from .parallel.tensor.apply import TensorParallel
-from .parallel.tensor.axis import TensorAxis
 from .shard import ParamShard
 
 if TYPE_CHECKING:
     from .config import Config
-    from .parallel.pipeline.cut import StageCut
-    from .parallel.pipeline.skeleton import Skeleton
 
 
 def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
@@ -53,7 +54,7 @@ class Division:
         late: gives the model its values, where it has none yet.
 
     Attributes:
-        tensor, cut: what was done for each axis; None where it is 1.
+        axes: what was done for each axis larger than 1, in that order.
         data: what the data ranks hold.
         random: the model's own random numbers, where there are several ranks.
         compiled: the modules that `compile` has compiled.
@@ -74,9 +75,6 @@ class Division:
         self.late = late
         self._config = config
         self._context = context
-        self.tensor: TensorParallel | None = None
-        self.cut: StageCut | None = None
-        self.skeleton: Skeleton | None = None
         self.compiled: list[nn.Module] = []
         self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
@@ -84,17 +82,11 @@ class Division:
         self.random = CommonRandom(model_seed(config.seed, context), context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Those of python and numpy that stages of a pipeline draw, one more or less often than others."""
-        if plans.tensor is not None:
-            axis = TensorAxis(context.tp_group, context.device, self.random)
-            self.tensor = TensorParallel(model, optimizer, plans.tensor, axis)
-            if plans.partition is None:
-                self.tensor.watch_calls(model)
-        if plans.partition is not None:
-            from .parallel.pipeline.cut import StageCut
-            from .parallel.pipeline.skeleton import Skeleton
-
-            self.skeleton = Skeleton(model)
-            self.cut = StageCut(model, optimizer, plans.partition, context)
+        self.axes: dict[str, AppliedAxis] = {}
+        for name, plan in plans.axes.items():
+            random, is_split = self.random or CommonRandom(0, context.device), plans.partition is not None
+            inputs = AxisInputs(model, optimizer, plan, context, random, self.host_random, is_split)
+            self.axes[name] = AXES.get(name).apply(inputs)
 
     def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> Sequence[ParamShard]:
         """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the
@@ -102,18 +94,18 @@ class Division:
         """
         context, late, plans = self._context, self.late, self.plans
         if late is not None:
-            late.begin(model, plans.blocks, None if self.tensor is None else self.tensor.cuts)
+            late.begin(model, plans.blocks, {p: cut for axis in self.axes.values() for p, cut in axis.cuts.items()})
         inputs = StrategyInputs(
             model=model,
             optimizer=optimizer,
-            shards=[ParamShard(name, p, self._weight(p, context)) for name, p in model.named_parameters()],
+            shards=[ParamShard(name, p, self._weight(p)) for name, p in model.named_parameters()],
             context=context,
             options=self._config.parallel.data,
             reduce=reduce_options(self._config, context.dp_size),
             param_dtype=recipe.param_dtype,
             blocks=plans.blocks,
             not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
-            tied=() if self.cut is None else self.cut.ties.keys(),
+            tied={param for axis in self.axes.values() for param in axis.ties},
             make=(lambda module: None) if late is None else late.make,
             finish=(lambda: None) if late is None else late.finish,
         )
@@ -128,22 +120,22 @@ class Division:
     @property
     def divides_model(self) -> bool:
         """Whether the model has this rank's part of the parameters only."""
-        return self.tensor is not None or self.cut is not None or self.data.shards_model
+        return bool(self.axes) or self.data.shards_model
 
     def placement(self, shard: ParamShard) -> Placement:
         """Where in the whole model's parameter the numbers of `shard`, one of those made here, lie."""
         source = shard.param if shard.source is None else shard.source.param
-        split = None if self.tensor is None else self.tensor.splits.get(shard.model_param)
         place = whole(source.shape)
-        if self.tensor is not None and split is not None:
-            axis = self.tensor.axis
-            place = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
+        for axis in self.axes.values():
+            if (split := axis.splits.get(shard.model_param)) is not None:
+                place = whole(split.whole_shape(source.shape, axis.size)).split(split, axis.rank, axis.size)
         return place if shard.source is None else self.data.placement(shard, place)
 
     def first_names(self, model: nn.Module) -> dict[str, str]:
         """For each name of a parameter or buffer in the whole model the first one that the same tensor has there."""
-        if self.cut is not None:
-            return self.cut.first_names
+        for axis in self.axes.values():
+            if axis.first_names is not None:
+                return axis.first_names
         from .parallel.pipeline.partition import first_names
 
         return first_names(model)
@@ -156,22 +148,35 @@ class Division:
             publisher.stepped(shards)
             publisher.finish()
 
-    def _weight(self, param: nn.Parameter, context: ParallelContext) -> float:
-        copies = context.dp_size
-        weight = 1 / copies if self.tensor is None else self.tensor.weight(param, copies)
-        return weight if self.cut is None else weight * self.cut.weight(param)
+    def _weight(self, param: nn.Parameter) -> float:
+        """1 / (number of ranks that hold the same numbers of `param`)."""
+        return 1 / math.prod([self._context.dp_size, *(axis.replicas(param) for axis in self.axes.values())])
+
+    def make_reductions(self, trained: Sequence[ParamShard]) -> list[Reduction]:
+        """What completes gradients over the axes. All ranks together."""
+        made = (axis.make_reduction(trained) for axis in self.axes.values())
+        return [reduction for reduction in made if reduction is not None]
+
+    @property
+    def same(self) -> SameCalls | None:
+        """Compares what ranks are given that compute the same."""
+        return next((axis.same for axis in self.axes.values() if axis.same is not None), None)
+
+    def settle(self) -> None:
+        """A forward or backward may have ended early."""
+        for axis in self.axes.values():
+            axis.settle()
 
     @contextmanager
     def drawing(self, model: nn.Module) -> Iterator[None]:
         """Around the forward of a stage: it draws the model's own random numbers."""
         assert self.random is not None
-        settle: Callable[[], Any] = (lambda: None) if self.tensor is None else self.tensor.axis.settle
-        settle()
+        self.settle()
         self.random.enter(model, always=True)
         try:
             yield
         finally:
-            settle()
+            self.settle()
             self.random.leave()
 
     def around_call(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
@@ -179,14 +184,13 @@ class Division:
         saving = self.saving(model)
         if self.random is None:
             return saving
-        own, axis = partial(self.random.around, model), None if self.tensor is None else self.tensor.axis
+        own, axes = partial(self.random.around, model), list(self.axes.values())
 
         @contextmanager
         def around() -> Iterator[None]:
             scope: AbstractContextManager[Any] = own()
-            if axis is not None and model.training:  # whose hooks draw torch's numbers from `random`
-                axis.settle()  # a backward may have left a fork open, which is not to be put back
-                scope = self.host_random  # the ranks call the same layers, also where python or numpy chooses them
+            for axis in axes:
+                scope = axis.forward_scope(model, scope)
             with scope, saving():
                 yield
 
@@ -217,8 +221,8 @@ class Division:
         Raises:
             InputError: it is something that a model cannot do in this layout.
         """
-        if self.tensor is not None and self.tensor.check is not None:
-            self.tensor.check.explain(error)
+        for axis in self.axes.values():
+            axis.explain(error)
         self.data.explain(error)
 
     def close(self, restore: bool) -> None:
@@ -228,8 +232,8 @@ class Division:
             uncompile(module)
         for forward in self.checkpointed:
             forward.remove()
-        if self.tensor is not None:
-            self.tensor.axis.settle()
-        for part in (self.data, self.cut, self.tensor) if restore else ():
-            if part is not None:
-                part.undo()
+        self.settle()
+        if restore:
+            self.data.undo()
+            for axis in reversed(self.axes.values()):
+                axis.undo()

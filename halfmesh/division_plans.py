@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
@@ -14,10 +16,9 @@ from .compilation import Compilation
 from .errors import IncompatibleConfigError
 from .key_checks import recipe_of
 from .parallel import optimizer_checks as elementwise
+from .parallel.axis import PlanInputs
 from .parallel.data_strategy import DataStrategy
-from .parallel.registries import DATA_STRATEGIES
-from .parallel.tensor.checks import ResolvedPlan
-from .parallel.tensor.checks import resolve as resolve_tensor
+from .parallel.registries import AXES, DATA_STRATEGIES
 
 if TYPE_CHECKING:
     from .config import Config
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """How a model will be divided, None for an axis of size 1; and what is compiled and computed again, if anything."""
+    """How a model will be divided over each axis larger than 1, in the order in which that is done; and what is
+    compiled and computed again, if anything."""
 
-    tensor: ResolvedPlan | None = None
+    axes: Mapping[str, Any] = field(default_factory=dict)
     partition: Partition | None = None
+    """The plan of the axis that takes modules away, if there is one."""
     compilation: Compilation | None = None
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, where the data ranks may gather weights block by block."""
@@ -51,24 +54,20 @@ def make_plans(
         IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so, or the model
             cannot be compiled.
     """
-    tensor: ResolvedPlan | None = None
     problems: list[str] = []
     parallel = config.parallel
-    strategy = data_strategy(config, ranks // (parallel.tensor.size * parallel.pipeline.size))
-    if parallel.tensor.size > 1:
-        options = parallel.tensor
-        tensor, problems = resolve_tensor(model, options.size, options.plan, options.sequence_parallel)
-    if (parallel.tensor.size > 1 or strategy.shards_state) and not is_elementwise(optimizer):
+    strategy = data_strategy(config, ranks // math.prod(parallel.sizes.values()))
+    used = {name: AXES.get(name) for name, size in parallel.sizes.items() if size > 1}
+    axes: dict[str, Any] = {}
+    partition = None
+    for name, axis in sorted(used.items(), key=lambda pair: pair[1].takes_modules):
+        plan, more = axis.plan(PlanInputs(model, optimizer, criterion, loader, getattr(parallel, name)))
+        axes[name], partition = plan, plan if axis.takes_modules else partition
+        problems += more
+    splits_params = strategy.shards_state or any(axis.splits_params for axis in used.values())
+    if splits_params and not is_elementwise(optimizer):
         problem = elementwise.find_problem(optimizer)  # one of others: by trying
         problems += [] if problem is None else [problem]
-    partition = None
-    if config.parallel.pipeline.size > 1:
-        from .stage_checks import find_optimizer_problem, make_partition
-
-        if (problem := find_optimizer_problem(optimizer)) is not None:
-            problems.append(problem)
-        partition, more = make_partition(model, criterion, loader, config.parallel.pipeline)
-        problems += more
     compiled = None
     if config.compile.enabled:
         checkpoints = config.activation_checkpoint.enabled
@@ -80,11 +79,11 @@ def make_plans(
         problems += more
     problems += strategy.find_problems(model, recipe_of(config).param_dtype)
     if problems:
-        keys = [f"parallel.{axis}" for axis in ("tensor", "pipeline") if getattr(config.parallel, axis).size > 1]
+        keys = [f"parallel.{name}" for name in axes]
         keys += ["parallel.data"] if strategy.shards_state else []
         keys += ["compile"] if config.compile.enabled else []
         keys += ["activation_checkpoint"] if config.activation_checkpoint.enabled else []
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
-    return Plans(tensor, partition, compiled, blocks, activations)
+    return Plans(axes, partition, compiled, blocks, activations)

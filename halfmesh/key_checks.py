@@ -11,13 +11,7 @@ import torch
 from .amp.plugin import AMP_PLUGINS
 from .amp.recipe import FP32, Recipe
 from .config.config import Config
-from .config.schema import DataConfig
-from .parallel.registries import SCHEDULES
-
-_FSDP_KEYS = (
-    *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),
-    "hybrid",
-)
+from .parallel.registries import AXES, DATA_STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -35,27 +29,15 @@ class Finding:
 
 def find_key_problems(config: Config) -> Iterator[Finding]:
     """Everything that is wrong with the keys, whatever the number of ranks."""
-    for check in (_check_pipeline, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
+    for check in (_check_axes, _check_data, _check_losses, _check_compile, _check_activations, _check_resume):
         yield from (Finding(key, message) for key, message in check(config))
 
 
 def find_advice(config: Config) -> Iterator[Finding]:
     """What runs, and could run better."""
-    data, recipe = config.parallel.data, recipe_of(config)
-    if data.strategy != "fsdp":
-        return
-    if data.reduce_dtype != "float32":
-        message = (
-            f"gradients are summed over the ranks in {data.reduce_dtype}, where small ones are lost among large ones; "
-            "'float32', the default, is what FSDP2's documentation recommends, also for half-precision weights"
-        )
-        yield Finding("parallel.data.reduce_dtype", message, "advice")
-    if recipe.param_dtype is None and data.param_dtype in (None, "float32"):
-        message = (
-            "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, with "
-            "the parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
-        )
-        yield Finding("parallel.data.param_dtype", message, "advice")
+    strategy = DATA_STRATEGIES.get(config.parallel.data.strategy)
+    for key, message in strategy.find_advice(config, recipe_of(config).param_dtype):
+        yield Finding(key, message, "advice")
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -69,47 +51,26 @@ def recipe_of(config: Config) -> Recipe:
     return recipe
 
 
-def _check_pipeline(config: Config) -> Iterator[tuple[str, str]]:
-    """Microbatches and chunks against the schedule; without a pipeline these keys have no effect."""
-    pipeline = config.parallel.pipeline
-    size, microbatches = pipeline.size, pipeline.microbatches
-    if size == 1:
-        return
-    if microbatches is None:
-        start = f"pipeline=dict(size={size}, microbatches={2 * size})"
-        yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; {start} is a start"
-    for key, message in SCHEDULES.get(pipeline.schedule).find_problems(size, pipeline.chunks, microbatches):
-        yield f"parallel.pipeline.{key}", message
+def _check_axes(config: Config) -> Iterator[tuple[str, str]]:
+    """What the axes that are used say; keys of an axis of size 1 have no effect."""
+    for name, size in config.parallel.sizes.items():
+        if size > 1:
+            yield from AXES.get(name).find_key_problems(config)
 
 
 def _check_data(config: Config) -> Iterator[tuple[str, str]]:
-    data, recipe, pipeline = config.parallel.data, recipe_of(config), config.parallel.pipeline.size > 1
-    changed = [key for key in _FSDP_KEYS if getattr(data, key) != DataConfig.model_fields[key].default]
+    data, recipe = config.parallel.data, recipe_of(config)
+    strategy = DATA_STRATEGIES.get(data.strategy)
     if data.reduce_dtype == "float16" and not recipe.keeps_scale:
         message = "without a loss scale, gradients leave float16's range while they are summed; use 'float32'"
         yield "parallel.data.reduce_dtype", message
+    changed = [key for key, field in type(data).model_fields.items() if getattr(data, key) != field.default]
     for key in changed:
-        if data.strategy != "fsdp":
-            message = f"only strategy='fsdp' has it, and the strategy is {data.strategy!r}; remove it"
+        if key not in strategy.keys:
+            names = [name for name, other in DATA_STRATEGIES.each() if key in other.keys]
+            message = f"only strategy={names[0]!r} has it, and the strategy is {data.strategy!r}; remove it"
             yield f"parallel.data.{key}", message
-        elif pipeline and key in ("output_dtype", "reshard_after_forward", "prefetch"):
-            message = "FSDP2 does not do this under a pipeline, whose stages call the model's blocks apart; remove it"
-            yield f"parallel.data.{key}", message
-    if data.strategy != "fsdp":
-        return
-    if data.buffer_dtype is not None and recipe.param_dtype not in (None, getattr(torch, data.buffer_dtype)):
-        message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({config.precision_dtype}); remove it"
-        yield "parallel.data.buffer_dtype", message
-    computes_in = config.precision_dtype or "float32"
-    if data.param_dtype not in (None, computes_in):
-        message = f"{data.param_dtype!r} is not what the mode computes in ({computes_in}); remove it: the mode decides"
-        yield "parallel.data.param_dtype", message
-    if config.activation_offload and not config.activation_checkpoint.enabled:
-        message = (
-            "True with data='fsdp' would move the gathered weights, too, which forward saves; set "
-            "activation_checkpoint, which saves inputs only, or use 'zero1'"
-        )
-        yield "activation_offload", message
+    yield from strategy.find_key_problems(config, recipe.param_dtype)
 
 
 def _check_losses(config: Config) -> Iterator[tuple[str, str]]:
@@ -129,15 +90,14 @@ def _check_compile(config: Config) -> Iterator[tuple[str, str]]:
         yield "compile.mode", message
     whole_model = {
         "under a pipeline, whose stages call blocks and never the model as a whole": parallel.pipeline.size > 1,
-        "with data='fsdp', which gathers the weights of each block between graphs": parallel.data.strategy == "fsdp",
+        f"with data={parallel.data.strategy!r}, which gathers the weights of each block between graphs": (
+            DATA_STRATEGIES.get(parallel.data.strategy).shards_model
+        ),
         "with activation_checkpoint, which calls modules by themselves again": config.activation_checkpoint.enabled,
     }
     for why, holds in whole_model.items():
         if options.scope == "model" and holds:
             yield "compile.scope", f"'model' is not possible {why}; use 'blocks', or leave scope out"
-    if options.fullgraph and parallel.tensor.size > 1:
-        message = "divided layers wait for other ranks, where a graph ends; leave fullgraph out, or use tensor=1"
-        yield "compile.fullgraph", message
     if recipe_of(config).cast_lists == "apex":
         message = (
             "O1's casts do not reach into compiled code; use mode='torch' (close to O1) or opt_level='O2', or leave "

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .amp.recipe import Recipe
-from .errors import readable, shorten
+from .errors import readable
 from .global_batch import batch_size
 from .memory import state_bytes
-from .parallel.registries import SCHEDULES
-from .parallel.tensor.apply import TensorParallel
-from .parallel.tensor.plans import generalise
 
 if TYPE_CHECKING:
     from .loop.parts import EngineParts
-    from .parallel.pipeline.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,7 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
     rows = {
         "precision": _precision(parts, recipe),
         "loss scale": _loss_scale(recipe),
-        "layout": _layout(parts),
-        "stages": _stages(parts, division.plans.partition),
+        **_layout(parts),
         "compile": _compile(parts),
         "activations": _activations(parts),
         "values": None if division.late is None else division.late.words,
@@ -73,7 +68,7 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
         "mode": None if config.precision is None else config.precision.label,
         "compute_dtype": _short(recipe.compute_dtype),
         "loss_scale": None if scale is None else {"initial": scale.initial, "dynamic": scale.dynamic},
-        "mesh": {"pp": context.pp_size, "dp": context.dp_size, "tp": context.tp_size},
+        "mesh": dict(context.sizes),
         "batch": {"per_rank": size, "data_ranks": context.dp_size, "accumulated": cycle, "per_update": total},
         "bytes": asdict(held),
     }
@@ -103,47 +98,26 @@ def _loss_scale(recipe: Recipe) -> str:
     )
 
 
-def _layout(parts: EngineParts) -> str:
-    context, division, data = parts.context, parts.division, parts.config.parallel.data
-    mesh = f"pp {context.pp_size} x dp {context.dp_size} x tp {context.tp_size} on {context.device.type}"
+def _layout(parts: EngineParts) -> dict[str, str]:
+    """The mesh and what this rank holds; and what else the axes say of themselves."""
+    context, division, parallel = parts.context, parts.division, parts.config.parallel
+    mesh = " x ".join(f"{axis} {size}" for axis, size in context.sizes.items()) + f" on {context.device.type}"
     if context.size == 1:
-        return f"{mesh}; one process holds all of the model"
-    held = "every rank holds all of the model" if division.cut is None else "every rank holds its stages"
-    if division.tensor is not None:
-        numbers = "the numbers" if division.cut is None else "this stage's numbers"
-        held = _divided(parts, division.tensor, numbers)
-    held += division.data.text
+        return {"layout": f"{mesh}; one process holds all of the model"}
+    came = {part.source.param: part.model_param for part in division.data.shards if part.source is not None}
+    held = dict(parts.model.named_parameters())
+    params = {name: came.get(param, param) for name, param in held.items()}
+    sizes = {name: param.numel() for name, param in held.items()}
+    rows, layouts = dict[str, str](), list[str]()
+    for name, axis in reversed(division.axes.items()):
+        row = dict(axis.describe(params, sizes, getattr(parallel, name)))
+        layouts += [row.pop("layout")] if "layout" in row else []
+        rows |= row
+    text = ", ".join(layouts) or "every rank holds all of the model"
+    text += division.data.text
     if context.dp_size > 1:
-        held += f", gradients averaged in {data.reduce_dtype}"
-    return f"{mesh}; {held}"
-
-
-def _divided(parts: EngineParts, tensor: TensorParallel, numbers: str) -> str:
-    """Which layers are divided over the tensor group, and what share of the whole model's `numbers` that is."""
-    came = {part.source.param: part.model_param for part in parts.division.data.shards if part.source is not None}
-    params = dict(parts.model.named_parameters())
-    cut = {name for name, param in params.items() if came.get(param, param) in tensor.splits}
-    sizes = {name: param.numel() * (tensor.axis.size if name in cut else 1) for name, param in params.items()}
-    share = sum(sizes[name] for name in cut) / sum(sizes.values())
-    layers = _counted(generalise(name) for name in sorted({name.rpartition(".")[0] for name in cut}))
-    sequence = " and the sequence" if tensor.plan.regions else ""
-    return f"{share:.0%} of {numbers}{sequence} divided over tp: {layers}"
-
-
-def _stages(parts: EngineParts, partition: Partition | None) -> str | None:
-    """Schedule, bubble, who has which stage and what part of the whole it is, and what several have."""
-    if partition is None:
-        return None
-    pipeline, total = parts.config.parallel.pipeline, sum(partition.costs) or 1
-    microbatches = pipeline.microbatches or 1
-    bubble = SCHEDULES.get(pipeline.schedule).bubble(pipeline.size, pipeline.chunks, microbatches)
-    stages = [
-        f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of parameters)"
-        for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
-    ]
-    tied = [] if parts.division.cut is None else sorted(parts.division.cut.tied_names)
-    stages += [f"on several stages: {shorten(tied)}"] if tied else []
-    return f"{pipeline.schedule}, {microbatches} microbatches, bubble {bubble:.0%}; {'; '.join(stages)}"
+        text += f", gradients averaged in {parallel.data.reduce_dtype}"
+    return {"layout": f"{mesh}; {text}", **rows}
 
 
 def _compile(parts: EngineParts) -> str | None:
@@ -188,11 +162,6 @@ def _update(parts: EngineParts) -> str:
     if left:
         words.append(f"{left} trainable parameter(s) left out")
     return ", ".join(words)
-
-
-def _counted(names: Iterable[str]) -> str:
-    """ "head, blocks.*.mlp x 12"."""
-    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(names).items())
 
 
 def _short(dtype: torch.dtype | None) -> str:

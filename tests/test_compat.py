@@ -64,7 +64,7 @@ def test_apex_has_no_bf16_and_composes_where_it_is_switched_off():
 def test_a_third_partys_mode_without_reasons_gets_general_ones():
     class Picky(AMPPlugin):
         options = Options
-        composes = Composes(data=frozenset(), devices=frozenset({"cpu"}), dtypes=frozenset({"float16"}))
+        composes = Composes(parallel=frozenset(), devices=frozenset({"cpu"}), dtypes=frozenset({"float16"}))
 
         @classmethod
         def recipe(cls, options, dtype):

@@ -37,7 +37,10 @@ def halfway():
     @AMP_PLUGINS.register("halfway")
     class Halfway(AMPPlugin):
         options = HalfwayOptions
-        composes = Composes(tensor=True, why_not={"pipeline": "halfway has no boundary dtype; use mode='torch'"})
+        composes = Composes(
+            parallel=frozenset({"tensor", "replicate"}),
+            why_not={"pipeline": "halfway has no boundary dtype; use mode='torch'"},
+        )
         scale_keys = frozenset({"start_scale"})
 
         @classmethod

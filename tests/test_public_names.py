@@ -13,13 +13,14 @@ import halfmesh
 from halfmesh.errors import ConfigError, HalfmeshError, IncompatibleConfigError
 
 SURFACE = """
-AMPPlugin AMP_PLUGINS AMP_TYPE BlockPartition Call CheckpointError Composes Config ConfigError CosineAnnealingWarmupLR
-DATA_STRATEGIES Diagnosis EXIT_PREEMPTED Engine HOOKS HalfmeshError Hook IncompatibleConfigError InputError Launch
-LaunchError LayerPlan LinearWarmupLR LossScale MultiStepWarmupLR NonFiniteError Options Outcome PARTITIONERS
-ParallelContext Piece PolynomialWarmupLR PrecisionReport Preempted Recipe Registry RegistryError RunFolder SCHEDULES
-StepResult SyncError TENSOR_PLANS TENSOR_STYLES Trainer __version__ compute_batch convert_to_amp deferred_init
-float_function get_dataloader get_default_parser get_logger half_function initialize launch launch_from_openmpi
-launch_from_slurm launch_from_torch load_config model_creation promote_function shard_dataloader write_report
+AMPPlugin AMP_PLUGINS AMP_TYPE AXES BlockPartition Call CheckpointError Composes Config ConfigError
+CosineAnnealingWarmupLR DATA_STRATEGIES Diagnosis EXIT_PREEMPTED Engine HOOKS HalfmeshError Hook
+IncompatibleConfigError InputError Launch LaunchError LayerPlan LinearWarmupLR LossScale MultiStepWarmupLR
+NonFiniteError Options Outcome PARTITIONERS ParallelContext Piece PolynomialWarmupLR PrecisionReport Preempted Recipe
+Registry RegistryError RunFolder SCHEDULES StepResult SyncError TENSOR_PLANS TENSOR_STYLES Trainer __version__
+compute_batch convert_to_amp deferred_init float_function get_dataloader get_default_parser get_logger half_function
+initialize launch launch_from_openmpi launch_from_slurm launch_from_torch load_config model_creation promote_function
+shard_dataloader write_report
 """
 
 

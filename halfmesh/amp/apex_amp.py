@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import did_you_mean
 from ..options import Options, PositiveFloat, PositiveInt, Scale
-from .plugin import AMPPlugin, Backend, Composes
+from .plugin import ALL_PARALLEL, AMPPlugin, Backend, Composes
 from .recipe import LossScale, Recipe
 
 INITIAL_SCALE = 2.0**16
@@ -155,7 +155,7 @@ class ApexAMP(AMPPlugin):
     options = ApexOptions
     composes = Composes(
         dtypes=frozenset({"float16"}),
-        why_not=dict.fromkeys(["tensor", "pipeline", "zero1", "fsdp"], _NO_SHARED_VERDICT)
+        why_not=dict.fromkeys(ALL_PARALLEL - {"replicate"}, _NO_SHARED_VERDICT)
         | {"bfloat16": "apex has no bf16; use bf16 = dict(mode='torch') or dict(mode='naive')"},
     )
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import model_validator
 
 from ..options import BackoffFactor, GrowthFactor, Options, PositiveInt, Scale
-from .plugin import AMPPlugin, Composes
+from .plugin import ALL_PARALLEL, AMPPlugin, Composes
 from .recipe import LossScale, Recipe
 
 
@@ -54,7 +54,7 @@ class NaiveAMP(AMPPlugin):
     """Half-precision parameters with fp32 masters (apex's O2 with keep_batchnorm_fp32=False)."""
 
     options = NaiveOptions
-    composes = Composes(tensor=True, pipeline=True, data=frozenset({"replicate", "zero1", "fsdp"}))
+    composes = Composes(parallel=ALL_PARALLEL)
     scale_keys = _DYNAMIC_KEYS | {"loss_scale", "verbose"}
 
     @classmethod

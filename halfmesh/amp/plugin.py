@@ -31,16 +31,17 @@ class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
 class Composes:
     """What a mode can be combined with. The defaults are the cautious ones: one process or plain data parallelism."""
 
-    tensor: bool = False
-    """Whether it works with tensor parallelism."""
-    pipeline: bool = False
-    data: frozenset[str] = frozenset({"replicate"})
-    """The data strategies that it works with."""
+    parallel: frozenset[str] = frozenset({"replicate"})
+    """The names of the axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that it works with."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
     """The half precisions that it has."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """For a refused axis ("tensor", "pipeline"), data strategy, device or dtype: the reason and what to use instead."""
+    """For a refused axis, data strategy, device or dtype: the reason and what to use instead."""
+
+
+ALL_PARALLEL = frozenset({"tensor", "pipeline", "replicate", "zero1", "fsdp"})
+"""All that halfmesh brings, for modes that work with all of it."""
 
 
 class Backend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..options import BackoffFactor, GrowthFactor, Options, PositiveInt, Scale
-from .plugin import AMPPlugin, Composes
+from .plugin import ALL_PARALLEL, AMPPlugin, Composes
 from .recipe import LossScale, Recipe
 
 
@@ -24,7 +24,7 @@ class TorchAMP(AMPPlugin):
     """torch's own mixed precision."""
 
     options = TorchOptions
-    composes = Composes(tensor=True, pipeline=True, data=frozenset({"replicate", "zero1", "fsdp"}))
+    composes = Composes(parallel=ALL_PARALLEL)
     scale_keys = frozenset(TorchOptions.model_fields)
 
     @classmethod

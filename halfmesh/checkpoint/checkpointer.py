@@ -168,7 +168,7 @@ class Checkpointer:
 
     @property
     def _layout(self) -> dict[str, int]:
-        return dict(zip(("pipeline", "data", "tensor"), self._parts.context.shape, strict=True))
+        return self._parts.config.parallel.sizes | {"data": self._parts.context.dp_size}
 
     # -- loading -----------------------------------------------------------------------------------------------
 

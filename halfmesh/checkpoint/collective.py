@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import CheckpointError, HalfmeshError, InputError, bullet_list
-from ..launching.env import RankNames
 from ..parallel.context import ParallelContext
 from ..parallel.objects import gather_objects
 
@@ -63,5 +62,5 @@ def _join(context: ParallelContext, what: str, failures: dict[int, tuple[str, bo
         reasons.setdefault(words, []).append(rank)
     if len(reasons) == 1 and len(failures) == context.size:
         return kind(f"{what}: {next(iter(reasons))}")
-    names = RankNames(context.size, context.pp_size, context.tp_size)
+    names = context.rank_names
     return kind(bullet_list(f"{what}:", (f"{names.names(ranks)}: {words}" for words, ranks in reasons.items())))

@@ -167,11 +167,11 @@ def _plan(config: Config, world_size: int) -> dict[str, Any]:
     from ..compat import get_layout
     from ..key_checks import recipe_of
 
-    layout = get_layout(config, world_size)
+    layout, mesh = get_layout(config, world_size), config.parallel.mesh_sizes
     return {
         "mode": config.precision.label if config.precision else None,
         "dtype": str(recipe_of(config).compute_dtype).removeprefix("torch."),
-        "mesh": {"pp": layout.pipeline, "dp": layout.data, "tp": layout.tensor},
+        "mesh": {"pp": layout.pipeline, "dp": layout.data} | {k: n for k, n in mesh.items() if k != "pp"},
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,
         "global_batch_size": config.global_batch_size,

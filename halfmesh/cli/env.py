@@ -54,10 +54,10 @@ def describe() -> dict[str, Any]:
 
     from .. import __version__
     from ..amp.plugin import AMP_PLUGINS
-    from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
+    from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from ..trainer.named_hooks import HOOKS
 
-    registries = (AMP_PLUGINS, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
+    registries = (AMP_PLUGINS, AXES, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
     backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]
     return {
         "halfmesh": __version__,

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from ..amp.plugin import AMP_PLUGINS
 from ..errors import cut, did_you_mean, find_near, shorten, show, show_name
 from ..options import Options
+from ..parallel.registries import AXES
 from .foreign import find_foreign
-from .schema import PrecisionConfig, Settings, get_plugin
+from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
 PRECISION_KEYS = ("fp16", "bf16")
 
@@ -116,6 +117,8 @@ def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> 
 def _model_at(path: Sequence[str], owner: type[Options], raw: Mapping[str, Any]) -> type[Options] | None:
     if path[0] in PRECISION_KEYS and len(path) == 1:  # pydantic went deeper, so the mode is valid
         return get_plugin(raw[path[0]]["mode"]).options
+    if list(path) == ["parallel"] and isinstance(raw["parallel"], Mapping):
+        return parallel_config(raw["parallel"])  # with the axes of others
     return next(_find_models(owner.model_fields[path[-1]].annotation), None)
 
 
@@ -235,6 +238,8 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
     if (foreign := find_foreign(key)) is not None:
         return f"; {foreign}"
     here = list(owner.model_fields)
+    if parents == ("parallel",):
+        here = list(dict.fromkeys([*here, *AXES.names()]))
     if parents[:1] and parents[0] in PRECISION_KEYS:
         near = did_you_mean(key, here)
         modes = [name for name, keys in _mode_keys().items() if key in keys]

@@ -7,15 +7,16 @@ sees them: a union of int and model would report each mistake twice, once per br
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError, create_model
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near, show
 from ..options import Names, Options, PositiveFloat, PositiveInt
-from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
+from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
 from ..registry import Registry
 from .activations import CheckpointConfig, expand_checkpoint
 from .automatic import AutomaticConfig, Folder, expand_automatic
@@ -98,7 +99,9 @@ def _shorthand(key: str) -> BeforeValidator:
 
 def _expand_parallel(value: Any) -> Any:
     if value is None or isinstance(value, Mapping):
-        return dict(value or {})
+        given = dict(value or {})
+        kind = parallel_config(given)
+        return given if kind is ParallelConfig else kind.model_validate(given)
     if isinstance(value, Options):
         return value
     if isinstance(value, str) and value in DATA_STRATEGIES.names():
@@ -232,11 +235,48 @@ class DataConfig(Options):
 
 
 class ParallelConfig(Options):
-    """`parallel`."""
+    """`parallel`. Axes of others are fields of classes that derive from it."""
+
+    def __reduce__(self) -> Any:
+        return _read_parallel, (self.model_dump(),)  # a derived class cannot be found by its name
 
     tensor: Annotated[TensorConfig, _shorthand("size")] = TensorConfig()
     pipeline: Annotated[PipelineConfig, _shorthand("size")] = PipelineConfig()
     data: Annotated[DataConfig, BeforeValidator(_expand_data)] = DataConfig()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes besides data, by their keys."""
+        return {name: getattr(self, name).size for name in AXES.names() if name in type(self).model_fields}
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The same by the short names of the mesh, outermost first: those that take modules, others, tp."""
+        kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
+        kinds.sort(key=lambda pair: not pair[0].takes_modules)
+        outer = sum(kind.takes_modules for kind, _ in kinds)
+        return {kind.dim: size for kind, size in (*kinds[:outer], *reversed(kinds[outer:]))}
+
+
+def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:
+    """The class of a `parallel` with these keys: with a field for each registered axis of others among them."""
+    others = (name for name in AXES.names() if name not in ParallelConfig.model_fields)
+    return _parallel_with(tuple(name for name in others if name in keys))
+
+
+def _read_parallel(keys: dict[str, Any]) -> ParallelConfig:
+    return parallel_config(keys).model_validate(keys)
+
+
+@cache
+def _parallel_with(names: tuple[str, ...]) -> type[ParallelConfig]:
+    if not names:
+        return ParallelConfig
+    fields: dict[str, Any] = {}
+    for name in names:
+        options = AXES.get(name).options
+        fields[name] = (Annotated[options, _shorthand("size")], options())
+    return create_model("ParallelConfig", __base__=ParallelConfig, **fields)
 
 
 class ClipConfig(Options):
@@ -267,7 +307,7 @@ class Settings(Options):
 
     fp16: Precision = None
     bf16: Precision = None
-    parallel: Annotated[ParallelConfig, BeforeValidator(_expand_parallel)] = ParallelConfig()
+    parallel: Annotated[SerializeAsAny[ParallelConfig], BeforeValidator(_expand_parallel)] = ParallelConfig()
     gradient_accumulation: PositiveInt = 1
     global_batch_size: PositiveInt | None = None
     """Samples per update, of all data ranks; `gradient_accumulation` follows from it."""

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from .._torch import has_no_memory, is_in_backward
 from ..errors import InputError
 from ..loop.parts import EngineHook, EngineParts
+from ..parallel.tensor.apply import TensorParallel
 from .probes import eager
 
 _aten = torch.ops.aten
@@ -113,7 +114,7 @@ def counted(parts: EngineParts, counter: FlopCounter) -> Iterator[dict[str, int]
         InputError: an operator has no formula.
     """
     flops: dict[str, int] = {}
-    context, tensor = parts.context, parts.division.tensor
+    context, tensor = parts.context, _tensor(parts)
     with ExitStack() as scope:
         scope.enter_context(eager(parts))
         if tensor is not None and tensor.check is not None:  # it computes blocks once more, in the first backward
@@ -136,9 +137,14 @@ def counted(parts: EngineParts, counter: FlopCounter) -> Iterator[dict[str, int]
             flops[name] = flops.get(name, 0) + count
 
 
+def _tensor(parts: EngineParts) -> TensorParallel | None:
+    found = parts.division.axes.get("tensor")
+    return found if isinstance(found, TensorParallel) else None
+
+
 def _computed_alike(parts: EngineParts) -> Iterator[nn.Module]:
     """The outermost modules that every rank of a tensor group computes as a whole, of the same inputs."""
-    tensor = parts.division.tensor
+    tensor = _tensor(parts)
     if tensor is None:
         return
     divided = tensor.splits.keys() | tensor.partial

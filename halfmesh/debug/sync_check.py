@@ -13,7 +13,6 @@ import torch
 from ..amp.step_result import StepResult
 from ..checkpoint.state import ShardedState
 from ..errors import SyncError
-from ..launching.env import RankNames
 from ..loop.parts import EngineHook, EngineParts
 from ..parallel.context import is_plain, plain_settings
 from ..parallel.drift import Common, describe, find_drift
@@ -40,9 +39,7 @@ class SyncCheck(EngineHook):
         self._parts = parts
         self._sharded = ShardedState(parts.model, parts.update, parts.division)
         self._context = context = parts.context
-        pp, _, tp = context.shape
-        names = RankNames(context.size, pp, tp)
-        self._names = [names.name(rank) for rank in range(context.size)]
+        self._names = [context.rank_names.name(rank) for rank in range(context.size)]
         self._step = 0  # the last one after which all was equal
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -120,8 +120,7 @@ class MetricHook(Hook):
     def _compute(self, trainer: Trainer, prefix: str) -> dict[str, float]:
         """The values over the data ranks, on all ranks."""
         context = trainer.engine.context
-        counts = context.is_last_stage and context.tp_rank == 0  # others have seen no outputs, or the same ones
-        mine = self._counted() if counts else None
+        mine = self._counted() if context.counts_outputs else None  # others have seen no outputs, or the same ones
         self._earlier = {}
         everyone = [states for states in context.everyone(mine) if states is not None]
         values: dict[str, float] = {}

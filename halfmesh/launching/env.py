@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -94,26 +95,38 @@ def find_place() -> Place:
     return Place(0, 1, 0)
 
 
+def find_places(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The place of `rank` on each axis of a mesh of these sizes, outermost first."""
+    places = {}
+    for axis, size in reversed(list(sizes.items())):
+        rank, places[axis] = divmod(rank, size)
+    return places
+
+
 @dataclass(frozen=True)
 class RankNames:
-    """How messages name a rank: by its number and its place in the mesh (pp, dp, tp), where tp is fastest."""
+    """How messages name a rank: by its number and its place in the mesh.
+
+    Args:
+        sizes: of the axes pp, further ones and tp, outermost first; dp, the ranks that are left, comes after pp.
+    """
 
     world_size: int
-    pp: int = 1
-    tp: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_places(self) -> bool:
         """Whether a rank has a place besides its number: not with data parallelism only, nor where sizes do not fit."""
-        return self.pp * self.tp > 1 and self.world_size % (self.pp * self.tp) == 0
+        product = math.prod(self.sizes.values())
+        return product > 1 and self.world_size % product == 0
 
     def name(self, rank: int) -> str:
         """`rank 3`, or `rank 3 (dp 1, tp 1)`; axes of size 1 are left out."""
         if not self.has_places:
             return f"rank {rank}"
-        dp = self.world_size // (self.pp * self.tp)
-        sizes = {"pp": self.pp, "dp": dp, "tp": self.tp}
-        places = {"pp": rank // (dp * self.tp), "dp": rank // self.tp % dp, "tp": rank % self.tp}
+        dp = self.world_size // math.prod(self.sizes.values())
+        sizes = {"pp": self.sizes.get("pp", 1), "dp": dp} | {k: n for k, n in self.sizes.items() if k != "pp"}
+        places = find_places(rank, sizes)
         return f"rank {rank} ({', '.join(f'{axis} {places[axis]}' for axis in sizes if sizes[axis] > 1)})"
 
     def names(self, ranks: Iterable[int]) -> str:

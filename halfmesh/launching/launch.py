@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +56,8 @@ class Launch:
     @property
     def dp_rank(self) -> int:
         """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
-        return self.rank // self.config.parallel.tensor.size % self.dp_size
+        sizes = self.config.parallel.mesh_sizes
+        return self.rank // math.prod(size for axis, size in sizes.items() if axis != "pp") % self.dp_size
 
     def close(self) -> None:
         """Destroy the process group, if this launch made it, and restore the exception hook. May be called twice."""
@@ -129,7 +132,7 @@ def launch_from_openmpi(config: Any, host: str, port: int, **options: Any) -> La
 
 
 def ensure_process_group(
-    device: torch.device, timeout_s: float, backend: str | None = None, *, pipeline: int = 1, tensor: int = 1
+    device: torch.device, timeout_s: float, backend: str | None = None, sizes: Mapping[str, int] | None = None
 ) -> OwnedGroup | None:
     """The process group that torchrun's variables ask for: made here, or by an earlier call. Who gets it has to `join`
     and to `close` it.
@@ -138,12 +141,12 @@ def ensure_process_group(
 
     Args:
         timeout_s: seconds that a collective may take.
-        pipeline, tensor: sizes of these axes, by which messages about failed ranks name their places.
+        sizes: of the axes besides dp, by which messages about failed ranks name their places.
     """
     if dist.is_initialized():
         return next((group for group in _shared if group.is_there), None)
     place = find_place()
-    group = make_group(place, None, device, timeout_s, backend, RankNames(place.world_size, pipeline, tensor))
+    group = make_group(place, None, device, timeout_s, backend, RankNames(place.world_size, sizes or {}))
     _shared[:] = [] if group is None else [group]
     return group
 
@@ -229,8 +232,7 @@ def _launch(
         loaded = load_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)
         chosen = choose_device(device, place.local_rank)
-        parallel = loaded.parallel
-        names = RankNames(place.world_size, parallel.pipeline.size, parallel.tensor.size)
+        names = RankNames(place.world_size, loaded.parallel.mesh_sizes)
         backend = backend or choose_backend(loaded, chosen)
         group = make_group(place, address, chosen, loaded.timeout, backend, names)
     _set_seeds(loaded.seed)

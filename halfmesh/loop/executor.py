@@ -118,15 +118,17 @@ def make_executor(
     options: PipelineConfig,
 ) -> Executor:
     """How the engine computes with a model that was cast and divided."""
-    over_tensor = None if division.tensor is None else SameCalls(context.tp_group, "tensor group")
-    if division.plans.partition is None or division.skeleton is None:
-        return DirectExecutor(model, precision, update, accumulation, division.around_call(model), over_tensor)
+    cut = division.axes.get("pipeline")
+    if cut is None:
+        return DirectExecutor(model, precision, update, accumulation, division.around_call(model), division.same)
+    from ..parallel.pipeline.cut import StageCut
     from ..parallel.pipeline.runner import Pipeline
     from ..parallel.pipeline.stage import Surroundings
     from ..parallel.registries import SCHEDULES
     from .pipeline_executor import PipelineExecutor
 
-    cast_model(division.skeleton.model, update.recipe)
+    assert isinstance(cut, StageCut)
+    cast_model(cut.skeleton.model, update.recipe)
     # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
     dtype = torch.float32 if update.recipe.autocast else None
     surroundings = Surroundings(
@@ -137,5 +139,5 @@ def make_executor(
         division.saving(model),
     )
     schedule = SCHEDULES.get(options.schedule)
-    pipeline = Pipeline(model, division.skeleton, division.plans.partition, schedule, context, surroundings)
-    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, over_tensor)
+    pipeline = Pipeline(model, cut.skeleton, cut.partition, schedule, context, surroundings)
+    return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, division.same)

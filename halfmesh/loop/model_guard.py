@@ -43,7 +43,7 @@ class ModelGuard:
         if "zero_grad" not in vars(model) and type(model).zero_grad is nn.Module.zero_grad:
             model.zero_grad = _ZeroGrad(model, accumulation)  # type: ignore[method-assign]
             self._removers.append(lambda: vars(model).pop("zero_grad", None))
-        if division.cut is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
+        if division.plans.partition is None and (recipe.autocast or recipe.param_dtype or recipe.output_dtype):
             warn = _DirectCall(self, recipe, device)  # stages refuse it themselves
             self._removers.append(model.register_forward_pre_hook(warn).remove)
         if division.divides_model:

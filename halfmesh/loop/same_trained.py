@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import InputError
-from ..launching.env import RankNames
 from ..launching.failures import is_echo
 from ..parallel.context import ParallelContext
 from ..parallel.objects import gather_objects, is_alone
@@ -20,7 +19,7 @@ class SameTrained:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._is_alone = context.dp_size * context.tp_size == 1 or is_alone()
+        self._is_alone = context.size == context.pp_size or is_alone()
         if context.pp_size > 1 and not self._is_alone:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 
@@ -37,7 +36,7 @@ class SameTrained:
         if self._is_alone:
             return
         context = self._context
-        names_of = RankNames(context.size, context.pp_size, context.tp_size)
+        names_of = context.rank_names
         try:
             everyone = gather_objects(trained, context.stage_group)
         except RuntimeError as error:

@@ -1,10 +1,11 @@
 """PLACE: which rank holds what. Knows nothing of number formats or of the loop.
 
 context            the mesh and its groups of ranks
+axis, data_strategy      the two contracts: what divides a model, and what data ranks hold of it
 rng                random numbers of a rank, and those that ranks share
 shard_spec         where in the whole tensor lies what a rank holds
-gradient_sums      gradients become complete: over data ranks (reducer, buckets), tensor ranks and tied stages
-registries         data strategies, tensor styles and plans, partitioners, schedules
+gradient_sums      gradients become complete: over data ranks (reducer, buckets) and other axes
+registries         axes, data strategies, tensor styles and plans, partitioners, schedules
 trained, calls, same_calls, drift, optimizer_checks      what ranks do alike, compared
 
 tensor/            layers divided over a tensor group

@@ -1,12 +1,14 @@
-"""One mesh: which place this rank has on the axes pp, dp and tp, and the collectives that all of its ranks share."""
+"""One mesh: which place this rank has on its axes (pp, dp, tp), and the collectives that all of its ranks share."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, did_you_mean, shorten
+from ..launching.env import RankNames, find_places
 from ..tensors import is_dense
 from .calls import Calls
 from .objects import broadcast_object, gather_objects, is_alone, join_rows
@@ -23,8 +26,6 @@ from .trained import refuse_unlike
 if TYPE_CHECKING:
     from ..launching.process_group import OwnedGroup
 
-AXES = ("pp", "dp", "tp")
-
 
 class AxisRanks:
     """`halfmesh.shard.Ranks` of one axis: the ranks that differ from this one in their place on it only."""
@@ -32,9 +33,7 @@ class AxisRanks:
     def __init__(self, context: ParallelContext, axis: str) -> None:
         self._context = context
         self._axis = axis
-        index = AXES.index(axis)
-        self.size = context.shape[index]
-        self.rank = (context.pp_rank, context.dp_rank, context.tp_rank)[index]
+        self.size, self.rank = context.sizes[axis], context.place(axis)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place over them."""
@@ -42,7 +41,7 @@ class AxisRanks:
 
 
 class ParallelContext:
-    """The layout of one engine: pp * dp * tp == world size, tp fastest.
+    """The layout of one engine: pp * dp * tp == world size, tp fastest. Axes of others lie between dp and tp.
 
     It is passed explicitly; there is no global one, and two of them may live in one process. A world of one rank
     needs no process group. Implements `halfmesh.shard.Ranks` over all of its ranks.
@@ -53,35 +52,58 @@ class ParallelContext:
         device: this rank's device.
         group: the process group, if it was made for this context or another one; the last `close` destroys it.
         timeout: seconds that a collective within an axis may take.
+        others: the sizes of further axes, the last one fastest.
+
+    Attributes:
+        sizes: of the axes, by their names, outermost first.
     """
 
     def __init__(
-        self, pp: int, tp: int, device: torch.device, group: OwnedGroup | None = None, timeout: float = 600.0
+        self,
+        pp: int,
+        tp: int,
+        device: torch.device,
+        group: OwnedGroup | None = None,
+        timeout: float = 600.0,
+        others: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.device = device
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.pp_size, self.tp_size = pp, tp
-        self.dp_size = self.size // (pp * tp)
-        if self.pp_size * self.dp_size * self.tp_size != self.size:
+        product = pp * tp * math.prod(others.values())
+        self.dp_size = self.size // product
+        self.sizes: Mapping[str, int] = {"pp": pp, "dp": self.dp_size, **others, "tp": tp}
+        if math.prod(self.sizes.values()) != self.size:
+            names = " x ".join(f"{name}={size}" for name, size in {"pipeline": pp, "tensor": tp, **others}.items())
             raise InputError(
-                f"pipeline={pp} x tensor={tp} does not divide the {self.size} ranks; take other sizes, or start "
-                f"{pp * tp} ranks or a multiple of it"
+                f"{names} does not divide the {self.size} ranks; take other sizes, or start {product} ranks or a "
+                "multiple of it"
             )
+        self._places = find_places(self.rank, self.sizes)
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         self._axis_groups: dict[str, Any] = {}
         self._calls: Calls | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """The sizes of the axes, in the order of `AXES`."""
-        return self.pp_size, self.dp_size, self.tp_size
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, outermost first: pp, dp, tp."""
+        return tuple(self.sizes.values())
+
+    def place(self, axis: str) -> int:
+        """This rank's place on `axis`."""
+        return self._places[axis]
+
+    @property
+    def rank_names(self) -> RankNames:
+        """How messages name ranks."""
+        return RankNames(self.size, {name: size for name, size in self.sizes.items() if name != "dp"})
 
     @property
     def pp_rank(self) -> int:
         """This rank's pipeline stage."""
-        return self.rank // (self.dp_size * self.tp_size)
+        return self.place("pp")
 
     @property
     def is_last_stage(self) -> bool:
@@ -89,9 +111,20 @@ class ParallelContext:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def counts_outputs(self) -> bool:
+        """Whether this rank counts outputs and losses for its data rank: the last stage has them, and of the ranks that
+        computed the same the first counts."""
+        return self.is_last_stage and all(n == 0 for axis, n in self._places.items() if axis not in ("pp", "dp"))
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this is the first of the ranks that have one data rank."""
+        return all(place == 0 for axis, place in self._places.items() if axis != "dp")
+
+    @property
     def dp_rank(self) -> int:
         """This rank's place on the data axis."""
-        return self.rank // self.tp_size % self.dp_size
+        return self.place("dp")
 
     @property
     def tp_rank(self) -> int:
@@ -100,11 +133,11 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The DeviceMesh with axes "pp", "dp", "tp". Made when first used, which all ranks must do together."""
+        """The DeviceMesh with the axes of `sizes`. Made when first used, which all ranks must do together."""
         if self.size == 1:
             raise InputError("one process has no DeviceMesh; start several with torchrun --nproc-per-node N")
-        groups = [self.group(axis) for axis in AXES]
-        return DeviceMesh.from_group(groups, self.device.type, mesh=self._grid, mesh_dim_names=AXES)
+        groups = [self.group(axis) for axis in self.sizes]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=self._grid, mesh_dim_names=tuple(self.sizes))
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
@@ -120,7 +153,7 @@ class ParallelContext:
         """The ranks that differ from this one in their place on `axis` only. Made when first asked for, by all ranks
         together."""
         if axis not in self._axis_groups:
-            self._axis_groups[axis] = self._make_group(AXES.index(axis))
+            self._axis_groups[axis] = self._make_group(axis)
         return self._axis_groups[axis]
 
     @property
@@ -142,7 +175,7 @@ class ParallelContext:
     @property
     def stage_ranks(self) -> list[int]:
         """The ranks of this rank's pipeline stage, which hold the same parameters, or parts of the same."""
-        size = self.dp_size * self.tp_size
+        size = self.size // self.pp_size
         return list(range(self.pp_rank * size, (self.pp_rank + 1) * size))
 
     @property
@@ -160,12 +193,13 @@ class ParallelContext:
 
     @property
     def batch_group(self) -> dist.ProcessGroup | None:
-        """The ranks that compute one batch together: those of all stages and of their tensor groups. Made when first
-        asked for, by all ranks together; None where each computes its own."""
-        if self.pp_size * self.tp_size == 1:
+        """The ranks that compute one batch together: those with the same place on the data axis. Made when first asked
+        for, by all ranks together; None where each computes its own."""
+        together = [name for name, size in self.sizes.items() if size > 1 and name != "dp"]
+        if not together:
             return None
-        if self.dp_size == 1 or self.pp_size == 1 or self.tp_size == 1:
-            return dist.group.WORLD if self.dp_size == 1 else self.group("tp" if self.pp_size == 1 else "pp")
+        if self.dp_size == 1 or len(together) == 1:
+            return dist.group.WORLD if self.dp_size == 1 else self.group(together[0])
         if "batch" not in self._axis_groups:
             made = [
                 dist.new_group(self._grid[:, d].flatten().tolist(), timeout=self._timeout) for d in range(self.dp_size)
@@ -189,15 +223,15 @@ class ParallelContext:
         """Those ranks of `group(axis)` that are at `places`; None where this rank is not. All ranks call this."""
         key = f"{axis}{tuple(places)}"
         if key not in self._axis_groups:
-            self._axis_groups[key] = self._make_group(AXES.index(axis), places)
+            self._axis_groups[key] = self._make_group(axis, places)
         return self._axis_groups[key]
 
-    def _make_group(self, dim: int, places: Sequence[int] | None = None) -> Any:
-        if self.shape[dim] == self.size and places is None:
+    def _make_group(self, axis: str, places: Sequence[int] | None = None) -> Any:
+        if self.sizes[axis] == self.size and places is None:
             return dist.group.WORLD
         mine: Any = None
         # Not init_device_mesh: its groups have torch's time limits, not the configured one.
-        for ranks in self._grid.movedim(dim, -1).flatten(0, 1).tolist():
+        for ranks in self._grid.movedim(list(self.sizes).index(axis), -1).flatten(0, -2).tolist():
             chosen = ranks if places is None else [ranks[place] for place in places]
             group = dist.new_group(chosen, timeout=self._timeout)
             mine = group if self.rank in chosen else mine
@@ -241,9 +275,10 @@ class ParallelContext:
 
     def _size_of(self, axis: str | None) -> int:
         """How many ranks an axis has; None: all."""
-        if axis is not None and axis not in AXES:
-            raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), AXES)}: {AXES}")
-        return self.size if axis is None else self.shape[AXES.index(axis)]
+        if axis is not None and axis not in self.sizes:
+            axes = tuple(self.sizes)
+            raise InputError(f"axis={axis!r} is not an axis of the mesh{did_you_mean(str(axis), axes)}: {axes}")
+        return self.size if axis is None else self.sizes[axis]
 
     def start_equal(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Overwrite weights, buffers and optimizer state on all ranks with rank 0's.

@@ -19,6 +19,7 @@ from .reducer import ReduceOptions, Reducer
 from .shard_spec import Placement
 
 if TYPE_CHECKING:
+    from ..config import Config
     from .gradient_sums import Reduction
 
 
@@ -58,7 +59,8 @@ class DataStrategy:
     """Every data rank holds all of the model (`replicate`). Other strategies derive from it.
 
     Attributes:
-        modes: the AMP modes that it works with, besides those that name it in their `composes.data`.
+        modes: the AMP modes that it works with, besides those that name it in their `composes`.
+        keys: those of `parallel.data` that it has.
         shards_state: whether each data rank steps a part of the weights, and holds the optimizer's state of that part.
         shards_model: whether the model's parameters are parts, too.
         shards: what the optimizer steps on this rank; it holds their parameters.
@@ -66,6 +68,7 @@ class DataStrategy:
     """
 
     modes: ClassVar[Collection[str]] = ()
+    keys: ClassVar[Collection[str]] = ("strategy", "size", "reduce_dtype", "bucket_mb", "max_inflight")
     shards_state: ClassVar[bool] = False
     shards_model: ClassVar[bool] = False
     publisher: Publisher | None = None
@@ -76,6 +79,25 @@ class DataStrategy:
         move_module(inputs.model, inputs.context.device)
         self.inputs = inputs
         self.shards: Sequence[ParamShard] = inputs.shards
+
+    @staticmethod
+    def find_key_problems(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        """Keys, dotted, and what is wrong with them.
+
+        Args:
+            param_dtype: that the mode gives all parameters; None: each has its own.
+        """
+        yield from ()
+
+    @staticmethod
+    def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
+        """What does not fit this number of data ranks."""
+        yield from ()
+
+    @staticmethod
+    def find_advice(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        """Keys that run, and could run better."""
+        yield from ()
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:

@@ -13,12 +13,15 @@ def _no_plan(obj: Any) -> str | None:
     return None
 
 
+AXES: Registry[Any] = Registry("parallel axis", "halfmesh.axes")
 DATA_STRATEGIES: Registry[Any] = Registry("data strategy", "halfmesh.data_strategies")
 TENSOR_STYLES: Registry[Any] = Registry("tensor style", "halfmesh.tensor_styles")
 TENSOR_PLANS: Registry[Any] = Registry("tensor plan", "halfmesh.tensor_plans", _no_plan)
 PARTITIONERS: Registry[Any] = Registry("partitioner", "halfmesh.partitioners")
 SCHEDULES: Registry[Any] = Registry("pipeline schedule", "halfmesh.schedules")
 
+AXES.register_lazy("tensor", "halfmesh.parallel.tensor.apply:TensorParallelism")
+AXES.register_lazy("pipeline", "halfmesh.parallel.pipeline.axis:PipelineParallelism")
 for _name, _strategy in {
     "replicate": "data_strategy:DataStrategy",
     "zero1": "sharding.strategies:Zero1",

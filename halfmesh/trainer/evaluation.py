@@ -71,7 +71,7 @@ class MeanLoss:
         """The mean since the last call; None if there was nothing. All ranks together."""
         context = self._engine.context
         sums = torch.stack([self._total, self._total.new_tensor(self._weight)])
-        if not (context.is_last_stage and context.tp_rank == 0):  # others have counted the same batches
+        if not context.counts_outputs:  # others have counted the same batches
             sums.zero_()
         context.all_reduce(sums)
         self._reset()
@@ -114,7 +114,7 @@ def predict(engine: Engine, dataloader: Any) -> Any:
     with _evaluating(engine):
         for batch in loader:
             output = _call(engine, batch)
-            if engine.context.is_last_stage and engine.context.tp_rank == 0:
+            if engine.context.counts_outputs:
                 mine.append(map_tensors(lambda tensor: tensor.detach().cpu(), output))
     context = engine.context
     everyone = context.everyone((context.dp_rank, mine) if mine else None)

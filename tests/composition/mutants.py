@@ -16,7 +16,6 @@ from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.context import ParallelContext
-from halfmesh.parallel.gradient_sums import TensorGradients
 from halfmesh.parallel.pipeline import stage
 from halfmesh.parallel.pipeline.cut import StageCut
 from halfmesh.parallel.pipeline.runner import Pipeline
@@ -24,6 +23,7 @@ from halfmesh.parallel.pipeline.ties import TiedGradients
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.tensor import collectives
 from halfmesh.parallel.tensor.apply import TensorParallel
+from halfmesh.parallel.tensor.gradients import TensorGradients
 from halfmesh.parallel.tensor.layers import RowwiseLinear, VocabEmbedding
 from halfmesh.shard import OneRank
 

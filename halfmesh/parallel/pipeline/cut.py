@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,12 +11,17 @@ from torch import nn, optim
 
 from ..._torch import assigns
 from ...errors import InputError, shorten
+from ...shard import ParamShard
 from ...tensors import replace_data
+from ..axis import AppliedAxis
 from ..context import ParallelContext
+from ..registries import SCHEDULES
 from .partition import Partition, all_entries, first_names
+from .skeleton import Skeleton
+from .ties import TiedGradients
 
 
-class StageCut:
+class StageCut(AppliedAxis):
     """The model of one rank. Modules, names and the parameters that stay are the same objects as before; what other
     ranks hold is None here, and left out of the optimizer's groups.
 
@@ -25,16 +31,16 @@ class StageCut:
         partition: which pieces this rank has.
 
     Attributes:
+        partition: as given.
+        skeleton: a copy of the model without data, which finds shapes.
         ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
-        first_names: for each name of a tensor of the whole model the first one that it has there.
     """
-
-    is_divided_by_engine = True
-    """Tells `initialize` that a model has such a hook already."""
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, partition: Partition, context: ParallelContext
     ) -> None:
+        self.partition = partition
+        self.skeleton = Skeleton(model)
         self._model = model
         self._optimizer = optimizer
         self._context = context
@@ -49,13 +55,14 @@ class StageCut:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._params = dict(model.named_parameters())
         self._names = {id(p): name for name, p in model.named_parameters()}
+        super().__init__(context, "pp")
         mine = context.pp_rank
-        self.ties = {
+        self.ties: dict[nn.Parameter, list[int]] = {
             param: holders
             for param in model.parameters()
             if mine in (holders := self._holders[id(param)]) and len(holders) > 1
         }
-        self.tied_names = [name for id_, name in self._names.items() if len(self._holders[id_]) > 1]
+        self._tied_names = [name for id_, name in self._names.items() if len(self._holders[id_]) > 1]
         """Of all parameters that several pipeline ranks hold."""
         self._shapes = {id(t): torch.empty_like(t, device="meta") for t in tensors.values()}
         self._foreign = {entry: t for entry, (t, holders) in self._places.items() if mine not in holders}
@@ -66,20 +73,27 @@ class StageCut:
             model.register_load_state_dict_post_hook(self._expect_own),
         ]
 
-    def __deepcopy__(self, memo: Any) -> StageCut:
-        return self  # a copy of the model, such as an average of its weights, holds the same stages
+    def replicas(self, param: nn.Parameter) -> int:
+        return len(self.ties.get(param, [0]))
 
-    def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a model that is cut into stages cannot be pickled; save engine.state_dict(), or call "
-            "engine.close(restore=True) first, which gives the whole model back"
-        )
+    def make_reduction(self, shards: Sequence[ParamShard]) -> TiedGradients | None:
+        groups = self._tie_groups()
+        return TiedGradients(self.ties, groups, shards) if groups else None
 
-    def weight(self, param: nn.Parameter) -> float:
-        """1 / (number of pipeline ranks that hold the parameter)."""
-        return 1 / len(self.ties.get(param, [0]))
+    def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
+        """Schedule, bubble, who has which stage and what part of the whole it is, and what several have."""
+        partition, microbatches = self.partition, options.microbatches or 1
+        total = sum(partition.costs) or 1
+        bubble = SCHEDULES.get(options.schedule).bubble(options.size, options.chunks, microbatches)
+        stages = [
+            f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of parameters)"
+            for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
+        ]
+        stages += [f"on several stages: {shorten(sorted(self._tied_names))}"] if self._tied_names else []
+        rows = f"{options.schedule}, {microbatches} microbatches, bubble {bubble:.0%}; {'; '.join(stages)}"
+        return {"layout": "every rank holds its stages", "stages": rows}
 
-    def tie_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    def _tie_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
         """A group for each set of pipeline ranks that hold something together; None where this rank is not of them.
 
         All ranks of the engine call it together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from .fsdp import FullyShard
 from .reducers import ShardReducer, SliceReducer
 from .units import ShardOptions, Units, find_problems, make_mesh
 from .zero1 import Slices
+
+if TYPE_CHECKING:
+    from ...config import Config
 
 
 class Zero1(DataStrategy):
@@ -57,6 +61,11 @@ class FSDP(DataStrategy):
     """Weights, gradients and optimizer state in parts; each block gathers its weights before it computes."""
 
     shards_state = shards_model = True
+    keys = (
+        *DataStrategy.keys,
+        *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),
+        "hybrid",
+    )
 
     def __init__(self, inputs: StrategyInputs) -> None:
         self.inputs = inputs
@@ -82,6 +91,54 @@ class FSDP(DataStrategy):
         self.sharded.move(context.device)
         self.sharded.tell_dtypes()
         self.shards = self.sharded.shards
+
+    @staticmethod
+    def find_key_problems(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        data, computes_in = config.parallel.data, config.precision_dtype or "float32"
+        for key in ("output_dtype", "reshard_after_forward", "prefetch") if config.parallel.pipeline.size > 1 else ():
+            if getattr(data, key) != type(data).model_fields[key].default:
+                message = (
+                    "FSDP2 does not do this under a pipeline, whose stages call the model's blocks apart; remove it"
+                )
+                yield f"parallel.data.{key}", message
+        if data.buffer_dtype is not None and param_dtype not in (None, getattr(torch, data.buffer_dtype)):
+            message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({computes_in}); remove it"
+            yield "parallel.data.buffer_dtype", message
+        if data.param_dtype not in (None, computes_in):
+            message = (
+                f"{data.param_dtype!r} is not what the mode computes in ({computes_in}); remove it: the mode decides"
+            )
+            yield "parallel.data.param_dtype", message
+        if config.activation_offload and not config.activation_checkpoint.enabled:
+            message = (
+                "True with data='fsdp' would move the gathered weights, too, which forward saves; set "
+                "activation_checkpoint, which saves inputs only, or use 'zero1'"
+            )
+            yield "activation_offload", message
+
+    @staticmethod
+    def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
+        if options.hybrid is not None and data_ranks % options.hybrid:
+            fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
+            message = f"{options.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
+            yield "parallel.data.hybrid", message
+
+    @staticmethod
+    def find_advice(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        data = config.parallel.data
+        if data.reduce_dtype != "float32":
+            message = (
+                f"gradients are summed over the ranks in {data.reduce_dtype}, where small ones are lost among large "
+                "ones; 'float32', the default, is what FSDP2's documentation recommends, also for weights in half "
+                "precision"
+            )
+            yield "parallel.data.reduce_dtype", message
+        if param_dtype is None and data.param_dtype in (None, "float32"):
+            message = (
+                "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
+                "with the parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
+            )
+            yield "parallel.data.param_dtype", message
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn, optim
 
-from ..._torch import assigns
-from ...errors import InputError
-from ..optimizer_checks import refuse_other_state
-from ..same_calls import SameCalls
+from ...shard import ParamShard
+from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
+from ..context import ParallelContext
+from ..rng import IsolatedRNG
 from ..shard_spec import Split
 from .axis import TensorAxis
-from .checks import ResolvedPlan
-from .plans import caller
+from .checks import ResolvedPlan, resolve
+from .gradients import TensorGradients
+from .plans import caller, generalise
 from .style import Undo, removal
 from .verify import PlanCheck
 
+if TYPE_CHECKING:
+    from ...config import Config
 
-class TensorParallel:
+
+class TensorParallelism(Axis):
+    """`parallel.tensor`."""
+
+    dim = "tp"
+
+    @staticmethod
+    def find_key_problems(config: Config) -> Iterator[tuple[str, str]]:
+        if config.compile.enabled and config.compile.fullgraph:
+            message = "divided layers wait for other ranks, where a graph ends; leave fullgraph out, or use tensor=1"
+            yield "compile.fullgraph", message
+
+    @staticmethod
+    def plan(inputs: PlanInputs) -> tuple[ResolvedPlan | None, list[str]]:
+        options = inputs.options
+        return resolve(inputs.model, options.size, options.plan, options.sequence_parallel)
+
+    @staticmethod
+    def apply(inputs: AxisInputs) -> TensorParallel:
+        axis = TensorAxis(inputs.context.tp_group, inputs.context.device, inputs.random)
+        tensor = TensorParallel(inputs.model, inputs.optimizer, inputs.plan, axis, inputs.context, inputs.host_random)
+        if not inputs.is_split:
+            tensor.watch_calls(inputs.model)
+        return tensor
+
+
+class TensorParallel(AppliedAxis):
     """A model that is divided over a tensor group, in place: parameters, their names, ties and the optimizer that holds
     them stay the same objects.
 
@@ -30,68 +59,84 @@ class TensorParallel:
         optimizer: over its parameters; state that it has is cut along.
         plan: how each module is divided; without problems.
         axis: the tensor group.
+        context: the mesh.
+        host_random: the random numbers of python and numpy within the model.
 
     Attributes:
-        splits: how each cut parameter was cut.
-        cuts: what makes this rank's part of a whole tensor that is cut as each parameter was.
         partial: the parameters whose gradients have to be summed over the group.
         check: compares sharded blocks with whole ones before the first update; None after it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, plan: ResolvedPlan, axis: TensorAxis) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        plan: ResolvedPlan,
+        axis: TensorAxis,
+        context: ParallelContext,
+        host_random: IsolatedRNG,
+    ) -> None:
+        super().__init__(context, "tp", "tensor group")
         self.plan = plan
         self.axis = axis
-        self.splits: dict[nn.Parameter, Split] = {}
+        self._host_random = host_random
         self.partial: set[nn.Parameter] = set()
-        self._optimizer = optimizer
         self._undo: list[Undo] = []
         self.check: PlanCheck | None = PlanCheck(model, plan, axis)
+        splits: dict[nn.Parameter, Split] = {}
         for a in plan.assignments:
             own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
-            self.splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
+            splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
             self.partial |= set(a.style.partial(a.module, plan.in_region(a.name)))
-        self.partial -= self.splits.keys()  # what is cut has the whole gradient of its part
-        self.cuts = {p: partial(split.cut, rank=axis.rank, size=axis.size) for p, split in self.splits.items()}
-        for param, cut in self.cuts.items():
-            self._change(param, cut)
+        self.partial -= splits.keys()  # what is cut has the whole gradient of its part
+        for param, split in splits.items():
+            self.split(optimizer, param, split)
         for a in plan.assignments:
             self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
-        hooks = [*self._guard_forks(model, plan), *self._take_whole(model)]
-        hooks.append(optimizer.register_load_state_dict_post_hook(refuse_other_state))
-        self._undo.append(removal(hooks))
+        self._undo.append(removal([*self._guard_forks(model, plan), *self.take_whole_states(model, optimizer)]))
         self.check.watch(model)
         self._undo.append(self.check.close)
 
     def watch_calls(self, model: nn.Module) -> None:
         """Each call of `model`, the whole, draws random numbers of its own, and is compared over the group."""
-        common, same = self.axis.common, SameCalls(self.axis.group, "tensor group")
+        common = self.axis.common
         hooks = [
             model.register_forward_pre_hook(self.axis.settle),
             model.register_forward_pre_hook(common.enter),
             model.register_forward_hook(common.leave, always_call=True),
-            model.register_forward_pre_hook(lambda m, a, k: same.compare_inputs(m.training, a, k), with_kwargs=True),
-            model.register_forward_hook(lambda m, a, output: same.compare_outputs(m.training, output)),
+            *self.compare_calls(model),
         ]
         self._undo.append(removal(hooks))
 
-    def weight(self, param: nn.Parameter, dp_size: int) -> float:
-        """1 / (number of ranks that hold the same numbers as this one)."""
-        return 1 / (dp_size if param in self.splits else dp_size * self.axis.size)
+    def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
+        return TensorGradients(self, shards)
+
+    def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        if not model.training:  # else hooks draw torch's numbers
+            return default
+        self.settle()  # a backward may have left a fork open, which is not to be put back
+        return self._host_random  # the ranks call the same layers, also where python or numpy chooses them
+
+    def settle(self) -> None:
+        self.axis.settle()
+
+    def explain(self, error: RuntimeError) -> None:
+        if self.check is not None:
+            self.check.explain(error)
+
+    def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
+        """Which layers are divided over the tensor group, and what share of the numbers that is."""
+        cut = {name for name, param in params.items() if param in self.splits}
+        whole = {name: size * (self.size if name in cut else 1) for name, size in sizes.items()}
+        share = sum(whole[name] for name in cut) / sum(whole.values())
+        layers = _counted(generalise(name) for name in sorted({name.rpartition(".")[0] for name in cut}))
+        sequence = " and the sequence" if self.plan.regions else ""
+        return {"layout": f"{share:.0%} of the numbers{sequence} divided over tp: {layers}"}
 
     def undo(self) -> None:
-        """Give the layers back as they came; parameters stay in parts."""
         self.axis.settle()
         for undo in reversed(self._undo):
             undo()
-
-    @torch.no_grad()
-    def _change(self, param: nn.Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change a parameter and those tensors of its optimizer state that have its shape."""
-        state = self._optimizer.state.get(param, {})
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
-                state[name] = change(value)
-        param.data, param.grad = change(param.data), None
 
     def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
         """Random numbers are in common again where a module ends that divides features, also when it fails. (And where
@@ -101,30 +146,7 @@ class TensorParallel:
         for parent in sorted(parents | {""}):
             yield modules[parent].register_forward_hook(self.axis.settle, always_call=True)
 
-    def _take_whole(self, model: nn.Module) -> Iterator[Any]:
-        """State dicts with whole tensors can be loaded, too: each rank takes its part."""
-        for module in model.modules():
-            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-            cut = {name: self.splits[param] for name, param in own.items() if param in self.splits}
-            if cut:
-                yield module.register_load_state_dict_pre_hook(TakePart(self.axis, cut))
 
-
-class TakePart:
-    """Makes whole tensors in a state dict this rank's part, before they are loaded into a divided module."""
-
-    def __init__(self, axis: TensorAxis, splits: Mapping[str, Split]) -> None:
-        self._axis = axis
-        self._splits = dict(splits)
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, split in self._splits.items():
-            value = state.get(prefix + name)
-            if value is not None and assigns(metadata):
-                raise InputError(
-                    f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
-                    "part; load without assign, or load before initialize"
-                )
-            if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
-                state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
+def _counted(names: Iterable[str]) -> str:
+    """ "head, blocks.*.mlp x 12"."""
+    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(names).items())

@@ -22,7 +22,7 @@ class KeepNormAMP(AMPPlugin):
 
     options = KeepNormOptions
     composes = Composes(
-        tensor=True,
+        parallel=frozenset({"tensor", "replicate"}),
         why_not={"pipeline": "keepnorm has not been tried with a pipeline; use mode='naive'"},
     )
     scale_keys = frozenset({"initial_scale", "growth_interval"})  # refused under bf16, where the loss is not scaled

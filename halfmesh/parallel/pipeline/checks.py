@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
 
-from ._torch import is_compiled
-from .errors import did_you_mean, shorten
-from .log import get_logger
-from .parallel.pipeline.microbatches import parameter_names
-from .parallel.pipeline.partition import Partition, resolve
+from ..._torch import is_compiled
+from ...errors import did_you_mean, shorten
+from ...log import get_logger
+from .microbatches import parameter_names
+from .partition import Partition, resolve
 
 _log = get_logger(__name__)
 
@@ -19,7 +19,7 @@ _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_co
 """Options that act on all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
 
 if TYPE_CHECKING:
-    from .config.schema import PipelineConfig
+    from ...config.schema import PipelineConfig
 
 
 def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:

@@ -1,0 +1,224 @@
+"""The contract of an axis of the mesh that divides the model: what its keys are, how it plans, and what it has done.
+
+`tensor` and `pipeline` are such axes; AXES takes those of others. What data ranks hold is a `DataStrategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+
+import torch
+from torch import nn, optim
+
+from .._torch import assigns
+from ..errors import InputError
+from ..shard import ParamShard
+from .context import ParallelContext
+from .optimizer_checks import refuse_other_state
+from .rng import CommonRandom, IsolatedRNG
+from .same_calls import SameCalls
+from .shard_spec import Split
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..options import Options
+    from .gradient_sums import Reduction
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What an axis plans with: the caller's objects, which it must not change, and its keys."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    criterion: Any
+    dataloader: Any
+    options: Any
+
+
+@dataclass(frozen=True)
+class AxisInputs:
+    """What an axis divides.
+
+    Attributes:
+        model: equal on all ranks, or divided over other axes already; it need not be on the device yet.
+        optimizer: over its parameters.
+        plan: what `Axis.plan` returned.
+        context: the mesh.
+        random: the model's own random numbers, alike on all ranks of this axis.
+        host_random: those of python and numpy.
+        is_split: whether another axis takes modules away from ranks.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    plan: Any
+    context: ParallelContext
+    random: CommonRandom
+    host_random: IsolatedRNG
+    is_split: bool
+
+
+class AppliedAxis:
+    """A model that is divided over an axis, in place. The defaults are those of ranks that compute one batch together
+    and hold all parameters alike.
+
+    Attributes:
+        splits: the parameters of which this rank holds a part, and how the whole was split.
+        ties: parameters that other ranks of the axis hold too, where each holds some of the model only.
+        first_names: for each name of a tensor of the whole model the first that it has there; None: no names are lost.
+        same: compares what the ranks of the axis are given; None where they do not compute the same.
+    """
+
+    is_divided_by_engine = True
+    """Tells `initialize` that a model that has a method of it as a hook is divided already."""
+    ties: Collection[nn.Parameter] = ()
+    first_names: dict[str, str] | None = None
+
+    def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
+        """`compared_as`: what messages call the ranks of the axis, if they compute the same."""
+        self.size, self.rank = context.sizes[dim], context.place(dim)
+        self.splits: dict[nn.Parameter, Split] = {}
+        self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # a copy of the model, such as an average of its weights, is divided in the same way
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a model that is divided over ranks cannot be pickled; save engine.state_dict(), or call "
+            "engine.close(restore=True) first, which gives the whole model back"
+        )
+
+    # -- for `apply` -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def split(self, optimizer: optim.Optimizer, param: nn.Parameter, split: Split) -> None:
+        """Leave this rank's part of a parameter, and of those tensors of its optimizer state that have its shape."""
+        self.splits[param] = split
+        cut, state = self.cut(split), optimizer.state.get(param, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                state[name] = cut(value)
+        param.data, param.grad = cut(param.data), None
+
+    def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> Iterator[Any]:
+        """State dicts with whole tensors can be loaded, too: each rank takes its part. The hooks that do it."""
+        yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            cut = {name: self.splits[param] for name, param in own.items() if param in self.splits}
+            if cut:
+                yield module.register_load_state_dict_pre_hook(TakePart(self, cut))
+
+    def compare_calls(self, model: nn.Module) -> Iterator[Any]:
+        """Inputs and outputs of the whole model are compared over the axis. The hooks that do it."""
+        if (same := self.same) is not None:
+            yield model.register_forward_pre_hook(
+                lambda m, args, kwargs: same.compare_inputs(m.training, args, kwargs), with_kwargs=True
+            )
+            yield model.register_forward_hook(lambda m, args, output: same.compare_outputs(m.training, output))
+
+    # -- what the engine asks ----------------------------------------------------------------------------------
+
+    def replicas(self, param: nn.Parameter) -> int:
+        """How many ranks of the axis hold the same numbers of `param`. Norms count each number once by it."""
+        return 1 if param in self.splits else self.size
+
+    @property
+    def cuts(self) -> Mapping[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
+        """What makes this rank's part of a whole tensor, for each split parameter."""
+        return {param: self.cut(split) for param, split in self.splits.items()}
+
+    def cut(self, split: Split) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes this rank's part of a whole tensor."""
+        return partial(split.cut, rank=self.rank, size=self.size)
+
+    def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
+        """What completes the gradients of `shards` over the axis; None: they are complete. All ranks together."""
+        return None
+
+    def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        """What is around a forward of the whole model; `default` draws the model's own random numbers."""
+        return default
+
+    def settle(self) -> None:
+        """A forward or backward may have ended early: be ready for the next."""
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise InputError if `error`, of forward or backward, means something that a model cannot do here."""
+
+    def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
+        """Rows of the effective plan. "layout" says what this rank holds.
+
+        Args:
+            params: this rank's parameters by name, as they were divided.
+            sizes: how many elements data ranks have left of them.
+            options: the axis's keys.
+        """
+        return {}
+
+    def undo(self) -> None:
+        """Give the model its modules again; parameters stay in parts, whose values others put together."""
+
+
+class TakePart:
+    """Makes whole tensors in a state dict this rank's part, before they are loaded into a divided module."""
+
+    def __init__(self, axis: AppliedAxis, splits: Mapping[str, Split]) -> None:
+        self._axis = axis
+        self._splits = dict(splits)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, split in self._splits.items():
+            value = state.get(prefix + name)
+            if value is not None and assigns(metadata):
+                raise InputError(
+                    f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
+                    "part; load without assign, or load before initialize"
+                )
+            if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
+                state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
+
+
+class Axis:
+    """An axis of the mesh, registered by its key in `parallel`, which is its column in the composition table, too:
+
+        @AXES.register("wide")
+        class Wide(Axis): ...
+
+    All of it but `apply` works before anything is changed, and in one process.
+
+    Attributes:
+        dim: its short name in the mesh, unlike those of others.
+        options: its keys; `size` is one of them, and 1 by default.
+        modes: the AMP modes that it works with, besides those that name it in their `composes`.
+        splits_params: a rank may hold a part of a parameter, so that the optimizer has to work element by element.
+        takes_modules: a rank has some modules only. Such an axis is outermost in the mesh and is applied last.
+    """
+
+    dim: ClassVar[str]
+    options: ClassVar[type[Options]]
+    modes: ClassVar[Collection[str]] = ()
+    splits_params: ClassVar[bool] = True
+    takes_modules: ClassVar[bool] = False
+
+    @staticmethod
+    def find_key_problems(config: Config) -> Iterator[tuple[str, str]]:
+        """Keys, dotted, and what is wrong with them in a config whose size of this axis is larger than 1."""
+        yield from ()
+
+    @staticmethod
+    def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
+        """How the model is divided, and everything that is wrong."""
+        return None, []
+
+    @staticmethod
+    def apply(inputs: AxisInputs) -> AppliedAxis:
+        """Divide the model in place. Parameters stay the same objects, with this rank's part as their data."""
+        raise NotImplementedError

@@ -1,0 +1,109 @@
+"""Gradients of parameters that every rank of a tensor group has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ...errors import InputError, shorten
+from ...shard import ParamShard
+from ..reducer import ReduceOptions, Reducer
+
+if TYPE_CHECKING:
+    from .apply import TensorParallel
+
+_LOOKS = 5  # at gradients that are zero
+_SAMPLE = 256  # elements of each gradient
+
+
+class TensorGradients:
+    """Sums the gradients of parameters that every rank of a tensor group has whole, while it sees only a part of the
+    activations (norms under sequence parallelism). One all-reduce in fp32 per update.
+
+    Before the first updates it compares the gradients of the other whole parameters, which have to be equal: where they
+    are not, the plan is wrong. A gradient of zero (before a layer that starts at zero) is looked at again.
+    """
+
+    def __init__(self, tensor: TensorParallel, shards: Sequence[ParamShard]) -> None:
+        self._tensor = tensor
+        self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
+        self._reducer = Reducer(self._of(shards), {}, tensor.axis.group, ReduceOptions(mean=False))
+        self._whole = self._others(shards)
+
+    @property
+    def stale(self) -> bool:
+        return self._reducer.stale
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        self._reducer.cover(self._of(shards))
+        self._whole = self._others(shards)
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        return self._reducer.covers(self._of(shards)) and self._whole == self._others(shards)
+
+    def open(self, last: bool) -> None:
+        self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        """Nothing is sent before `finish`."""
+
+    expect_rest = expect_last
+
+    def finish(self) -> None:
+        if self._tensor.check is not None:  # before gradients are compared, which a wrong plan makes differ, too
+            self._tensor.check.run()
+            self._tensor.check = None
+        self._reducer.finish()
+        self._compare_whole()
+
+    def forget(self) -> None:
+        self._reducer.forget()
+
+    def note_buffers(self) -> None:
+        self._reducer.note_buffers()
+
+    def close(self) -> None:
+        self._reducer.close()
+
+    def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        return [shard for shard in shards if shard.model_param in self._tensor.partial]
+
+    def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        apart = self._tensor.splits.keys() | self._tensor.partial
+        return [shard for shard in shards if shard.model_param not in apart]
+
+    @torch.no_grad()
+    def _compare_whole(self) -> None:
+        """Raise InputError if gradients that have to be equal on all ranks of the group are not."""
+        looks = self._looks
+        shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
+        if not shards:
+            return
+        samples = torch.stack([_sample(shard.param.grad, self._tensor.axis.device) for shard in shards])
+        everyone = torch.stack(self._tensor.axis.gathered(samples))
+        if not bool(everyone.isfinite().all()):
+            return  # an overflow is not comparable; the next update is
+        sizes = everyone.norm(dim=-1).amax(0)
+        for shard, size in zip(shards, sizes.tolist(), strict=True):
+            looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
+        apart = (everyone - everyone[0]).norm(dim=-1).amax(0) > 1e-2 * sizes  # far above what rounding does
+        names = [shard.name for shard, differs in zip(shards, apart.tolist(), strict=True) if differs]
+        if names:
+            raise InputError(
+                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, each of which has "
+                "these parameters whole: they work on activations that are divided, and the plan does not say so; give "
+                "their modules the style 'partial', which sums the gradients, or leave the layers around them whole"
+            )
+
+
+def _sample(grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """`_SAMPLE` of the gradient's elements, from all over it. (Sums would not do: those of large tensors are alike.)"""
+    sample = torch.zeros(_SAMPLE, dtype=torch.float64, device=device)
+    if grad is not None:
+        values = (grad.coalesce().values() if grad.is_sparse else grad).reshape(-1)
+        some = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
+        sample[: some.numel()] = some
+    return sample
