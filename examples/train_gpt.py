@@ -7,6 +7,7 @@
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --config configs/data_pipeline_tensor_naive_bf16.py
     python examples/train_gpt.py --data my_texts/ --width 256 --depth 8 --context 256 --steps 500
 
+--set changes keys of the config: --set parallel.tensor=2 --set NUM_EPOCHS=3.
 Without --data it learns from the sources of Python's standard library: nothing to download, and in fp32 about 10 s on a
 CPU. (Most CPUs emulate fp16: there it takes several times as long. bf16 is nearly as fast as fp32 on recent ones.)
 """
@@ -46,10 +47,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--heads", type=whole, default=4, help="attention heads of each block (default: 4)")
     parser.add_argument("--dropout", type=share, default=0.1, help="share of activations dropped (default: 0.1)")
     parser.add_argument("--steps", type=whole, default=10, help="updates in each epoch (default: 10)")
-    parser.add_argument("--epochs", type=whole, help="instead of the config's NUM_EPOCHS")
-    parser.add_argument("--batch-size", type=whole, help="instead of the config's BATCH_SIZE, windows per data rank")
-    parser.add_argument("--learning-rate", type=float, help="instead of the config's LEARNING_RATE")
-    parser.add_argument("--seed", type=int, help="instead of the config's seed")
     parser.add_argument("--validation-windows", type=whole, default=128, help="of the held-out text (default: 128)")
     parser.add_argument("--log-every", type=whole, default=10, help="updates between two looks at the device")
     parser.add_argument("--prompt", default="def ", help="what the sample begins with (default: 'def ')")
@@ -77,17 +74,6 @@ def share(text: str) -> float:
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1 (without 1)")
     return number
-
-
-def read_config(args: argparse.Namespace) -> halfmesh.Config:
-    """The config, with what the command line puts in its place."""
-    given = {
-        "NUM_EPOCHS": args.epochs,
-        "BATCH_SIZE": args.batch_size,
-        "LEARNING_RATE": args.learning_rate,
-        "seed": args.seed,
-    }
-    return halfmesh.load_config(args.config).replace(**{k: v for k, v in given.items() if v is not None})
 
 
 def windows_per_epoch(steps: int, config: halfmesh.Config, world_size: int) -> int:
@@ -198,7 +184,7 @@ def train(engine: Any, args: argparse.Namespace, report: Report) -> float:
 @record  # torchrun's closing summary then shows the error of the rank that failed first
 def main() -> None:
     args = parse_args()
-    with halfmesh.launch_from_torch(read_config(args), device=args.device) as launch:
+    with halfmesh.launch_from_torch(halfmesh.load_config(args.config, args.overrides), device=args.device) as launch:
         is_main = launch.rank == 0
         try:
             data = load_text(args.data, args.context, args.max_bytes, args.validation_windows)

@@ -6,6 +6,7 @@
     torchrun --standalone --nproc-per-node 8 examples/train_vit.py --config configs/vit_base_caltech101.py \
         --data caltech101 --data-root ~/data --download
 
+--set changes keys of the config: --set parallel.tensor=2 --set NUM_EPOCHS=3.
 Without --data it learns the digits that come with scikit-learn: nothing to download, seconds on a CPU.
 """
 
@@ -45,20 +46,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=224, help="what images are cropped to (not for digits)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--workers", type=int, default=0, help="processes per rank that load images")
-    parser.add_argument("--epochs", type=int, help="instead of the config's NUM_EPOCHS")
-    parser.add_argument("--batch-size", type=int, help="instead of the config's BATCH_SIZE, images per data rank")
-    parser.add_argument("--seed", type=int, help="instead of the config's seed")
     parser.add_argument("--limit", type=int, help="use at most this many images of each set (for a quick try)")
     parser.add_argument("--log-every", type=int, default=10, help="batches between two looks at the device")
     parser.add_argument("--out", type=Path, help="the picture (default: runs/<config>/training.png)")
     parser.add_argument("--min-accuracy", type=float, help="fail if the test accuracy, in per cent, stays below")
     return parser.parse_args()
-
-
-def read_config(args: argparse.Namespace) -> halfmesh.Config:
-    """The config, with what the command line puts in its place."""
-    given = {"NUM_EPOCHS": args.epochs, "BATCH_SIZE": args.batch_size, "seed": args.seed}
-    return halfmesh.load_config(args.config).replace(**{k: v for k, v in given.items() if v is not None})
 
 
 def prepare_data(args: argparse.Namespace, launch: halfmesh.Launch) -> VitData:
@@ -74,7 +66,7 @@ def prepare_data(args: argparse.Namespace, launch: halfmesh.Launch) -> VitData:
     if not count_updates(images, launch.config, launch.world_size):
         raise MissingDataError(
             f"{images} training images are no whole batch of {size} for each data rank, and a pipeline is not given "
-            f"less; use a --batch-size below {size}, or a --limit that leaves more images"
+            f"less; use --set BATCH_SIZE= with less than {size}, or a --limit that leaves more images"
         )
     return data
 
@@ -182,7 +174,7 @@ def main() -> None:
     args = parse_args()
     if args.data == "digits":
         torch.set_num_threads(1)  # more would only wait for each other: the images have 64 pixels
-    with halfmesh.launch_from_torch(read_config(args), device=args.device) as launch:
+    with halfmesh.launch_from_torch(halfmesh.load_config(args.config, args.overrides), device=args.device) as launch:
         is_main = launch.rank == 0
         try:
             data = prepare_data(args, launch)

@@ -20,6 +20,9 @@ def check(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="The config: a .py, .yaml, .yml or .json file.")],
     world_size: Annotated[int, typer.Option(help="The number of ranks the run would have.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE, such as parallel.tensor=2; repeatable.")
+    ] = None,
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
     model: Annotated[
         str | None, typer.Option(help="package.module:build, which builds the model: plan a whole update with it.")
@@ -54,7 +57,7 @@ def check(
     from ..key_checks import find_advice
 
     with contextlib.redirect_stdout(sys.stderr):  # what a .py config prints is not part of the answer
-        loaded, problems = load_leniently(config)
+        loaded, problems = load_leniently(config, overrides or ())
     findings = find(loaded, world_size, device) if loaded else []
     right = bool(loaded) and not problems and not findings
     if loaded and get_layout(loaded, world_size).data > 1:

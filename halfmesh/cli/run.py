@@ -25,17 +25,18 @@ def run(
 ) -> None:
     """Check a config, then start a script as torchrun does.
 
-    The config is what the script is given as --config. If it cannot run on so many ranks, the reasons are printed,
-    nothing is started, and the exit status is 1.
+    The config is what the script is given as --config, with what it is given as --set. If it cannot run on so many
+    ranks, the reasons are printed, nothing is started, and the exit status is 1.
     """
     if not script.is_file():
         raise typer.BadParameter(f"{script}: there is no such file")
     if nnodes > 1 and rdzv_endpoint is None:
         raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all machines")
-    config = find_config(context.args)
+    found = find_options(context.args, "--config")
+    config = found[-1] if found else None
     if config is None:
         print(f"halfmesh run: {script} is given no --config, so its layout is not checked here", file=sys.stderr)
-    elif problems := find_problems(Path(config), nproc * nnodes, device):
+    elif problems := find_problems(Path(config), nproc * nnodes, device, find_options(context.args, "--set")):
         print(f"{config}: cannot run on {nproc * nnodes} rank(s)", file=sys.stderr)
         for problem in problems:
             print(f"  - {problem}", file=sys.stderr)
@@ -48,17 +49,18 @@ def run(
     os.execv(sys.executable, command)
 
 
-def find_config(arguments: Sequence[str]) -> str | None:
-    """What stands behind --config among a script's arguments."""
+def find_options(arguments: Sequence[str], option: str) -> list[str]:
+    """What a script is given as `option`, in order."""
+    found = []
     for place, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            return argument.partition("=")[2]
-        if argument == "--config" and place + 1 < len(arguments):
-            return arguments[place + 1]
-    return None
+        if argument.startswith(f"{option}="):
+            found.append(argument.removeprefix(f"{option}="))
+        elif argument == option and place + 1 < len(arguments):
+            found.append(arguments[place + 1])
+    return found
 
 
-def find_problems(config: Path, world_size: int, device: str | None) -> list[str]:
+def find_problems(config: Path, world_size: int, device: str | None, overrides: Sequence[str] = ()) -> list[str]:
     """Everything that is wrong with `config` on so many ranks."""
     import torch
 
@@ -66,7 +68,7 @@ def find_problems(config: Path, world_size: int, device: str | None) -> list[str
     from ..config.load import load_leniently
 
     with contextlib.redirect_stdout(sys.stderr):
-        loaded, problems = load_leniently(config)
+        loaded, problems = load_leniently(config, overrides)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     findings = check(loaded, world_size, kind) if loaded is not None else []
     return [*problems, *map(str, findings)]

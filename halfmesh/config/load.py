@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, cut, did_you_mean, show, show_name
 from .config import Config, build, build_leniently
+from .overrides import override
 from .pyfile import run_config
 from .schema import Settings
 from .text import read_json, read_yaml
@@ -17,24 +18,30 @@ _OWN_NAMES = "; a constant of your own is written in UPPERCASE"
 _OWN_PY_NAMES = "; a constant of your own is written in UPPERCASE, a helper starts with an underscore"
 
 
-def load_config(source: str | Path | Mapping[str, Any] | Config) -> Config:
+def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
     """The config of a .py, .yaml, .yml or .json file, or of a dict; a Config is returned as it is.
+
+    Args:
+        overrides: keys to set in it: "parallel.tensor=2", "fp16.mode=naive", "NUM_EPOCHS=3". A dot leads into a dict;
+            values are written as in YAML, where `null` is None. `--set` of `get_default_parser` collects them.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    if isinstance(source, Config):
+    if isinstance(source, Config) and not overrides:
         return source
-    raw, hint = _read(source)
-    return build(raw, _name(source), hint)
+    raw, hint = _read(source, overrides)
+    return build(raw, _name(source) + (f" with {', '.join(overrides)}" if overrides else ""), hint)
 
 
-def load_leniently(source: str | Path | Mapping[str, Any] | Config) -> tuple[Config | None, list[str]]:
+def load_leniently(
+    source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
+) -> tuple[Config | None, list[str]]:
     """The config of those top-level keys that are right (None if there is nothing to read), and all problems."""
-    if isinstance(source, Config):
+    if isinstance(source, Config) and not overrides:
         return source, []
     try:
-        raw, hint = _read(source)
+        raw, hint = _read(source, overrides)
     except ConfigError as error:
         return None, list(error.problems)
     return build_leniently(raw, hint)
@@ -46,8 +53,15 @@ def _name(source: object) -> str:
     return "the config"
 
 
-def _read(source: object) -> tuple[Mapping[Any, Any], str]:
+def _read(source: object, overrides: Sequence[str]) -> tuple[Mapping[Any, Any], str]:
     """The raw keys and values, and how this kind of source writes names of its own."""
+    raw, hint = _read_source(source)
+    return (override(raw, overrides) if overrides else raw), hint
+
+
+def _read_source(source: object) -> tuple[Mapping[Any, Any], str]:
+    if isinstance(source, Config):
+        return source.to_dict(), _OWN_NAMES
     if isinstance(source, Mapping):
         return source, _OWN_NAMES
     if isinstance(source, (str, Path)):

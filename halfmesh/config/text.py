@@ -116,6 +116,18 @@ def read_yaml(path: Path) -> Any:
     return {} if content is None else content
 
 
+def read_value(text: str) -> Any:
+    """A single value as YAML reads it: `2`, `true`, `1e-3`, `[a, b]`, `{size: 2}`; other text is itself.
+
+    Raises:
+        ValueError: it is not valid YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{show(text)} is not valid YAML; put a text with such signs in quotes") from error
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file.
 

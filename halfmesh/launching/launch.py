@@ -204,10 +204,20 @@ def choose_device(device: torch.device | str | None = None, local_rank: int | No
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """A parser with the options that the launch functions need (`--config`, `--host`, `--port`, `--world-size`,
-    `--rank`, `--local-rank`, `--backend`); add your own to it."""
+    """A parser with the options that the launch functions need (`--config`, `--set`, `--host`, `--port`,
+    `--world-size`, `--rank`, `--local-rank`, `--backend`); add your own to it.
+
+    `--set` is for `load_config(args.config, args.overrides)`, whose result the launch functions take as config."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="the config file (.py, .yaml or .json)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set a key of the config, such as parallel.tensor=2 or fp16.mode=naive; repeatable",
+    )
     parser.add_argument("--host", help="the address of rank 0 (not needed under torchrun)")
     parser.add_argument("--port", type=int, help="the port of rank 0 (not needed under torchrun)")
     parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are in all")

@@ -58,13 +58,28 @@ def test_the_end_of_the_text_is_held_out(tmp_path):
 # --- the script ----------------------------------------------------------------------------------------------------
 
 # Small enough for a test, and still on the real text. An update sees 32 windows, whatever the number of data ranks.
-SMALL = ["--width", 32, "--depth", 2, "--heads", 2, "--context", 32, "--epochs", 3, "--steps", 8, "--sample", 30]
+SMALL = [
+    "--width",
+    32,
+    "--depth",
+    2,
+    "--heads",
+    2,
+    "--context",
+    32,
+    "--set",
+    "NUM_EPOCHS=3",
+    "--steps",
+    8,
+    "--sample",
+    30,
+]
 SMALL += ["--dropout", 0]  # to compare layouts, whose random numbers differ
 
 
 def train(config, folder, *args, batch=32, ranks=None):
     """The metrics of a small run, and what it printed."""
-    args = ["--config", CONFIGS / f"{config}.py", *SMALL, "--batch-size", batch, *args]
+    args = ["--config", CONFIGS / f"{config}.py", *SMALL, "--set", f"BATCH_SIZE={batch}", *args]
     done = run("train_gpt.py", *args, ranks=ranks, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "runs" / f"gpt_{config}" / "metrics.json").read_text()), done.stdout

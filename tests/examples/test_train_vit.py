@@ -45,7 +45,13 @@ def train(folder, *args, config="fp32", ranks=None):
 
 def test_one_process_and_an_accuracy_that_is_too_low(tmp_path):
     picture = tmp_path / "here" / "a.png"
-    args = ["--epochs", 1, "--limit", 64, "--batch-size", 16, "--seed", 3, "--out", picture, "--min-accuracy", 100.5]
+    args = [
+        *["--set", "NUM_EPOCHS=1", "--set", "BATCH_SIZE=16", "--set", "seed=3", "--limit", "64"],
+        "--out",
+        picture,
+        "--min-accuracy",
+        100.5,
+    ]
     done = run("train_vit.py", *args, "--config", CONFIGS / "fp32.py", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("test accuracy: ")
@@ -58,7 +64,7 @@ def test_one_process_and_an_accuracy_that_is_too_low(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_learn_the_digits(tmp_path):
-    metrics, lines = train(tmp_path, "--epochs", 6, "--min-accuracy", 80, config="naive_fp16", ranks=2)
+    metrics, lines = train(tmp_path, "--set", "NUM_EPOCHS=6", "--min-accuracy", 80, config="naive_fp16", ranks=2)
     accuracy = float(lines[-1].removeprefix("test accuracy: ").removesuffix(" %"))
     assert 80 < accuracy <= 100
     assert metrics["test_accuracy"] == pytest.approx(accuracy, abs=0.05)
@@ -67,7 +73,7 @@ def test_two_processes_learn_the_digits(tmp_path):
     assert {point["loss_scale"] for point in metrics["training"]} <= {2.0**n for n in range(10, 18)}
 
 
-SHORT = ["--epochs", 4, "--limit", 320, "--min-accuracy", 50]
+SHORT = ["--set", "NUM_EPOCHS=4", "--limit", 320, "--min-accuracy", 50]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def reference(tmp_path_factory):
     ],
 )
 def test_a_divided_model_learns_the_digits(ranks, config, batch, reference, tmp_path):
-    metrics, _ = train(tmp_path, "--batch-size", batch, *SHORT, config=config, ranks=ranks)
+    metrics, _ = train(tmp_path, "--set", f"BATCH_SIZE={batch}", *SHORT, config=config, ranks=ranks)
     losses, expected = ([point["loss"] for point in found["training"]] for found in (metrics, reference))
     assert losses == pytest.approx(expected, rel=1e-2)
     assert metrics["test_accuracy"] == pytest.approx(reference["test_accuracy"], abs=2)
@@ -97,14 +103,14 @@ def test_a_divided_model_learns_the_digits(ranks, config, batch, reference, tmp_
 @pytest.mark.slow
 def test_a_pipeline_leaves_out_a_short_last_batch(tmp_path):
     """Of 3 images the interleaved schedule would make no microbatches."""
-    metrics, _ = train(tmp_path, "--epochs", 1, "--limit", 35, config="interleaved_fp32", ranks=2)
+    metrics, _ = train(tmp_path, "--set", "NUM_EPOCHS=1", "--limit", 35, config="interleaved_fp32", ranks=2)
     assert metrics["tests"][0]["update"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_apex_levels_learn_the_digits(level, tmp_path):
-    metrics, _ = train(tmp_path, "--epochs", 3, "--min-accuracy", 80, config=f"apex_o{level}")
+    metrics, _ = train(tmp_path, "--set", "NUM_EPOCHS=3", "--min-accuracy", 80, config=f"apex_o{level}")
     assert 80 < metrics["test_accuracy"] <= 100
     assert {point["loss_scale"] for point in metrics["training"]} <= {2.0**16, 2.0**15}
 
@@ -112,7 +118,7 @@ def test_apex_levels_learn_the_digits(level, tmp_path):
 @pytest.mark.slow
 def test_images_in_folders_end_to_end(image_folder, tmp_path):
     args = ["--data", "imagefolder", "--data-root", image_folder, "--model", "vit_tiny_patch16_224"]
-    args += ["--image-size", SIZE, "--epochs", 1, "--batch-size", 2, "--workers", 1]
+    args += ["--image-size", SIZE, "--set", "NUM_EPOCHS=1", "--set", "BATCH_SIZE=2", "--workers", 1]
     metrics, _ = train(tmp_path, *args, config="torch_bf16")
     assert metrics["tests"][0]["update"] == 3
 

@@ -137,10 +137,12 @@ def test_the_default_parser():
     line = "--config c.py --host h --port 5 --world-size 4 --rank 1 --local-rank 1 --backend gloo"
     expected = {"config": "c.py", "host": "h", "port": 5, "world_size": 4, "rank": 1, "local_rank": 1}
     parser = get_default_parser()
-    assert vars(parser.parse_args(line.split())) == expected | {"backend": "gloo"}
+    assert vars(parser.parse_args(line.split())) == expected | {"backend": "gloo", "overrides": []}
     underscored = line.replace("world-size", "world_size").replace("local-rank", "local_rank")
-    assert vars(parser.parse_args(underscored.split())) == expected | {"backend": "gloo"}
-    assert set(vars(parser.parse_args([])).values()) == {None}
+    assert vars(parser.parse_args(underscored.split())) == expected | {"backend": "gloo", "overrides": []}
+    nothing = vars(parser.parse_args([]))
+    assert nothing.pop("overrides") == []
+    assert set(nothing.values()) == {None}
 
 
 def test_launch_is_a_function_whatever_is_imported():

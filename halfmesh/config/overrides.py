@@ -1,0 +1,64 @@
+"""`parallel.tensor=2`: keys of a config that the command line sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import ConfigError, show
+from .text import read_value
+
+_SHORT = MappingProxyType(
+    {
+        "parallel.tensor": "size",
+        "parallel.pipeline": "size",
+        "parallel.data": "strategy",
+        "clip_grad_norm": "max_norm",
+        "compile": "enabled",
+        "checkpoint": "directory",
+    }
+)
+"""What a value that is not a dict stands for, so that a key beside it can be set: tensor=2 is tensor=dict(size=2)."""
+
+
+def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:
+    """A config's keys with others set, in order; `raw` stays as it is.
+
+    Args:
+        overrides: `key=value` each. A dot leads into a dict (`fp16.mode=naive`); the value is read as in YAML: `2`,
+            `1e-3`, `true`, `null`, `naive`, `{size: 2, microbatches: 4}`.
+
+    Raises:
+        ConfigError: one of them has no `=`, a value that YAML cannot read, or leads into something that has no keys.
+    """
+    found, problems = dict(raw), list[str]()
+    for text in overrides:
+        path, separator, value = text.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            problems.append(f"{show(text)}: an override is key=value, such as parallel.tensor=2 or fp16.mode=naive")
+            continue
+        try:
+            _set(found, keys, read_value(value))
+        except ValueError as error:
+            problems.append(f"{text}: {error}")
+    if problems:
+        raise ConfigError(problems, "the overrides")
+    return found
+
+
+def _set(inside: dict[Any, Any], keys: Sequence[str], value: Any) -> None:
+    for depth, key in enumerate(keys[:-1]):
+        path, given = ".".join(keys[: depth + 1]), inside.get(key)
+        if isinstance(given, Mapping):
+            given = dict(given)
+        elif given is None:
+            given = {}
+        elif path in _SHORT:
+            given = {_SHORT[path]: given}
+        else:
+            raise ValueError(f"{path} is {show(given)}, which has no keys; set all of it: {path}={{...}}")
+        inside[key] = given
+        inside = given
+    inside[keys[-1]] = value
