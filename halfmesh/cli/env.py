@@ -52,7 +52,7 @@ def describe() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from .. import __version__
+    from ..version import __version__
     from ..amp.plugin import AMP_PLUGINS
     from ..parallel.registries import DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from ..trainer.named_hooks import HOOKS

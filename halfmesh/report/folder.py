@@ -184,7 +184,7 @@ class RunFolder:
         self.flush()
 
     def _session(self) -> dict[str, Any]:
-        from .. import __version__
+        from ..version import __version__
 
         engine, device = self._engine, self._engine.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from ..version import __version__
 from ..errors import InputError, cut, show_name
 from . import sections
 from .chart import colours
