@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .launching.launch import (
+    from .launchers import (
         Launch,
         get_default_parser,
         launch,
@@ -100,7 +100,7 @@ _NAMES = {
         "RegistryError",
         "SyncError",
     ),
-    "launching.launch": (
+    "launchers": (
         "Launch",
         "get_default_parser",
         "launch",

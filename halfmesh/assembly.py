@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, inputs
+from . import compat, inputs, launchers
 from .amp.convert import convert
 from .amp.gradient_watch import SHARDED, UNDIVIDED
 from .amp.optimizer import MixedPrecisionOptimizer
@@ -19,6 +19,7 @@ from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
 from .amp.statistics import StatisticsCheck
 from .checkpoint.checkpointer import Checkpointer
+from .data.global_batch import accumulate, batch_size
 from .data.loader import EngineDataLoader
 from .data.sharding import ShardedLoader
 from .debug.nonfinite import NonFiniteProbes
@@ -26,11 +27,9 @@ from .division import Division
 from .division_plans import Plans, data_strategy, make_plans
 from .engine import Engine
 from .errors import IncompatibleConfigError, InputError, bullet_list
-from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
-from .launching import launch as launching
+from .launchers import Launch
 from .launching.failures import recorded_for_torchrun
-from .launching.launch import Launch
 from .log import get_logger
 from .loop.accumulation import Accumulation
 from .loop.average import WeightAverage
@@ -108,8 +107,8 @@ def initialize(
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
     settings = launch.config if launch is not None else _load(config)
-    place = launch.device if launch is not None and device is None else launching.choose_device(device)
-    world_size = launching.expected_world_size()
+    place = launch.device if launch is not None and device is None else launchers.choose_device(device)
+    world_size = launchers.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
     settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
     recipe = recipe_of(settings)
@@ -117,10 +116,10 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     with Adoption() as adoption:
         given = _build(given, adoption)
         plans = _refuse_problems(given, recipe, settings, place, world_size)
-        group = launching.ensure_process_group(
+        group = launchers.ensure_process_group(
             place,
             settings.timeout,
-            launching.choose_backend(settings, place),
+            launchers.choose_backend(settings, place),
             pipeline=parallel.pipeline.size,
             tensor=parallel.tensor.size,
         )
@@ -142,7 +141,7 @@ def _prepare(
     recipe: Recipe,
     config: Config,
     device: torch.device,
-    group: launching.OwnedGroup | None,
+    group: launchers.OwnedGroup | None,
     plans: Plans,
 ) -> tuple[ParallelContext, list[Any], Plans, Late | None]:
     """Checks of all ranks together, before anything is changed."""
@@ -325,7 +324,7 @@ def _has_params(model: Any) -> bool:
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
-    device_problem = device_problem or launching.find_group_problem(config, device)
+    device_problem = device_problem or launchers.find_group_problem(config, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [

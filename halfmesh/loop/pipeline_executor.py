@@ -24,8 +24,7 @@ from ..parallel.same_calls import SameCalls, is_looked_at
 from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
-from .last_stage import CriterionCalls, LastStage
-from .whole_batch import WholeBatch, refuse_other_loss
+from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig

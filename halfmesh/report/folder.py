@@ -20,10 +20,10 @@ import torch
 from ..errors import InputError, Preempted, cut
 from ..log import Listener, get_logger
 from ..loop.parts import EngineHook
-from ..run_files import RecordFile, begin_together, replace_file, set_aside
 from ..trainer.outcome import count_rows
 from .facts import describe_ranks, describe_settings, make_plain
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
+from .run_files import RecordFile, begin_together, replace_file, set_aside
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import LaunchError
-from ..log import get_logger
-from .env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
-from .failures import recorded_for_torchrun
-from .process_group import Address, OwnedGroup, make_group
+from .errors import LaunchError
+from .launching.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
+from .launching.failures import recorded_for_torchrun
+from .launching.process_group import Address, OwnedGroup, make_group
+from .log import get_logger
 
 if TYPE_CHECKING:
-    from ..config.load import Config
+    from .config.load import Config
 
 _shared: list[OwnedGroup] = []
 """The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
@@ -47,7 +47,7 @@ class Launch:
     @property
     def dp_size(self) -> int:
         """The number of data ranks: processes, or groups of them, that see data of their own."""
-        from ..compat import get_layout
+        from .compat import get_layout
 
         return get_layout(self.config, self.world_size).data
 
@@ -223,7 +223,7 @@ def _launch(
     device: torch.device | str | None,
     verbose: bool,
 ) -> Launch:
-    from ..config.load import load_config
+    from .config.load import load_config
 
     with recorded_for_torchrun():
         loaded = load_config(config)
