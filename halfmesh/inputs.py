@@ -181,7 +181,7 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
     if not odd:
         return
     dtype = params[odd[0]].dtype
-    what = "without a precision mode" if mode is None else f"mode={mode!r}"
+    what = "without a precision mode" if mode is None else f"with mode={mode!r}"
     naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
     names = " or ".join(sorted(map(_short, allowed)))
     yield (

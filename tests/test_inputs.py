@@ -59,7 +59,7 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ),
         (
             {"model": last_layer_in_half(), "config": FP16_TORCH},
-            r"2 parameter\(s\) are float16 .* mode='torch' they have to be float32: .* set fp16 = dict\(mode='naive'\)",
+            r"2 parameter.* float16 .* mode='torch' they have to be float32 or float64: .* fp16 = dict\(mode='naive'\)",
         ),
         (
             {"model": MLP().bfloat16()},
@@ -67,7 +67,7 @@ PLATEAU = optim.lr_scheduler.ReduceLROnPlateau
         ),
         (
             {"model": MLP().bfloat16(), "config": FP16_NAIVE},
-            "but mode='naive' they have to be float16 or float32: .*build the model in float16 or float32$",
+            "with mode='naive' they have to be float16 or float32: .*build the model in float16 or float32$",
         ),
         ({"optimizer": 0.1}, "optimizer: a torch.optim.Optimizer .* is needed, but a float was given"),
         (
