@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .compat import get_layout
 from .errors import LaunchError
 from .launching.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
 from .launching.failures import recorded_for_torchrun
@@ -47,8 +48,6 @@ class Launch:
     @property
     def dp_size(self) -> int:
         """The number of data ranks: processes, or groups of them, that see data of their own."""
-        from .compat import get_layout
-
         return get_layout(self.config, self.world_size).data
 
     @property
