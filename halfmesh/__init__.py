@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds the same names
     from .amp.o1 import float_function, half_function, promote_function
     from .amp.plugin import AMP_PLUGINS, AMP_TYPE, AMPPlugin, Composes
@@ -34,7 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
         RegistryError,
         SyncError,
     )
-    from .launching.launch import (
+    from .launchers import (
         Launch,
         get_default_parser,
         launch,
@@ -64,8 +66,6 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .trainer.named_hooks import HOOKS
     from .trainer.outcome import Outcome, compute_batch
     from .trainer.trainer import Trainer
-
-__version__ = "0.1.0"
 
 _NAMES = {
     "amp.o1": ("float_function", "half_function", "promote_function"),
@@ -100,7 +100,7 @@ _NAMES = {
         "RegistryError",
         "SyncError",
     ),
-    "launching.launch": (
+    "launchers": (
         "Launch",
         "get_default_parser",
         "launch",

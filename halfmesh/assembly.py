@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from . import compat, inputs
+from . import compat, inputs, launchers
 from .amp.convert import convert
 from .amp.gradient_watch import SHARDED, UNDIVIDED
 from .amp.optimizer import MixedPrecisionOptimizer
@@ -19,6 +18,7 @@ from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
 from .amp.statistics import StatisticsCheck
 from .checkpoint.checkpointer import Checkpointer
+from .data.global_batch import accumulate, batch_size
 from .data.loader import EngineDataLoader
 from .data.sharding import ShardedLoader
 from .debug.nonfinite import NonFiniteProbes
@@ -26,11 +26,9 @@ from .division import Division
 from .division_plans import Plans, data_strategy, make_plans
 from .engine import Engine
 from .errors import IncompatibleConfigError, InputError, bullet_list
-from .global_batch import accumulate, batch_size
 from .key_checks import find_advice, recipe_of
-from .launching import launch as launching
+from .launchers import Launch
 from .launching.failures import recorded_for_torchrun
-from .launching.launch import Launch
 from .log import get_logger
 from .loop.accumulation import Accumulation
 from .loop.average import WeightAverage
@@ -108,28 +106,27 @@ def initialize(
 def _initialize(given: _Given, config: Any, device: torch.device | str | None) -> Engine:
     launch = config if isinstance(config, Launch) else None
     settings = launch.config if launch is not None else _load(config)
-    place = launch.device if launch is not None and device is None else launching.choose_device(device)
-    world_size = launching.expected_world_size()
+    place = launch.device if launch is not None and device is None else launchers.choose_device(device)
+    world_size = launchers.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
     settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
     recipe = recipe_of(settings)
     with Adoption() as adoption:
         given = _build(given, adoption)
         plans = _refuse_problems(given, recipe, settings, place, world_size)
-        group = launching.ensure_process_group(
+        group = launchers.ensure_process_group(
             place,
             settings.timeout,
-            launching.choose_backend(settings, place),
+            launchers.choose_backend(settings, place),
             settings.parallel.mesh_sizes,
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
-    with _no_longer_usable():
-        engine = _make_engine(*_convert(given, recipe, settings, *ready))
-        owner = group if launch is None else launch.group
-        if owner is not None:
-            owner.watch(engine)
-        engine.context.begin_calls(owner)
-        _resume(engine)
+    engine = _make_engine(*_convert(given, recipe, settings, *ready))
+    owner = group if launch is None else launch.group
+    if owner is not None:
+        owner.watch(engine)
+    engine.context.begin_calls(owner)
+    _resume(engine)
     if group is not None:
         group.join(engine.context)  # not before: who was refused closes nothing
     return engine
@@ -140,7 +137,7 @@ def _prepare(
     recipe: Recipe,
     config: Config,
     device: torch.device,
-    group: launching.OwnedGroup | None,
+    group: launchers.OwnedGroup | None,
     plans: Plans,
 ) -> tuple[ParallelContext, list[Any], Plans, Late | None]:
     """Checks of all ranks together, before anything is changed."""
@@ -215,21 +212,11 @@ def _convert(
         guard=ModelGuard(given.model, update.optimizer, accumulation, update.recipe, context.device, division),
         statistics=StatisticsCheck(given.model, update.recipe, context.rank == context.stage_ranks[0]),
     )
-    _warn_of_offload(config, division, context.device)
     plan = make_plan(parts, recipe, given.dataloader)
     _log.info("%s", plan)
     for advice in find_advice(config) if context.dp_size > 1 else ():
         _log.info("advice: %s", advice)
     return parts, plan
-
-
-def _warn_of_offload(config: Config, division: Division, device: torch.device) -> None:
-    if division.offload is not None and device.type == "cpu":
-        _log.warning("activation_offload is of no use on a CPU: activations are copied to where they are already")
-    if config.parallel.data.cpu_offload and (device.type == "cpu" or not division.data.shards_model):
-        alone = not division.data.shards_model
-        why = "one data rank holds all weights" if alone else "weights are in host memory already"
-        _log.warning("parallel.data.cpu_offload is of no use here: %s", why)
 
 
 def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
@@ -302,7 +289,8 @@ def _build(given: _Given, adoption: Adoption) -> _Given:
         given.model = build(given.model)
     if isinstance(given.model, nn.Module):
         adopt(given.model, given.optimizer, adoption)
-    if not isinstance(given.optimizer, optim.Optimizer) and callable(given.optimizer) and _has_params(given.model):
+    takes_params = callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer)
+    if takes_params and isinstance(given.model, nn.Module):
         given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
         refuse_late_use(given.optimizer, given.model)
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
@@ -311,19 +299,16 @@ def _build(given: _Given, adoption: Adoption) -> _Given:
     return given
 
 
-def _has_params(model: Any) -> bool:
-    return isinstance(model, nn.Module) and next(model.parameters(), None) is not None
-
-
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
-    device_problem = device_problem or launching.find_group_problem(config, device)
+    device_problem = device_problem or launchers.find_group_problem(config, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
+    has_model = isinstance(given.model, nn.Module)
     problems = [
         *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None),
-        *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if _has_params(given.model) else ()),
+        *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if has_model else ()),
         *inputs.find_other_problems(
             given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config
         ),
@@ -358,12 +343,3 @@ def _move_state(optimizer: optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[name] = value.to(param.device)
-
-
-@contextmanager
-def _no_longer_usable() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note("initialize had begun to change the model and optimizer; build both again before the next try")
-        raise

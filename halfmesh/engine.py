@@ -12,8 +12,8 @@ from torch import nn, optim
 
 from .amp.o1 import CastTable
 from .amp.step_result import StepResult
-from .averaged_model import AveragedModel
 from .checkpoint.attached import Stateful
+from .checkpoint.averaged_model import AveragedModel
 from .checkpoint.checkpointer import Checkpointer
 from .data.loader import EngineDataLoader
 from .errors import InputError, NonFiniteError

@@ -18,8 +18,6 @@ NO_BATCH = (
     "the dataloader gave no batch on this rank; give it more samples than batch_size x data ranks, or set "
     "drop_last=False"
 )
-_MOST_LINES = 100
-"""The most mistakes that one message lists."""
 
 
 class HalfmeshError(Exception):
@@ -32,16 +30,14 @@ class ConfigError(HalfmeshError, ValueError):
     What to do: change the config as each line says. `halfmesh check config.py --world-size N` tries it without running.
 
     Attributes:
-        problems: one line per mistake; the message has the first 100.
+        problems: one line per mistake.
         source: the config's name.
     """
 
     def __init__(self, problems: Sequence[str], source: str = "the config") -> None:
         self.problems = tuple(problems)
         self.source = source
-        rest = [f"and {len(problems) - _MOST_LINES} more"] if len(problems) > _MOST_LINES else []
-        lines = [*self.problems[:_MOST_LINES], *rest]
-        super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", lines))
+        super().__init__(bullet_list(f"{len(self.problems)} problem(s) in {source}:", self.problems))
 
 
 class IncompatibleConfigError(ConfigError):
@@ -138,11 +134,8 @@ _REPR.maxstring = _REPR.maxother = 300
 
 
 def show(value: object, most: int = 400) -> str:
-    """`repr(value)` for a message, of at most `most` characters; the type's name where `repr` fails."""
-    try:
-        text = _REPR.repr(value)
-    except Exception:  # of the user's class, or an integer of more digits than Python writes
-        return f"<{type(value).__name__}>"
+    """`repr(value)` for a message, of at most `most` characters."""
+    text = _REPR.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ._torch import call_hooks, has_no_memory, is_compiled
 from .amp.precision import find_overflow, tensors_to_cast
@@ -39,9 +39,6 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         )
         return
     params = dict(model.named_parameters())
-    if not params:
-        yield f"model: {type(model).__name__} has no parameters, so there is nothing to train"
-        return
     complex_params = [name for name, p in params.items() if p.is_complex()]
     if complex_params:
         yield (
@@ -130,16 +127,13 @@ def find_other_problems(
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
         if loader is None:
             continue
-        if isinstance(loader, DataLoader):
-            if _is_empty(loader):
-                yield f"{name}: it is empty: {NO_BATCH}"
-        elif isinstance(loader, Dataset):
+        if not isinstance(loader, DataLoader):
             yield (
-                f"{name}: a Dataset ({type(loader).__name__}) has no batch size; pass "
-                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) or a torch DataLoader"
+                f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given; "
+                "halfmesh.get_dataloader(dataset, batch_size=..., shuffle=True) makes one of a dataset"
             )
-        else:
-            yield f"{name}: a torch.utils.data.DataLoader is needed, but {_kind(loader)} was given"
+        elif _is_empty(loader):
+            yield f"{name}: it is empty: {NO_BATCH}"
     if lr_scheduler is None:
         return
     if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
@@ -187,22 +181,13 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
     if not odd:
         return
     dtype = params[odd[0]].dtype
-    found = f"model: {len(odd)} parameter(s) are {_short(dtype)} ({shorten(odd)})"
-    naive = f"set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
-    if mode is None:
-        yield (
-            f"{found}, but the config has neither fp16 nor bf16: without fp32 masters small updates are lost; {naive}, "
-            "or build the model in float32"
-        )
-    elif recipe.param_dtype is None:
-        yield (
-            f"{found}, but mode={mode!r} keeps parameters in float32 and casts while it computes; build the model in "
-            f"float32 (model.float()), or {naive}"
-        )
-    else:
-        names = " or ".join(sorted(map(_short, allowed), reverse=True))
-        why = ", and BatchNorm stays in float32" if recipe.keep_batchnorm_fp32 else ""
-        yield f"{found}, but mode={mode!r} computes in {_short(recipe.compute_dtype)}{why}; build the model in {names}"
+    what = "without a precision mode" if mode is None else f"with mode={mode!r}"
+    naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
+    names = " or ".join(sorted(map(_short, allowed)))
+    yield (
+        f"model: {len(odd)} parameter(s) are {_short(dtype)} ({shorten(odd)}), but {what} they have to be {names}: "
+        f"without fp32 masters small updates are lost; build the model in {names}{naive}"
+    )
 
 
 def _is_empty(loader: DataLoader[Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -90,28 +89,14 @@ def _state_tensors(optimizer: optim.Optimizer) -> int | None:
     return tensors
 
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{kind}": base**power
-    for kind, base in (("B", 1000), ("iB", 1024))
-    for power, letter in enumerate("KMGT", start=1)
-}
-
-
 def parse_bytes(text: str) -> int:
     """The bytes that `text` says: "80GB" (of 1000**3), "80 GiB" (of 1024**3), "80e9".
 
     Raises:
         InputError: it is no number with a unit.
     """
-    number, unit = re.fullmatch(r"\s*([-+.\d]+(?:[eE][-+]?\d+)?)?\s*(.*?)\s*", text).groups()  # type: ignore[union-attr]
-    by_lower = {name.lower(): size for name, size in _UNITS.items()}
-    if unit.lower() not in by_lower:
-        allowed = ", ".join(filter(None, _UNITS))
-        raise InputError(f"{text!r}: {unit!r} is no unit of memory; allowed: {allowed}, or none for bytes")
-    try:
-        size = float(number) * by_lower[unit.lower()]
-    except (TypeError, ValueError):
-        size = 0.0
-    if not 0 < size < math.inf:
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None:
         raise InputError(f"{text!r} is no amount of memory; write 80GB, 80GiB or 80e9")
-    return round(size)
+    number, letter, binary = found.groups()
+    return round(float(number) * (1024 if binary else 1000) ** " kmgt".index(letter or " "))

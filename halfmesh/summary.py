@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .amp.recipe import Recipe
+from .data.global_batch import batch_size
 from .errors import readable
-from .global_batch import batch_size
 from .memory import state_bytes
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ def test_amounts_of_memory(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize(("text", "words"), [("80GBB", "'GBB' is no unit of memory"), ("-3GB", "no amount of memory")])
-def test_what_is_no_amount_of_memory(text, words):
-    with pytest.raises(InputError, match=words):
+@pytest.mark.parametrize("text", ["80GBB", "-3GB"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(InputError, match="is no amount of memory; write 80GB"):
         parse_bytes(text)

@@ -152,7 +152,7 @@ class Checkpointer:
             own = {"random": random, "dataloader": dataloader, "attached": attached}
             return storage.as_bytes(common), storage.as_bytes(own)
 
-        from .. import __version__
+        from ..version import __version__
 
         about = {
             "step": parts.global_step,

@@ -116,8 +116,8 @@ class _Planned:
         memory: str | None,
         is_fresh: bool,
     ) -> None:
+        from ..data.global_batch import accumulate
         from ..errors import InputError
-        from ..global_batch import accumulate
         from ..memory import parse_bytes
         from ..plan import advice, dry_run, show
 

@@ -52,10 +52,10 @@ def describe() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from .. import __version__
     from ..amp.plugin import AMP_PLUGINS
     from ..parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from ..trainer.named_hooks import HOOKS
+    from ..version import __version__
 
     registries = (AMP_PLUGINS, AXES, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
     backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import refuse_below
-from ..run_files import replace_file
+from ..report.run_files import replace_file
 from ..trainer.hook import Hook
 from .monitor import Monitor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..run_files import RecordFile, begin_together, is_again, replace_file, set_aside, trained_at
+from ..report.run_files import RecordFile, begin_together, is_again, replace_file, set_aside, trained_at
 from ..trainer.hook import Hook, Record
 
 if TYPE_CHECKING:

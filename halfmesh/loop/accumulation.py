@@ -27,11 +27,9 @@ class Backward(Protocol):
 
     def check(self, loss: Any) -> Any:
         """`loss` as `backward` takes it. Raises InputError if backward cannot run from it."""
-        ...
 
     def backward(self, loss: Any, loss_id: int, retain_graph: bool, reducer: Reduction | None, reduces: bool) -> None:
         """Add the gradients of `loss`. With `reduces` the open `reducer` may send what is complete."""
-        ...
 
 
 class Accumulation:
@@ -264,8 +262,6 @@ def _check_scalar(loss: Any) -> None:
             f"backward takes a scalar loss, but its shape is {tuple(loss.shape)}; let the criterion reduce it "
             "(reduction='mean'), or call .mean() on it"
         )
-    if not loss.is_floating_point():
-        raise InputError(f"backward takes a floating-point loss, but its dtype is {loss.dtype}; call .float() before")
     if not loss.requires_grad:
         raise InputError(
             "the loss has no graph to run backward through: it was computed under torch.no_grad(), detached, or no "

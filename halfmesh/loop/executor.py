@@ -35,15 +35,12 @@ class Executor(Backward, Protocol):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
-        ...
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value."""
-        ...
 
     def close(self) -> None:
         """No more calls follow."""
-        ...
 
 
 class DirectBackward:

@@ -1,9 +1,12 @@
-"""What the last stage of a pipeline does with the outputs of the microbatches."""
+"""What the last stage of a pipeline does with the outputs of the microbatches: their losses, and whether these make the
+loss of the whole batch, which one process trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isclose, isfinite, isnan, nan
 from typing import Any
 
 import torch
@@ -11,12 +14,27 @@ from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
+from ..amp.recipe import HALF
 from ..errors import InputError
+from ..log import get_logger
 from ..parallel.pipeline.pieces import Call
+from ..parallel.pipeline.tracing import unchanged
+from ..parallel.rng import random_state, set_random_state
 from ..tensors import map_tensors, tensors_of
-from .accumulation import Accumulation
+from .accumulation import Accumulation, LossReduction
 from .handles import Handle, PipelineLoss, replace
-from .whole_batch import WholeBatch
+
+_log = get_logger(__name__)
+
+_RTOL, _RTOL_HALF = 5e-4, 2e-2  # far above rounding, in fp32 and in half precision
+_ATOL = 1e-6  # terms of both signs may cancel out
+_OTHER_WAYS = (
+    "A criterion with class weights or ignore_index has to return (sum, weight), with loss_reduction='weighted': "
+    "`total = F.cross_entropy(output, target, weight, ignore_index=i, reduction='sum')`, then `return total, (target "
+    "!= i).sum()`, or with class weights `return total, weight[target[target != i]].sum()`. One that compares the "
+    "samples of a batch with each other (a contrastive loss, a norm over the batch) cannot be split into microbatches: "
+    "train it without parallel.pipeline"
+)
 
 
 @dataclass
@@ -119,3 +137,106 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
                 "with its output; for a penalty on weights use the optimizer's weight_decay"
             )
         todo += [following for following, _ in node.next_functions]
+
+
+# -- the whole batch ----------------------------------------------------------------------------------------------
+
+
+class WholeBatch:
+    """On the last stage: the criterion's call for a whole batch, with `handle` in the place of the output.
+
+    Args:
+        output: what the model returns for the batch, without memory.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], call: Call, handle: Handle, output: Any) -> None:
+        self._criterion = criterion
+        self._handle = handle
+        # A criterion may write into its targets.
+        self._args, self._kwargs = map_tensors(torch.clone, (call.args, dict(call.kwargs)))
+        self._whole = tensors_of(output)
+        self._outputs: dict[int, Any] = {}
+
+    def keep(self, output: Any, index: int) -> None:
+        """Keep the output of microbatch `index`, on the host: the device may have no room for all."""
+        self._outputs[index] = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output)
+
+    def other_loss(self, losses: Sequence[float], divisor: float, precision: Precision) -> float:
+        """The whole batch's loss if it differs from sum(`losses`) / `divisor`, else nan.
+
+        Also nan if the criterion draws random numbers, or fails on the joined outputs. Weighted: its sum by its weight.
+        """
+        state = random_state(precision.device)
+        try:
+            with torch.no_grad(), _as_it_was(self._criterion):
+                output = self._joined(precision.device)
+                args, kwargs = (replace(given, self._handle, output) for given in (self._args, self._kwargs))
+                value = precision.criterion(self._criterion, *args, **kwargs)
+            total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
+            whole = float(total) / float(weight)
+        except Exception as error:  # the criterion may be for so many samples only
+            _log.info("the criterion could not be compared on the whole batch (%s)", error)
+            return nan
+        finally:
+            drew = _differ(state, random_state(precision.device))
+            set_random_state(state, precision.device)
+        rtol = _RTOL_HALF if total.dtype in HALF else _RTOL
+        size = max(abs(whole), sum(map(abs, losses)) / divisor)
+        equal = abs(sum(losses) / divisor - whole) <= rtol * size + _ATOL
+        return nan if drew or equal or not isfinite(whole) else whole
+
+    def _joined(self, device: torch.device) -> Any:
+        """The output of the whole batch."""
+        joined = []
+        parts = zip(*(tensors_of(self._outputs[index]) for index in range(len(self._outputs))), strict=True)
+        for some, whole in zip(parts, self._whole, strict=True):
+            tensor = torch.cat(some, _batch_dim(some, whole.shape)).to(device)
+            joined.append(tensor.requires_grad_(whole.requires_grad))  # by which a criterion may choose its inputs
+        following = iter(joined)
+        return map_tensors(lambda _: next(following), self._outputs[0])
+
+
+def refuse_other_loss(made: float, whole: float, count: int, reduction: LossReduction) -> None:
+    """Raise InputError if `count` microbatches make the loss `made`, and their batch has the loss `whole` (nan: the
+    same)."""
+    if isnan(whole):
+        return
+    way = _OTHER_WAYS
+    if reduction == "mean" and isclose(whole, made * count, rel_tol=_RTOL_HALF):
+        way = "The criterion sums over the samples: set loss_reduction='sum'"
+    elif reduction == "sum" and isclose(whole * count, made, rel_tol=_RTOL_HALF):
+        way = "The criterion is a mean over the samples: set loss_reduction='mean'"
+    raise InputError(
+        f"the criterion gives {whole:.6g} for the whole batch, but its {count} microbatches make {made:.6g} "
+        f"(loss_reduction={reduction!r}): a pipeline would train on another loss than one process. {way}"
+    )
+
+
+def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
+    """The dim in which a whole batch's tensor is larger than that of one of its microbatches."""
+    part = parts[0].shape
+    dims = [dim for dim, (mine, all_) in enumerate(zip(part, whole, strict=True)) if mine != all_]
+    if len(dims) != 1 or whole[dims[0]] != len(parts) * part[dims[0]]:
+        raise InputError(f"an output of shape {tuple(part)} has no batch dim")
+    return dims[0]
+
+
+@contextmanager
+def _as_it_was(criterion: Any) -> Iterator[None]:
+    """A scope after which the modules of `criterion` are as before."""
+    modules = list(criterion.modules()) if isinstance(criterion, nn.Module) else []
+    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    try:
+        with unchanged(modules):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether random numbers were drawn between two states."""
+    plain = [(state["python"], state["numpy"][2:]) for state in (before, after)]
+    pairs = zip(tensors_of(before), tensors_of(after), strict=True)
+    return plain[0] != plain[1] or any(not torch.equal(one, other) for one, other in pairs)

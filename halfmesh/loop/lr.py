@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from numbers import Integral
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -82,57 +81,48 @@ class LRAdvance:
 
 
 class _WarmupLR(LRScheduler):
-    """`lr * (s + 1) / warmup_steps` for s < warmup_steps, then `_decayed`.
+    """`lr * (s + 1) / warmup_steps` for s < warmup_steps, then `_decayed`. The warm-up may be longer than `total_steps`
+    (a short trial run): the rate then only rises.
 
     As in torch, `load_state_dict` also restores `total_steps` and the other arguments of the saved scheduler.
     """
 
-    may_end_in_warmup = False
     _extra_warmup_step = 0
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int) -> None:
-        self.total_steps = _steps("total_steps", total_steps, at_least=1)
-        self.warmup_steps = _steps("warmup_steps", warmup_steps, at_least=0)
-        if self.warmup_steps >= self.total_steps and not self.may_end_in_warmup:
-            raise InputError(
-                f"warmup_steps={warmup_steps} leaves no step of total_steps={total_steps} to {type(self).__name__}'s "
-                "decay; give fewer warm-up steps or more steps in total, or use LinearWarmupLR, which may end within "
-                "its warm-up"
-            )
+        if total_steps < 1:
+            raise InputError(f"total_steps={total_steps}: expected at least 1, in optimizer steps, not epochs")
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)  # last: it sets the optimizer's learning rates
 
     def get_lr(self) -> list[Any]:
         """The learning rate of each parameter group at step `last_epoch`."""
-        step = self.last_epoch
-        if step < self.warmup_steps:
-            return [lr * (step + 1) / (self.warmup_steps + self._extra_warmup_step) for lr in self.base_lrs]
-        return [self._decayed(lr, min(step, self.total_steps)) for lr in self.base_lrs]
+        step, up = self.last_epoch, self.warmup_steps
+        if step < up:
+            return [lr * (step + 1) / (up + self._extra_warmup_step) for lr in self.base_lrs]
+        progress = 1.0 if step >= self.total_steps else (step - up) / (self.total_steps - up)
+        return [self._decayed(lr, progress) for lr in self.base_lrs]
 
-    def _decayed(self, base_lr: Any, step: int) -> Any:
+    def _decayed(self, base_lr: Any, progress: float) -> Any:
+        """The rate when the share `progress` of the decay is over."""
         raise NotImplementedError
-
-    def _progress(self, step: int) -> float:
-        """How much of the decay is over: 0 to 1."""
-        return (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
 
 
 class LinearWarmupLR(_WarmupLR):
     """Linear warm-up, then linear decay to 0 at `total_steps`.
 
     `lr * (s + 1) / (warmup_steps + 1)` for s < warmup_steps, else
-    `lr * (total_steps - s) / (total_steps - warmup_steps)`. The warm-up may be longer than `total_steps` (a short trial
-    run): the rate then only rises. Raises InputError of other than whole numbers of steps.
+    `lr * (total_steps - s) / (total_steps - warmup_steps)`.
     """
 
-    may_end_in_warmup = True
     _extra_warmup_step = 1
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _decayed(self, base_lr: Any, step: int) -> Any:
-        # max: with a warm-up beyond the end, the numerator is 0 here and the divisor must not be
-        return base_lr * (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps)
+    def _decayed(self, base_lr: Any, progress: float) -> Any:
+        return base_lr * (1 - progress)
 
 
 class CosineAnnealingWarmupLR(_WarmupLR):
@@ -140,25 +130,24 @@ class CosineAnnealingWarmupLR(_WarmupLR):
 
     `lr * (s + 1) / warmup_steps` for s < warmup_steps, else, with
     p = (s - warmup_steps) / (total_steps - warmup_steps), `eta_min + (lr - eta_min) * (1 + cos(pi * p)) / 2`
-    (Loshchilov and Hutter, 2017, "SGDR", equation 5, one cycle). Raises InputError if `eta_min` is above a
-    group's rate.
+    (Loshchilov and Hutter, 2017, "SGDR", equation 5, one cycle).
     """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
-        self.eta_min = _final_lr("eta_min", eta_min, optimizer)
+        self.eta_min = float(eta_min)
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _decayed(self, base_lr: Any, step: int) -> Any:
-        return self.eta_min + (base_lr - self.eta_min) * (1 + math.cos(math.pi * self._progress(step))) / 2
+    def _decayed(self, base_lr: Any, progress: float) -> Any:
+        return self.eta_min + (base_lr - self.eta_min) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class MultiStepWarmupLR(_WarmupLR):
     """Linear warm-up, then the rate times `gamma` at each milestone.
 
     `lr * (s + 1) / warmup_steps` for s < warmup_steps, else `lr * gamma ** (number of milestones <= s)`. Milestones are
-    steps from the start of training, warm-up included; one within the warm-up raises InputError.
+    steps from the start of training, warm-up included.
     """
 
     def __init__(
@@ -171,17 +160,11 @@ class MultiStepWarmupLR(_WarmupLR):
         last_epoch: int = -1,
     ) -> None:
         self.gamma = float(gamma)
-        self.milestones = sorted(_steps("a milestone", milestone, at_least=1) for milestone in milestones)
-        early = [milestone for milestone in self.milestones if milestone < warmup_steps]
-        if early:
-            raise InputError(
-                f"milestones {early} lie within the warm-up of {warmup_steps} steps; milestones count from the start "
-                "of training: give later ones, or a shorter warm-up"
-            )
+        self.milestones = sorted(milestones)
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _decayed(self, base_lr: Any, step: int) -> Any:
-        return base_lr * self.gamma ** bisect_right(self.milestones, step)
+    def _decayed(self, base_lr: Any, progress: float) -> Any:
+        return base_lr * self.gamma ** bisect_right(self.milestones, min(self.last_epoch, self.total_steps))
 
 
 class PolynomialWarmupLR(_WarmupLR):
@@ -189,7 +172,6 @@ class PolynomialWarmupLR(_WarmupLR):
 
     `lr * (s + 1) / warmup_steps` for s < warmup_steps, else, with
     p = (s - warmup_steps) / (total_steps - warmup_steps), `end_lr + (lr - end_lr) * (1 - p) ** power`.
-    Raises InputError if `end_lr` is above a group's rate.
     """
 
     def __init__(
@@ -202,29 +184,8 @@ class PolynomialWarmupLR(_WarmupLR):
         last_epoch: int = -1,
     ) -> None:
         self.power = float(power)
-        self.end_lr = _final_lr("end_lr", end_lr, optimizer)
+        self.end_lr = float(end_lr)
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
-    def _decayed(self, base_lr: Any, step: int) -> Any:
-        return self.end_lr + (base_lr - self.end_lr) * (1 - self._progress(step)) ** self.power
-
-
-def _steps(name: str, value: object, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-        raise InputError(
-            f"{name}={value!r}: expected a whole number of at least {at_least}, in optimizer steps "
-            "(for epochs: epochs * optimizer steps per epoch)"
-        )
-    return int(value)
-
-
-def _final_lr(name: str, value: float, optimizer: Optimizer) -> float:
-    """Check that the rate can fall to `value` in every group."""
-    for index, group in enumerate(optimizer.param_groups):
-        base_lr = float(group.get("initial_lr", group["lr"]))
-        if base_lr < value:
-            raise InputError(
-                f"{name}={value!r} is above the learning rate {base_lr!r} of parameter group {index}, which would "
-                f"rise to it; give {name} <= {base_lr!r}"
-            )
-    return float(value)
+    def _decayed(self, base_lr: Any, progress: float) -> Any:
+        return self.end_lr + (base_lr - self.end_lr) * (1 - progress) ** self.power

@@ -24,8 +24,7 @@ from ..parallel.same_calls import SameCalls, is_looked_at
 from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
-from .last_stage import CriterionCalls, LastStage
-from .whole_batch import WholeBatch, refuse_other_loss
+from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
 
 if TYPE_CHECKING:
     from ..config.schema import PipelineConfig
@@ -87,8 +86,6 @@ class PipelineExecutor:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A handle in training; in evaluation, or without gradients, the output."""
-        for handle in find_handles((args, kwargs)):
-            handle.value()  # raises before backward
         self._compare_inputs("inputs", args, kwargs)
         call = Call(self._precision.cast_inputs(args), self._precision.cast_inputs(kwargs))
         if self._model.training and torch.is_grad_enabled():
@@ -101,15 +98,10 @@ class PipelineExecutor:
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A handle of the loss where an output is a handle, else the criterion's value."""
-        pending = {handle for handle in find_handles((args, kwargs)) if not handle.is_ready}
-        output = next((handle for handle in pending if isinstance(handle, PipelineOutput)), None)
+        outputs = (handle for handle in find_handles((args, kwargs)) if isinstance(handle, PipelineOutput))
+        output = next((handle for handle in outputs if not handle.is_ready), None)
         if output is None:
             return self._precision.criterion(criterion, *args, **kwargs)
-        if len(pending) > 1:
-            raise InputError(
-                "engine.criterion was given several outputs of engine(...), but under a pipeline each backward runs "
-                "one forward; join the inputs in one batch, or give the model both inputs at once"
-            )
         if output.was_used:
             output.value()  # raises
         forward: _Forward = output.batch

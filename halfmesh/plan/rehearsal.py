@@ -15,8 +15,8 @@ from torch import nn, optim
 
 from ..assembly import initialize
 from ..compat import get_layout
+from ..data.global_batch import accumulate
 from ..errors import InputError
-from ..global_batch import accumulate
 from ..parallel.buckets import give_grad
 from ..tensors import map_tensors, tensors_of
 from . import subject

@@ -20,10 +20,10 @@ import torch
 from ..errors import InputError, Preempted, cut
 from ..log import Listener, get_logger
 from ..loop.parts import EngineHook
-from ..run_files import RecordFile, begin_together, replace_file, set_aside
 from ..trainer.outcome import count_rows
 from .facts import describe_ranks, describe_settings, make_plain
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
+from .run_files import RecordFile, begin_together, replace_file, set_aside
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
@@ -184,7 +184,7 @@ class RunFolder:
         self.flush()
 
     def _session(self) -> dict[str, Any]:
-        from .. import __version__
+        from ..version import __version__
 
         engine, device = self._engine, self._engine.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

@@ -11,8 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..errors import InputError, cut, show_name
+from ..version import __version__
 from . import sections
 from .chart import colours
 from .charts import WANTED, make_charts

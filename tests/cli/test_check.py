@@ -65,7 +65,7 @@ def test_all_problems_at_once(run):
         (["--world-size", "0"], 1, "world_size: 0 is not a number of ranks"),
         ([], 2, "--world-size"),
         (["--world-size", "1", "--gpu-memory", "80GB"], 2, "--model, which is missing"),
-        (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'GBB' is no unit of memory"),
+        (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is no amount of memory"),
         (["--world-size", "1", "--model", SMALL, "--picture", "mesh.pdf"], 2, "ends in .png or .svg"),
     ],
 )

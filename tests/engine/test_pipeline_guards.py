@@ -106,7 +106,6 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     found["own backward"] = said(loss.backward)
     found["read"] = said(lambda: loss.item())
     found["scaled"] = said(lambda: engine.backward(loss / 2))
-    found["two outputs"] = said(engine.criterion, (output, engine(x)), y)
     found["targets"] = said(engine.criterion, output, y[:5])
     found["rows"] = said(engine, x, torch.ones(3, 2))
     found["names"] = said(engine.criterion, output, y, [str(number) for number in range(8)])
@@ -117,7 +116,6 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     found["assigned"] = said(engine.model.load_state_dict, deep().state_dict(), assign=True)
     engine.model.load_state_dict(deep().state_dict())  # of a whole one each rank takes its part
     found["input gradient"] = said(engine, x.clone().requires_grad_())
-    found["handle"] = said(engine, output)
     engine.eval()
     found["mode"] = said(engine.backward, loss)
     engine.train()
@@ -166,7 +164,6 @@ MESSAGES = {
     "own backward": "loss.backward() does not run the pipeline; write engine.backward(loss)",
     "read": "the loss is not computed before engine.backward(loss) under a pipeline",
     "scaled": "To change the loss (scale it, add to it) do so in the criterion",
-    "two outputs": "engine.criterion was given several outputs of engine(...)",
     "targets": "engine.criterion(...): target has 5 rows, and the batch has 8",
     "rows": "engine(...): argument 2 has 3 rows, and input has 8; arguments are split into microbatches",
     "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",
@@ -176,7 +173,6 @@ MESSAGES = {
     "model": "the model itself was called, but this rank holds stage",
     "assigned": "load without assign, or load before initialize",
     "input gradient": "an input of engine(...) requires gradients",
-    "handle": "the output of engine(...) is not computed before",
     "mode": "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and",
     "input changed": CHANGED,
     "target changed": CHANGED,

@@ -102,7 +102,7 @@ main()
 # What hangs is killed when the others have ended.
 FORKS = """
 import json, os, signal, sys, time
-import torch, torch.distributed, halfmesh.launching.launch, halfmesh.config.load
+import torch, torch.distributed, halfmesh.launchers, halfmesh.config.load
 from torch.distributed import pipelining, fsdp
 folder, port = sys.argv[1], int(sys.argv[2])
 ranks = {}

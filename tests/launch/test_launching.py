@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import halfmesh
+from halfmesh import launchers as launching
 from halfmesh.config.load import load_config
 from halfmesh.errors import InputError, LaunchError
-from halfmesh.launching import launch as launching
-from halfmesh.launching.env import RankNames
-from halfmesh.launching.launch import (
+from halfmesh.launchers import (
     choose_device,
     find_group_problem,
     get_default_parser,
@@ -29,6 +28,7 @@ from halfmesh.launching.launch import (
     launch_from_slurm,
     launch_from_torch,
 )
+from halfmesh.launching.env import RankNames
 from tests.support.ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")

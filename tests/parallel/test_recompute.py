@@ -211,10 +211,9 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_offloaded(caplog):
+def test_what_is_offloaded():
     x = torch.randn(512, FEATURES)
     engine = make_engine(FULL | OFFLOAD, model=Deep())
-    assert "activation_offload is of no use on a CPU" in caplog.text
     engine(x)  # finds out which buffers change
     with Copies() as copies:
         engine(x)

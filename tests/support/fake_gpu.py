@@ -102,7 +102,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
     device = torch.device("cuda", 0)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch("halfmesh.launching.launch.choose_device", return_value=device),
+        mock.patch("halfmesh.launchers.choose_device", return_value=device),
         mock.patch("halfmesh.inputs.find_device_problem", return_value=None),
         mock.patch("torch.cuda.device", return_value=mock.MagicMock()),
         mock.patch("torch.cuda.is_current_stream_capturing", side_effect=lambda: gpu.capturing),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import IncompatibleConfigError
+from ..errors import IncompatibleConfigError
 
 if TYPE_CHECKING:
-    from .config import Config
+    from ..config import Config
 
 
 def batch_size(loader: Any) -> int | None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError, cut, show_name
-from .log import get_logger
+from ..errors import InputError, cut, show_name
+from ..log import get_logger
 
 if TYPE_CHECKING:
-    from .parallel.context import ParallelContext
+    from ..parallel.context import ParallelContext
 
 _log = get_logger(__name__)
 

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..errors import LaunchError
-from ..log import get_logger
-from .env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
-from .failures import recorded_for_torchrun
-from .process_group import Address, OwnedGroup, make_group
+from .compat import get_layout
+from .errors import LaunchError
+from .launching.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
+from .launching.failures import recorded_for_torchrun
+from .launching.process_group import Address, OwnedGroup, make_group
+from .log import get_logger
 
 if TYPE_CHECKING:
-    from ..config.load import Config
+    from .config.load import Config
 
 _shared: list[OwnedGroup] = []
 """The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
@@ -49,8 +50,6 @@ class Launch:
     @property
     def dp_size(self) -> int:
         """The number of data ranks: processes, or groups of them, that see data of their own."""
-        from ..compat import get_layout
-
         return get_layout(self.config, self.world_size).data
 
     @property
@@ -236,7 +235,7 @@ def _launch(
     device: torch.device | str | None,
     verbose: bool,
 ) -> Launch:
-    from ..config.load import load_config
+    from .config.load import load_config
 
     with recorded_for_torchrun():
         loaded = load_config(config)

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from ._torch import foreach_copy_
-from .checkpoint.checkpointer import Checkpointer
-from .errors import InputError, show
-from .loop.parts import EngineParts
+from .._torch import foreach_copy_
+from ..errors import InputError, show
+from ..loop.parts import EngineParts
+from .checkpointer import Checkpointer
 
 
 class AveragedModel:
