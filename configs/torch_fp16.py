@@ -1,10 +1,10 @@
 """Mode TORCH in fp16: torch.autocast decides per operation, the parameters stay in fp32.
 
+    python examples/train_vit.py --config configs/torch_fp16.py
+
 The mode to begin with: it changes a model least. Matrix products run in fp16; operations that need range or accuracy
 (softmax, norms, losses) run in fp32. It costs memory: parameters, gradients and optimizer state are all in fp32.
 """
-
-from base import *
 
 from halfmesh import AMP_TYPE
 
@@ -18,3 +18,11 @@ fp16 = dict(
     growth_factor=2.0,  # times this after `growth_interval` updates without one
     growth_interval=100,  # the default of 2000 suits long runs; this one has about 400 updates in all
 )
+
+# Names in capitals are your own: halfmesh hands them through as config.NUM_EPOCHS and never looks at them.
+NUM_EPOCHS = 20
+BATCH_SIZE = 32  # images per data rank: with 2 ranks an update sees 64
+LEARNING_RATE = 2e-3
+WARMUP_EPOCHS = 2  # the learning rate rises from near 0 to LEARNING_RATE, then falls to 0
+WEIGHT_DECAY = 0.05
+ADAM_EPS = 1e-8  # torch's default

@@ -1,10 +1,9 @@
 """Train a small GPT on text, byte by byte, in the precision and layout that a config chooses; then let it write.
 
-    python examples/train_gpt.py --config configs/naive_bf16.py
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/tensor_fp32.py
-    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/data_tensor_naive_fp16.py
-    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/interleaved_torch_bf16.py
-    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --config configs/data_pipeline_tensor_naive_bf16.py
+    python examples/train_gpt.py --config configs/torch_bf16.py
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/tensor.py
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/pipeline.py
+    torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --config configs/three_d.py
     python examples/train_gpt.py --data my_texts/ --width 256 --depth 8 --context 256 --steps 500
 
 --set changes keys of the config: --set parallel.tensor=2 --set NUM_EPOCHS=3.
@@ -38,7 +37,7 @@ def parse_args() -> argparse.Namespace:
     """halfmesh's own options (--config and those of the launchers), and those of this script."""
     parser = halfmesh.get_default_parser()
     parser.description = "Train a small GPT on text, byte by byte."
-    parser.set_defaults(config=str(ROOT / "configs" / "fp32.py"))
+    parser.set_defaults(config=str(ROOT / "configs" / "torch_bf16.py"))
     parser.add_argument("--data", type=Path, help="a text file or a folder (default: Python's standard library)")
     parser.add_argument("--max-bytes", type=whole, default=2_000_000, help="read no more than this (default: 2 MB)")
     parser.add_argument("--context", type=whole, default=64, help="bytes that the model sees (default: 64)")

@@ -1,8 +1,8 @@
 """Train a Vision Transformer in the precision and layout that a config chooses.
 
-    python examples/train_vit.py --config configs/fp32.py
+    python examples/train_vit.py --config configs/torch_bf16.py
     torchrun --standalone --nproc-per-node 2 examples/train_vit.py --config configs/naive_fp16.py
-    torchrun --standalone --nproc-per-node 4 examples/train_vit.py --config configs/pipeline_tensor_torch_bf16.py
+    torchrun --standalone --nproc-per-node 8 examples/train_vit.py --config configs/three_d.py
     torchrun --standalone --nproc-per-node 8 examples/train_vit.py --config configs/vit_base_caltech101.py \
         --data caltech101 --data-root ~/data --download
 

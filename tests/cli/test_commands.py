@@ -71,16 +71,15 @@ def test_configs_are_listed_and_printed_as_one_file(tmp_path):
         text = run("configs", name).stdout
         target.write_text(text)
         assert halfmesh.load_config(target) == halfmesh.load_config(ROOT / "configs" / f"{name}.py"), name
-        assert "import *" not in text
 
 
 def test_configs_are_copied_and_nothing_is_replaced_unasked(tmp_path):
     target = tmp_path / "config.py"
-    result = run("configs", "zero1_torch_fp16.py", "--out", target)
+    result = run("configs", "torch_fp16.py", "--out", target)
     assert (result.exit_code, result.stdout) == (0, f"written: {target}\n")
-    assert target.read_text() == run("configs", "zero1_torch_fp16").stdout
-    assert run("configs", "fp32", "--out", target).exit_code == 2
-    assert run("configs", "fp32", "--out", target, "--force").exit_code == 0
+    assert target.read_text() == run("configs", "torch_fp16").stdout
+    assert run("configs", "tensor", "--out", target).exit_code == 2
+    assert run("configs", "tensor", "--out", target, "--force").exit_code == 0
     wrong = run("configs", "naive_fp61")
     assert wrong.exit_code == 2
     assert "did you mean 'naive_fp16'?" in wrong.stderr
@@ -96,8 +95,8 @@ def test_an_installed_halfmesh_has_the_configs(tmp_path):
     folder = library / "halfmesh" / "configs"
     names = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert names == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.py")}
-    done = start("-m", "halfmesh", "configs", "fp32", cwd=tmp_path, env={"PYTHONPATH": str(library), "PATH": ""})
-    assert done.stdout == run("configs", "fp32").stdout, done.stderr[-2000:]
+    done = start("-m", "halfmesh", "configs", "tensor", cwd=tmp_path, env={"PYTHONPATH": str(library), "PATH": ""})
+    assert done.stdout == run("configs", "tensor").stdout, done.stderr[-2000:]
 
 
 # --- env -----------------------------------------------------------------------------------------------------------

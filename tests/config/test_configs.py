@@ -8,39 +8,25 @@ from halfmesh import load_config
 from halfmesh.compat import Layout, check, get_layout
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-PRECISIONS = {
-    "fp32": (None, None),
-    "torch_fp16": ("torch", "float16"),
-    "torch_bf16": ("torch", "bfloat16"),
-    "naive_fp16": ("naive", "float16"),
-    "naive_bf16": ("naive", "bfloat16"),
-}
-APEX = {f"apex_o{level}": ("apex", "float16") for level in range(4)}
-# The layout that each makes of so many ranks; up to 8 it fits no other number.
-LAYOUTS = {
-    "tensor": {2: Layout(1, 1, 2), 4: Layout(1, 2, 2), 6: Layout(1, 3, 2), 8: Layout(1, 4, 2)},
-    "data_tensor": {4: Layout(1, 2, 2)},
-    "pipeline": {2: Layout(2, 1, 1), 4: Layout(2, 2, 1), 6: Layout(2, 3, 1), 8: Layout(2, 4, 1)},
-    "interleaved": {2: Layout(2, 1, 1), 4: Layout(2, 2, 1), 6: Layout(2, 3, 1), 8: Layout(2, 4, 1)},
-    "pipeline_tensor": {4: Layout(2, 1, 2), 8: Layout(2, 2, 2)},
-    "data_pipeline_tensor": {8: Layout(2, 2, 2)},
-    "zero1": {ranks: Layout(1, ranks, 1) for ranks in range(1, 9)},
-    "fsdp": {ranks: Layout(1, ranks, 1) for ranks in range(1, 9)},
-}
+# Mode, dtype, and the layout of 8 ranks.
 EXPECTED = {
-    "base": (None, None),
-    **PRECISIONS,
-    **APEX,
-    **{f"{layout}_{name}": expected for layout in LAYOUTS for name, expected in PRECISIONS.items()},
-    "accumulation_clipping": ("naive", "float16"),
-    "vit_base_caltech101": ("naive", "float16"),
+    "torch_bf16": ("torch", "bfloat16", Layout(1, 8, 1)),
+    "torch_fp16": ("torch", "float16", Layout(1, 8, 1)),
+    "naive_fp16": ("naive", "float16", Layout(1, 8, 1)),
+    "apex": ("apex", "float16", Layout(1, 8, 1)),
+    "tensor": ("torch", "bfloat16", Layout(1, 4, 2)),
+    "pipeline": ("torch", "bfloat16", Layout(2, 4, 1)),
+    "fsdp": ("naive", "bfloat16", Layout(1, 8, 1)),
+    "three_d": ("naive", "bfloat16", Layout(2, 2, 2)),
+    "accumulation_clipping": ("naive", "float16", Layout(1, 8, 1)),
+    "vit_base_caltech101": ("naive", "float16", Layout(1, 8, 1)),
 }
 # What the examples read.
 CONSTANTS = {"NUM_EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "WARMUP_EPOCHS", "WEIGHT_DECAY", "ADAM_EPS"}
 
 
-def load(name):
-    return load_config(FOLDER / f"{name}.py")
+def load(name, *overrides):
+    return load_config(FOLDER / f"{name}.py", overrides)
 
 
 def test_every_file_is_tested():
@@ -51,39 +37,41 @@ def test_every_file_is_tested():
 def test_config(name):
     config = load(name)
     mode = config.precision.mode if config.precision else None
-    assert (mode, config.precision_dtype) == EXPECTED[name]
+    assert (mode, config.precision_dtype, get_layout(config, 8)) == EXPECTED[name]
     assert set(config.user) == CONSTANTS
     assert config.WARMUP_EPOCHS < config.NUM_EPOCHS
-    layout = next((layout for layout in LAYOUTS if name.removeprefix(f"{layout}_") in PRECISIONS), None)
     for device in ("cpu", "cuda"):
-        assert check(config, max(LAYOUTS[layout]) if layout else 8, device) == []
-    assert (FOLDER / f"{name}.py").read_text().startswith('"""')
+        assert check(config, 8, device) == []
+    text = (FOLDER / f"{name}.py").read_text()
+    assert text.startswith('"""')
+    assert "import *" not in text, "each stands by itself"
 
 
-@pytest.mark.parametrize("name", [*PRECISIONS, *APEX])
+@pytest.mark.parametrize("name", ["torch_bf16", "torch_fp16", "naive_fp16", "apex"])
 def test_only_the_precision_differs(name):
-    changed = load(name).to_dict()
-    assert {key for key in changed if key.islower()} <= {"fp16", "bf16"}
-    expected = load("base").to_dict() | ({"ADAM_EPS": 1e-4} if name == "apex_o3" else {})
-    assert {key: changed[key] for key in CONSTANTS} == expected
-    if name in APEX:
-        assert load(name).fp16.options.opt_level == f"O{name[-1]}"
+    ours, others = ({k: v for k, v in load(n).to_dict().items() if k not in ("fp16", "bf16")} for n in (name, "tensor"))
+    assert {key for key in ours if key.islower()} <= {"seed"}
+    assert {key: ours[key] for key in CONSTANTS} == {key: others[key] for key in CONSTANTS}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_is_the_same_in_each_precision(layout):
-    parallel = load(f"{layout}_fp32").parallel
-    assert parallel.tensor.sequence_parallel == ("tensor" in layout and layout != "tensor")
-    assert parallel.data.strategy == (layout if layout in ("zero1", "fsdp") else "replicate")
-    assert parallel.pipeline.keep_outputs == (parallel.pipeline.size > 1), "train_vit.py measures training accuracy"
-    stages = parallel.pipeline.size * parallel.pipeline.chunks
-    assert stages == {"interleaved": 4}.get(layout, 2 if "pipeline" in layout else 1)
-    for name in PRECISIONS:
-        config = load(f"{layout}_{name}")
-        assert {k: v for k, v in config.to_dict().items() if k != "parallel"} == load(name).to_dict()
-        assert config.parallel == parallel
-        for ranks in range(1, 9):
-            findings = check(config, ranks, "cpu")
-            assert {finding.where.partition(".")[0] for finding in findings} <= {"parallel"}
-            assert (findings == []) == (ranks in LAYOUTS[layout])
-            assert findings or get_layout(config, ranks) == LAYOUTS[layout][ranks]
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "fsdp", "three_d"])
+@pytest.mark.parametrize("mode", ["torch", "naive"])
+@pytest.mark.parametrize("key", ["fp16", "bf16", None])
+def test_a_layout_takes_each_precision(name, mode, key):
+    overrides = ["bf16=null"] if key != "bf16" else []
+    config = load(name, *overrides, *([f"{key}.mode={mode}"] if key else []))
+    assert config.parallel == load(name).parallel
+    assert check(config, 8, "cpu") == []
+
+
+def test_what_the_docstrings_offer_can_run():
+    for name, ranks, *overrides in (
+        ("naive_fp16", 1, "fp16=null", "bf16.mode=naive"),
+        ("apex", 1, "fp16.opt_level=O2"),
+        ("apex", 1, "fp16.opt_level=O3", "ADAM_EPS=1e-4"),
+        ("tensor", 4, "parallel.tensor=4"),
+        ("pipeline", 2, "parallel.pipeline.schedule=interleaved", "parallel.pipeline.chunks=2"),
+        ("fsdp", 2, "parallel.data=zero1"),
+        ("three_d", 4, "parallel.data.size=null"),
+    ):
+        assert check(load(name, *overrides), ranks, "cpu") == [], name

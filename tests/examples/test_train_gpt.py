@@ -58,27 +58,16 @@ def test_the_end_of_the_text_is_held_out(tmp_path):
 # --- the script ----------------------------------------------------------------------------------------------------
 
 # Small enough for a test, and still on the real text. An update sees 32 windows, whatever the number of data ranks.
-SMALL = [
-    "--width",
-    32,
-    "--depth",
-    2,
-    "--heads",
-    2,
-    "--context",
-    32,
-    "--set",
-    "NUM_EPOCHS=3",
-    "--steps",
-    8,
-    "--sample",
-    30,
-]
+SMALL = ["--width", 32, "--depth", 2, "--heads", 2, "--context", 32, "--steps", 8, "--sample", 30]
+SMALL += ["--set", "NUM_EPOCHS=3"]
+FP32 = "bf16=null"
 SMALL += ["--dropout", 0]  # to compare layouts, whose random numbers differ
 
 
 def train(config, folder, *args, batch=32, ranks=None):
-    """The metrics of a small run, and what it printed."""
+    """The metrics of a small run with a config and overrides, and what it printed."""
+    config, *overrides = config
+    args = [*args, *(word for override in overrides for word in ("--set", override))]
     args = ["--config", CONFIGS / f"{config}.py", *SMALL, "--set", f"BATCH_SIZE={batch}", *args]
     done = run("train_gpt.py", *args, ranks=ranks, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -92,7 +81,7 @@ def losses(metrics):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """One process in fp32."""
-    return train("fp32", tmp_path_factory.mktemp("reference"))
+    return train(("torch_bf16", FP32), tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.slow
@@ -111,12 +100,12 @@ def test_one_process(reference):
 @pytest.mark.parametrize(
     ("config", "ranks", "batch", "rel"),
     [
-        ("tensor_fp32", 2, 32, 1e-3),
-        ("interleaved_fp32", 2, 32, 1e-3),
-        ("zero1_fp32", 2, 16, 1e-3),
-        ("fsdp_fp32", 2, 16, 1e-3),
-        ("data_tensor_naive_fp16", 4, 16, 1e-2),
-        ("data_pipeline_tensor_naive_bf16", 8, 16, 1e-2),
+        (("tensor", FP32), 2, 32, 1e-3),
+        (("pipeline", FP32, "parallel.pipeline.schedule=interleaved", "parallel.pipeline.chunks=2"), 2, 32, 1e-3),
+        (("fsdp", FP32, "parallel.data=zero1"), 2, 16, 1e-3),
+        (("fsdp", FP32), 2, 16, 1e-3),
+        (("tensor", FP32, "fp16.mode=naive", "parallel.tensor.sequence_parallel=true"), 4, 16, 1e-2),
+        (("three_d",), 8, 16, 1e-2),
     ],
 )
 def test_several_ranks_compute_the_same(config, ranks, batch, rel, reference, tmp_path):

@@ -36,8 +36,14 @@ def image_folder(tmp_path):
 # --- the script ----------------------------------------------------------------------------------------------------
 
 
-def train(folder, *args, config="fp32", ranks=None):
-    """The metrics of a run, and what it printed."""
+FP32 = ("torch_bf16", "bf16=null")
+INTERLEAVED = ("pipeline", "parallel.pipeline.schedule=interleaved", "parallel.pipeline.chunks=2")
+
+
+def train(folder, *args, config=FP32, ranks=None):
+    """The metrics of a run with a config and overrides, and what it printed."""
+    config, *overrides = config
+    args = [*args, *(word for override in overrides for word in ("--set", override))]
     done = run("train_vit.py", "--config", CONFIGS / f"{config}.py", *args, ranks=ranks, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "runs" / config / "metrics.json").read_text()), done.stdout.splitlines()
@@ -52,19 +58,19 @@ def test_one_process_and_an_accuracy_that_is_too_low(tmp_path):
         "--min-accuracy",
         100.5,
     ]
-    done = run("train_vit.py", *args, "--config", CONFIGS / "fp32.py", cwd=tmp_path)
+    done = run("train_vit.py", *args, "--config", CONFIGS / "naive_fp16.py", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("test accuracy: ")
     assert done.stderr.splitlines()[-1] == "the test accuracy is below --min-accuracy 100.5 %"
     with Image.open(picture) as image:
         assert image.size == (1000, 600)
     metrics = json.loads((tmp_path / "here" / "metrics.json").read_text())
-    assert (metrics["config"], metrics["seed"], metrics["tests"][0]["update"]) == ("fp32", 3, 4)
+    assert (metrics["config"], metrics["seed"], metrics["tests"][0]["update"]) == ("naive_fp16", 3, 4)
 
 
 @pytest.mark.slow
 def test_two_processes_learn_the_digits(tmp_path):
-    metrics, lines = train(tmp_path, "--set", "NUM_EPOCHS=6", "--min-accuracy", 80, config="naive_fp16", ranks=2)
+    metrics, lines = train(tmp_path, "--set", "NUM_EPOCHS=6", "--min-accuracy", 80, config=["naive_fp16"], ranks=2)
     accuracy = float(lines[-1].removeprefix("test accuracy: ").removesuffix(" %"))
     assert 80 < accuracy <= 100
     assert metrics["test_accuracy"] == pytest.approx(accuracy, abs=0.05)
@@ -86,10 +92,10 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "config", "batch"),  # 32 images on all data ranks together
     [
-        (2, "tensor_naive_fp16", 32),
-        (4, "data_tensor_torch_bf16", 16),
-        (2, "interleaved_naive_bf16", 32),
-        (4, "pipeline_tensor_fp32", 32),
+        (2, ("tensor", "bf16=null", "fp16.mode=naive"), 32),
+        (4, ("tensor", "parallel.tensor.sequence_parallel=true"), 16),
+        (2, (*INTERLEAVED, "bf16.mode=naive"), 32),
+        (4, ("three_d", "parallel.data.size=null", "bf16=null"), 32),
     ],
 )
 def test_a_divided_model_learns_the_digits(ranks, config, batch, reference, tmp_path):
@@ -103,14 +109,16 @@ def test_a_divided_model_learns_the_digits(ranks, config, batch, reference, tmp_
 @pytest.mark.slow
 def test_a_pipeline_leaves_out_a_short_last_batch(tmp_path):
     """Of 3 images the interleaved schedule would make no microbatches."""
-    metrics, _ = train(tmp_path, "--set", "NUM_EPOCHS=1", "--limit", 35, config="interleaved_fp32", ranks=2)
+    metrics, _ = train(tmp_path, "--set", "NUM_EPOCHS=1", "--limit", 35, config=INTERLEAVED, ranks=2)
     assert metrics["tests"][0]["update"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_apex_levels_learn_the_digits(level, tmp_path):
-    metrics, _ = train(tmp_path, "--set", "NUM_EPOCHS=3", "--min-accuracy", 80, config=f"apex_o{level}")
+    metrics, _ = train(
+        tmp_path, "--set", "NUM_EPOCHS=3", "--min-accuracy", 80, config=["apex", f"fp16.opt_level=O{level}"]
+    )
     assert 80 < metrics["test_accuracy"] <= 100
     assert {point["loss_scale"] for point in metrics["training"]} <= {2.0**16, 2.0**15}
 
@@ -119,7 +127,7 @@ def test_apex_levels_learn_the_digits(level, tmp_path):
 def test_images_in_folders_end_to_end(image_folder, tmp_path):
     args = ["--data", "imagefolder", "--data-root", image_folder, "--model", "vit_tiny_patch16_224"]
     args += ["--image-size", SIZE, "--set", "NUM_EPOCHS=1", "--set", "BATCH_SIZE=2", "--workers", 1]
-    metrics, _ = train(tmp_path, *args, config="torch_bf16")
+    metrics, _ = train(tmp_path, *args, config=["torch_bf16"])
     assert metrics["tests"][0]["update"] == 3
 
 

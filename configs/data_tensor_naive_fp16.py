@@ -1,7 +1,0 @@
-"""Data, tensor and sequence parallelism over 2 x 2 ranks, mode NAIVE in fp16.
-
-What the keys mean: data_tensor_fp32.py and naive_fp16.py.
-"""
-
-from data_tensor_fp32 import *
-from naive_fp16 import *

@@ -1,7 +1,0 @@
-"""fsdp, mode NAIVE in fp16: the parts are the fp32 masters, and weights travel in half precision.
-
-What the keys mean: fsdp_fp32.py and naive_fp16.py.
-"""
-
-from fsdp_fp32 import *
-from naive_fp16 import *

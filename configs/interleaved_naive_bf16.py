@@ -1,7 +1,0 @@
-"""Pipeline parallelism over 2 ranks with 2 stages each, mode NAIVE in bf16.
-
-What the keys mean: interleaved_fp32.py and naive_bf16.py.
-"""
-
-from interleaved_fp32 import *
-from naive_bf16 import *

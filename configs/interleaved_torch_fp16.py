@@ -1,7 +1,0 @@
-"""Pipeline parallelism over 2 ranks with 2 stages each, mode TORCH in fp16.
-
-All ranks share one loss scale and skip the same updates. What the keys mean: interleaved_fp32.py and torch_fp16.py.
-"""
-
-from interleaved_fp32 import *
-from torch_fp16 import *

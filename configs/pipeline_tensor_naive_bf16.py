@@ -1,7 +1,0 @@
-"""Pipeline, tensor and sequence parallelism over 2 x 2 ranks, mode NAIVE in bf16.
-
-What the keys mean: pipeline_tensor_fp32.py and naive_bf16.py.
-"""
-
-from naive_bf16 import *
-from pipeline_tensor_fp32 import *

@@ -1,7 +1,0 @@
-"""Pipeline, tensor and sequence parallelism over 2 x 2 ranks, mode NAIVE in fp16.
-
-All ranks share one loss scale and skip the same updates. What the keys mean: pipeline_tensor_fp32.py and naive_fp16.py.
-"""
-
-from naive_fp16 import *
-from pipeline_tensor_fp32 import *

@@ -1,7 +1,0 @@
-"""Pipeline, tensor and sequence parallelism over 2 x 2 ranks, mode TORCH in fp16.
-
-All ranks share one loss scale and skip the same updates. What the keys mean: pipeline_tensor_fp32.py and torch_fp16.py.
-"""
-
-from pipeline_tensor_fp32 import *
-from torch_fp16 import *

@@ -1,7 +1,0 @@
-"""Pipeline parallelism over 2 ranks, mode TORCH in bf16.
-
-What the keys mean: pipeline_fp32.py and torch_bf16.py.
-"""
-
-from pipeline_fp32 import *
-from torch_bf16 import *
