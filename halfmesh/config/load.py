@@ -25,7 +25,7 @@ def load_config(source: str | Path | Mapping[str, Any] | Config) -> Config:
     """
     if isinstance(source, Config):
         return source
-    raw, hint = _read(source)
+    raw, hint = read_raw(source)
     return build(raw, _name(source), hint)
 
 
@@ -34,7 +34,7 @@ def load_leniently(source: str | Path | Mapping[str, Any] | Config) -> tuple[Con
     if isinstance(source, Config):
         return source, []
     try:
-        raw, hint = _read(source)
+        raw, hint = read_raw(source)
     except ConfigError as error:
         return None, list(error.problems)
     return build_leniently(raw, hint)
@@ -46,8 +46,8 @@ def _name(source: object) -> str:
     return "the config"
 
 
-def _read(source: object) -> tuple[Mapping[Any, Any], str]:
-    """The raw keys and values, and how this kind of source writes names of its own."""
+def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
+    """The keys and values as they are, and how this kind of source writes names of its own."""
     if isinstance(source, Mapping):
         return source, _OWN_NAMES
     if isinstance(source, (str, Path)):
