@@ -14,8 +14,8 @@ _SHARDING = {
 }
 
 
-def _half(value: str | bool, values: Values) -> object:
-    kind, key = values.get("distributed_type"), "fp16" if value is True else str(value).lower()
+def _half(value: str, values: Values) -> object:
+    kind, key = values.get("distributed_type"), value.lower()
     look = "'naive' gathers weights in half precision, as FSDP's MixedPrecision; 'torch' in fp32"
     return to({f"{key}.mode": "naive" if kind == "DEEPSPEED" else "torch"}, look if kind == "FSDP" else "")
 
@@ -24,7 +24,6 @@ ACCELERATE = Origin(
     title="accelerate",
     rows={
         "mixed_precision": {**_OFF, "fp16": _half, "bf16": _half, "fp8": lost("nearest is bf16 = dict(mode='torch')")},
-        "fp16": on(_half),
         "distributed_type": {
             "fsdp": to(FSDP),
             "megatron_lm": lost("write parallel by hand"),
@@ -48,10 +47,9 @@ ACCELERATE = Origin(
         "parallelism_config.parallelism_config_dp_shard_size": {1: AS_HERE, "*": to(FSDP, _HYBRID)},
         "parallelism_config.parallelism_config_?p_size": lost("parallel.tensor.sequence_parallel is nearest"),
         "fsdp_plugin deepspeed_plugin* megatron_lm_plugin torch_tp_plugin": lost("write its parallel keys by hand"),
-        "*_config.* log_with project_* *_plugin kwargs_handlers tpu_* downcast_bf16": no("there is no such key here"),
+        "*_config.* log_with device_placement project_* *_plugin kwargs* tpu_* downcast_bf16": no("no such key here"),
         "split_batches": on(no("the batch size is that of each data rank: divide it by their number")),
         "step_scheduler_with_optimizer": {True: AS_HERE, False: to({"lr_interval": "manual"})},
-        "device_placement": AS_HERE,
     },
     needs=(
         ("fsdp_config.*", "distributed_type", "FSDP", "FSDP"),

@@ -6,10 +6,8 @@ _NAIVE = to({"fp16.mode": "naive"}, "the loss scale begins at 2**16, not 2**32, 
 _RING = lost("there is no ring attention here; nearest is parallel.tensor = dict(size=..., sequence_parallel=True)")
 
 
-def _dynamic(value: bool, values: Values) -> object:
-    if not value and "fp16.initial_scale" not in values:
-        raise ValueError("False needs initial_scale, the static scale, which is missing")
-    return done("the loss scale is dynamic, as by default" if value else "fp16.loss_scale is what initial_scale was")
+def _static(value: bool, values: Values) -> object:
+    return to({"fp16.loss_scale": values.get("fp16.initial_scale")})  # None, which is refused, where it is missing
 
 
 def _microbatches(value: int, values: Values) -> object:
@@ -31,7 +29,7 @@ COLOSSAL = Origin(
         "fp16.initial_scale": lambda value, values: (
             "fp16.loss_scale" if values.get("fp16.dynamic_grad_scale") is False else "fp16.initial_scale"
         ),
-        "fp16.dynamic_grad_scale": _dynamic,
+        "fp16.dynamic_grad_scale": {True: AS_HERE, False: _static},
         "fp16.hysterisis": "fp16.hysteresis",
         "fp16.clip_grad_norm": no("Colossal-AI put the top-level clip_grad_norm in its place; set that one"),
         "fp16.*": "fp16.*",
@@ -46,9 +44,7 @@ COLOSSAL = Origin(
         "zero.optimizer_config.gpu_margin_mem_ratio zero.model_config.*": no("fsdp keeps each block's shards by rows"),
         "zero.optimizer_config.*": "fp16.*",
         "gradient_accumulation clip_grad_norm": "*",
-        "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no(
-            "groups, shapes and reductions are found"
-        ),
+        "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no("it is found by itself: remove it"),
         "seed": ("seed", "Colossal-AI ignored this key, and took the seed of launch (1024); here it counts"),
         "model.num_chunks": {1: AS_HERE, "*": no("see parallel.pipeline.schedule='interleaved' and chunks")},
         "model.* optimizer.* loss.* lr_scheduler.* train_data.* test_data.* dataset.* schedule.* hooks.* cudnn_* "

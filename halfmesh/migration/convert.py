@@ -1,6 +1,4 @@
-"""Another engine's config, walked with its table, as ours."""
-
-from __future__ import annotations
+"""Another engine's config, walked with its table, as ours. ORIGINS: by the name that --from takes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,7 +14,6 @@ from .table import Origin, Outcome, Values, done, matches, no, to
 ORIGINS: Mapping[str, Origin] = MappingProxyType(
     {"colossal": COLOSSAL, "apex": APEX, "sagemaker": SAGEMAKER, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
 )
-"""By the name that --from takes."""
 
 
 def convert(origin: Origin, values: Values) -> tuple[dict[str, Outcome], dict[str, Any]]:

@@ -35,15 +35,11 @@ DEEPSPEED = Origin(
         "zero_optimization.offload_*.device zero_optimization.cpu_offload*": OFFLOAD,
         "zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size": lost("see parallel.data.hybrid"),
         "zero_optimization.*": no("parallel.data has bucket_mb and prefetch; engine.save_weights writes whole weights"),
-        "communication_data_type data_types.* prescale_gradients gradient_predivide_factor sparse_gradients": no(
-            "gradients are dense, averaged in fp32; see parallel.data.reduce_dtype and gradient_dtype"
-        ),
+        "communication_data_type data_types.* prescale* *predivide*": no("see reduce_dtype and gradient_dtype"),
         "pipeline.stages": STAGES,
         "pipeline.activation_checkpoint_interval": {0: AS_HERE, "*": "activation_checkpoint.every"},
         "tensor_parallel.autotp_size": TENSOR,
-        "activation_checkpointing.cpu_checkpointing": on(
-            to({"activation_offload": True, "activation_checkpoint.every": 1})
-        ),
+        "*.cpu_checkpointing": on(to({"activation_offload": True, "activation_checkpoint.every": 1})),
         "activation_checkpointing.partition_activations": lost("parallel.tensor.sequence_parallel is nearest"),
         "pipeline.* tensor_parallel.* activation_checkpointing.*": no("halfmesh divides the model by itself"),
         "optimizer.* scheduler.*": no("make it in your script; Adam is torch.optim.AdamW, unless adam_w_mode is false"),
@@ -51,9 +47,9 @@ DEEPSPEED = Origin(
         "dataloader_drop_last": on(no("give your DataLoader drop_last=True")),
         "seed": "seed",
         "steps_per_print *_breakdown dump_state tensorboard.* wandb.* csv_monitor.* comet.*": no("see Trainer's hooks"),
-        "torch_autocast.* flops_profiler.* comms_logger.* autotuning.* elasticity.* data_efficiency.* aio.* zero_* "
-        "curriculum_learning.* sparse_attention.* compression_training.* hybrid_engine.* nebula.* eigenvalue.* "
-        "progressive_layer_drop.* quantize_training.* checkpoint.* monitor_config.*": no("nothing here is like it"),
+        "torch_autocast.* flops_profiler.* comms_logger.* autotuning.* elasticity.* data_efficiency.* curriculum_* "
+        "aio.* zero_* sparse_* compression_training.* hybrid_engine.* nebula.* progressive_layer_drop.* eigenvalue.* "
+        "quantize_training.* checkpoint.* monitor_config.*": no("halfmesh has nothing of the kind"),
     },
     needs=(
         ("fp16.*", "fp16.enabled", True, False),

@@ -1,13 +1,10 @@
 """The parameters of SageMaker's model parallel library, and of its optimizer's loss scale."""
 
-from typing import Any
-
 from .table import AS_HERE, FSDP, MICROBATCHES, STAGES, TENSOR, ZERO1, Origin, Values, done, lost, no, on, to
 
 _SHARDED = to(FSDP, "with more data ranks than this write parallel.data.hybrid: so many share the weights")
 _SCHEDULE = "parallel.pipeline.schedule"
 _DIVIDE = "without a pipeline a batch is not split: divide the dataloader's batch size by it"
-_STATIC = "where smp.DistributedOptimizer got no loss scale it was a static 1.0; here it is dynamic"
 
 
 def _stages(values: Values) -> int:
@@ -15,9 +12,9 @@ def _stages(values: Values) -> int:
     return stages if isinstance(stages, int) else 1
 
 
-def _defaults(values: Values) -> dict[str, Any]:
+def _defaults(values: Values) -> dict[str, object]:
     """What SageMaker does where nothing is said. (1f1b needs a microbatch for each stage at least.)"""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if {"static_loss_scale", "dynamic_loss_scale"} & values.keys() and values.get("bf16") is not True:
         settings["fp16.mode"] = "naive"
     if _stages(values) > 1 and "microbatches" not in values:
@@ -37,11 +34,9 @@ SAGEMAKER = Origin(
         ),
         "pipeline": {"simple": to({_SCHEDULE: "gpipe"}), "interleaved": to({_SCHEDULE: "1f1b"}, "it is 1f1b here")},
         "tensor_parallel_degree": (TENSOR, "unless prescaled_batch: multiply the loader's batch size by it"),
-        "prescaled_batch": done("tensor ranks see the same batch here"),
         "auto_partition": {True: AS_HERE, False: no("name the stages in parallel.pipeline.partition")},
-        "placement_strategy": {"pdt": AS_HERE, "*": no("'PDT' is the order here: the same numbers")},
         "ddp": {True: AS_HERE, False: to({"parallel.data.size": 1}, "start as many ranks as there are parts")},
-        "fp16 fp16_params": on(to({"fp16.mode": "naive"}, _STATIC)),
+        "fp16 fp16_params": on(to({"fp16.mode": "naive"}, "a static 1.0 there, where the optimizer got no loss scale")),
         "bf16": on(to({"bf16.mode": "naive"})),
         "static_loss_scale": "fp16.loss_scale",
         "dynamic_loss_scale": lambda value, values: to(
@@ -62,9 +57,9 @@ SAGEMAKER = Origin(
         "offload_activations sm_activation_offloading": "activation_offload",
         "random_seed": "seed",
         "expert_parallel_degree context_parallel_degree": lost("parallel.tensor.sequence_parallel is nearest"),
-        "optimize memory_weight active_microbatches activation_loading_horizon contiguous default_partition ddp_* "
-        "horovod trace_* deterministic_server static_mode fast_mode load_partition partition_file skip_tracing sdp_* "
-        "_sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/deferred.md"),
+        "optimize prescaled_batch placement_strategy memory_weight active_* activation_loading_horizon contiguous "
+        "horovod *_partition ddp_* trace_* deterministic_server static_mode fast_mode partition_file sdp_* "
+        "skip_tracing _sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/deferred.md"),
         "*enabled smdistributed.dataparallel.* torch_distributed.* pytorchddp.* mpi.* instance_*": done("halfmesh run"),
     },
     needs=(

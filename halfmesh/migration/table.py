@@ -8,8 +8,6 @@ Keys that share a row stand in one string; `*` is anything, and a key that is na
 - a function of the value, and of all values by key, that returns a row; a ValueError says why the value makes no sense.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -266,7 +266,6 @@ def test_reasons_of_deepspeeds_keys():
             {},
         ),
         ({"mixed_precision": "no", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"compile": True}, {}),
-        ({"fp16": True}, {"fp16": {"mode": "torch"}}, {}),
         (
             {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_offload_params": True}},
             {},
