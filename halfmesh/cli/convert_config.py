@@ -67,14 +67,19 @@ def convert_config(
         raise typer.BadParameter(str(error)) from None
     outcomes, settings = convert(ORIGINS[origin], values)
     config, findings = load_leniently(settings)
-    for key, value in settings.items():
-        if not _is_literal(value):
-            findings.append(f"{key}: it cannot be written as a literal: copy it by hand")
+    for key in [key for key, value in settings.items() if not _is_literal(value)]:
+        del settings[key]
+        findings.append(f"{key}: it cannot be written as a literal: copy it by hand")
     if config is not None:
         findings += _find_problems(config, world_size, device)
     looks = [ORIGINS[origin].look, _EACH_BATCH if settings.get("gradient_accumulation", 1) != 1 else ""]
 
     looks = list(filter(None, looks))
+    prefix = ORIGINS[origin].prefix
+    unsaid = ORIGINS[origin].always({key.removeprefix(prefix): value for key, value in values.items()})
+    looks += [
+        f"{key} = {value!r} follows from what {ORIGINS[origin].title} does by default" for key, value in unsaid.items()
+    ]
     where = "" if world_size is None else f" on {world_size} rank(s)"
     lines = list(_describe(values, outcomes, looks, [f"cannot run{where}: {finding}" for finding in findings]))
     title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
