@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import enum
 import json
 import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from keyword import iskeyword
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..migration.table import Outcome
+
 NAMES = ("colossal", "apex", "sagemaker", "deepspeed", "accelerate")
+_EACH_BATCH = (
+    "gradient_accumulation counts batches itself: delete the `if (i + 1) % N == 0` around the step and the `/ N` of "
+    "the loss, and call engine.step() for each batch"
+)
 
 
 def convert_config(
     source: Annotated[
-        str, typer.Argument(help="A .py, .json or .yaml file; or a dict, or key=value pairs, in quotes.")
+        str, typer.Argument(help="A .json or .yaml file, Colossal-AI's .py; or a dict, or key=value pairs, in quotes.")
     ],
     origin: Annotated[str, typer.Option("--from", help=f"Whose config it is: {', '.join(NAMES)}.")],
     out: Annotated[Path | None, typer.Option(help="Write the config there, a .py file; left out: print it.")] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="The number of ranks, where the source does not say it.")
-    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="The number of ranks that it is checked for.")] = None,
     device: Annotated[str, typer.Option(help="The kind of device that it is checked for: cuda or cpu.")] = "cuda",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Turn another engine's config into one of halfmesh.
 
-    Files are read, not run: colossal: Colossal-AI's legacy config.py; apex: a script that calls amp.initialize, or its
-    arguments; sagemaker: parameters of its model parallel library, or a script with distribution={...}; deepspeed:
-    ds_config.json; accelerate: default_config.yaml, or a script that calls Accelerator.
+    That is: colossal: Colossal-AI's legacy config.py, which is run; apex: the arguments of amp.initialize; sagemaker:
+    parameters of its model parallel library; deepspeed: ds_config.json; accelerate: default_config.yaml, or the
+    arguments of Accelerator.
 
     Each key of the source is in one of three lists on stderr: converted, without equivalent, not understood. The exit
     status is 0 if all was understood, no precision and no sharding is lost, and the config can run (on --world-size
     ranks, if given); else 1.
     """
-    from ..errors import InputError, did_you_mean
-    from ..migration import writing
-    from ..migration.convert import convert
-    from ..migration.origins import ORIGINS
-    from ..migration.reading import read
+    from ..config.load import load_leniently
+    from ..errors import ConfigError, InputError, did_you_mean
+    from ..migration.convert import ORIGINS, convert
     from ..plan.writing import put, refuse_path
 
     if origin not in ORIGINS:
@@ -53,19 +62,162 @@ def convert_config(
         if out is not None:
             refuse_path(out, force)
         with contextlib.redirect_stdout(sys.stderr):
-            conversion = convert(ORIGINS[origin], read(source, origin), world_size, device)
-        title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
-        text = writing.as_python(conversion, title, ORIGINS[origin].title)
-        writing.verify(text, conversion)
-        if out is not None:
-            put(out, text)
-    except InputError as error:
+            values = dict(flatten(read(source, origin)))
+    except (InputError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
-    answer = writing.as_json(conversion, text)
+    outcomes, settings = convert(ORIGINS[origin], values)
+    config, findings = load_leniently(settings)
+    for key in [key for key, value in settings.items() if not _is_literal(value)]:
+        del settings[key]
+        findings.append(f"{key}: it cannot be written as a literal: copy it by hand")
+    if config is not None:
+        findings += _find_problems(config, world_size, device)
+    looks = [ORIGINS[origin].look, _EACH_BATCH if settings.get("gradient_accumulation", 1) != 1 else ""]
+
+    looks = list(filter(None, looks))
+    prefix = ORIGINS[origin].prefix
+    unsaid = ORIGINS[origin].always({key.removeprefix(prefix): value for key, value in values.items()})
+    looks += [
+        f"{key} = {value!r} follows from what {ORIGINS[origin].title} does by default" for key, value in unsaid.items()
+    ]
+    where = "" if world_size is None else f" on {world_size} rank(s)"
+    lines = list(_describe(values, outcomes, looks, [f"cannot run{where}: {finding}" for finding in findings]))
+    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
+    text = _as_python(settings, [f"Made by halfmesh convert-config from {title} ({ORIGINS[origin].title}).", *lines])
+    answer = _as_json(values, outcomes) | {"findings": findings, "looks": looks, "world_size": world_size}
+    right = not (findings or answer["lost"] or answer["not_understood"])
+    if out is not None:
+        put(out, text)
     if as_json:
-        print(json.dumps(answer, indent=2))
+        print(json.dumps({"ok": right, **answer, "config": text}, indent=2, default=repr))
     else:
-        for line in writing.summary(conversion):
-            print(line, file=sys.stderr)
-        print(f"written: {out}" if out is not None else text, end="\n" if out is not None else "")
-    raise typer.Exit(0 if answer["ok"] else 1)
+        print("\n".join(lines), file=sys.stderr)
+        print(f"written: {out}\n" if out is not None else text, end="")
+    raise typer.Exit(0 if right else 1)
+
+
+def read(given: str, origin: str) -> Mapping[Any, Any]:
+    """The keys and values of a file, of a dict as JSON or Python has it, or of key=value pairs.
+
+    Raises:
+        InputError, ConfigError: there is nothing of the kind.
+    """
+    from ..config.load import read_raw
+    from ..errors import ConfigError, InputError
+
+    if given.lstrip().startswith("{"):
+        value = _literal(given.strip())
+        if not isinstance(value, dict):
+            raise InputError(f"{given[:120]!r}: neither JSON nor a Python dict of literals")
+        return value
+    path = Path(given)
+    if "=" in given and not path.is_file():
+        pairs = [pair.partition("=") for pair in given.replace(",", " ").split()]
+        if wrong := [key for key, sign, _ in pairs if not key or not sign]:
+            raise InputError(f"{wrong[0]!r}: expected key=value pairs, such as opt_level=O2")
+        return {key: _literal(value) for key, _, value in pairs}
+    if path.suffix == ".py" and origin != "colossal":
+        raise InputError(f"{path}: a script is not run; give its arguments as a dict or as key=value pairs, in quotes")
+    try:
+        return read_raw(path)[0]
+    except ConfigError as error:
+        if "'colossalai" not in str(error):
+            raise
+        hint = "remove its imports: for AMP_TYPE write 'from halfmesh import AMP_TYPE'"
+        raise InputError(f"{error}\nColossal-AI need not be installed; {hint}") from None
+
+
+def flatten(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted key. A constant of the user's own, in UPPERCASE, is one value."""
+    for key, value in section.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and not name.isupper():
+            yield from flatten(value, f"{name}.")
+        elif isinstance(value, str) and value.lower() in ("true", "false"):
+            yield name, value.lower() == "true"
+        else:
+            yield name, value.value if isinstance(value, enum.Enum) else value
+
+
+def _literal(text: str) -> Any:
+    """As JSON or Python has it; a text that is neither stays one."""
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return parse(text)
+    return text
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _describe(
+    values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str], problems: list[str]
+) -> Iterator[str]:
+    """What cannot run, what is lost, what to look at, and the three lists."""
+    from ..errors import show
+
+    rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
+    for key, outcome in outcomes.items():
+        ours = ", ".join(f"{name} = {show(value, 80)}" for name, value in outcome.settings.items())
+        said = f"{ours} (look: {outcome.note})" if ours and outcome.note else ours or outcome.note
+        sign = " ->" if outcome.kind == "converted" else ":"
+        rows[outcome.kind].append(f"{key} = {show(values[key], 80)}{sign} {said}")
+    yield from problems
+    yield from (f"lost: {row}" for row in rows.pop("lost"))
+    yield from (f"look: {look}" for look in looks)
+    for kind, listed in rows.items():
+        if listed:
+            yield f"{kind.replace('without', 'without equivalent')}: {len(listed)}"
+        yield from (f"  {row}" for row in listed)
+
+
+def _as_json(values: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    from ..errors import show
+
+    def reasons(*kinds: str) -> list[dict[str, str]]:
+        rows = [(key, outcome) for key, outcome in outcomes.items() if outcome.kind in kinds]
+        return [{"key": key, "value": show(values[key]), "reason": outcome.note} for key, outcome in rows]
+
+    return {
+        "lost": [key for key, outcome in outcomes.items() if outcome.kind == "lost"],
+        "converted": [
+            {
+                "key": key,
+                "to": dict(outcome.settings.items()),
+                "says": "" if outcome.settings else outcome.note,
+                "look": outcome.note if outcome.settings else "",
+            }
+            for key, outcome in outcomes.items()
+            if outcome.kind == "converted"
+        ],
+        "without_equivalent": reasons("without", "lost"),
+        "not_understood": reasons("not understood"),
+    }
+
+
+def _as_python(settings: Mapping[str, Any], comment: list[str]) -> str:
+    lines = [part for line in comment for part in textwrap.wrap(line, 100, subsequent_indent="  ")]
+    return "".join(
+        [*(f"# {line}\n" for line in lines), "\n", *(f"{key} = {_show(value)}\n" for key, value in settings.items())]
+    )
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict) and all(
+        isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value
+    ):
+        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:
+    """What keeps a config from running; where the number of ranks is not known, on as many as its layout needs."""
+    from ..compat import check
+
+    parallel = config.parallel
+    least = parallel.pipeline.size * parallel.tensor.size * (parallel.data.size or parallel.data.hybrid or 2)
+    return [str(finding) for finding in check(config, world_size or least, device)]

@@ -54,12 +54,12 @@ def _name(source: object) -> str:
 
 
 def _read(source: object, overrides: Sequence[str]) -> tuple[Mapping[Any, Any], str]:
-    """The raw keys and values, and how this kind of source writes names of its own."""
-    raw, hint = _read_source(source)
+    raw, hint = read_raw(source)
     return (override(raw, overrides) if overrides else raw), hint
 
 
-def _read_source(source: object) -> tuple[Mapping[Any, Any], str]:
+def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
+    """The keys and values as they are, and how this kind of source writes names of its own."""
     if isinstance(source, Config):
         return source.to_dict(), _OWN_NAMES
     if isinstance(source, Mapping):

@@ -1,1 +1,1 @@
-"""From other engines to halfmesh: their configs (`halfmesh convert-config`), and the names of Colossal-AI."""
+"""Configs of other engines as ours, for `halfmesh convert-config`: table.py, a table for each engine, convert.py."""

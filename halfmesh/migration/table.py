@@ -1,0 +1,69 @@
+"""What a table of another engine's keys is made of: a row for each key.
+
+Keys that share a row stand in one string; `*` is anything, and a key that is named goes before. A row is
+
+- one of our keys, for the same value (a `*` in it is the last part of their key); or (our key, what to look at);
+- an `Outcome`: to, done, no, lost;
+- a dict from values (texts in lower case) to rows, "*" for all others;
+- a function of the value, and of all values by key, that returns a row; a ValueError says why the value makes no sense.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a key: values by our dotted key, if there is anything to write; and why, or what to look at.
+
+    Kinds: "converted", "without" an equivalent, "lost" (a precision or sharding without one), "not understood".
+    """
+
+    kind: str
+    settings: Values
+    note: str = ""
+
+
+to = partial(Outcome, "converted")
+done = partial(Outcome, "converted", {})  # nothing has to be written
+no = partial(Outcome, "without", {})
+lost = partial(Outcome, "lost", {})
+AS_HERE = done("as here")
+
+
+def on(row: Any) -> dict[Any, Any]:
+    """A switch: the row where it is on."""
+    return {True: row, False: AS_HERE}
+
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of the patterns stands for that key; `section.*` does for the section, too."""
+    return any(fnmatchcase(name, one) or f"{name}.*" == one for one in patterns.split())
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An engine whose configs are understood.
+
+    `needs`: keys that count only where another key has a value: (keys, the other, that value, its default). `prefix`:
+    what may stand before its keys. `always`: settings that follow from what is left out. `look`: what to look at.
+    """
+
+    title: str
+    rows: Mapping[str, Any]
+    needs: tuple[tuple[str, str, Any, Any], ...] = ()
+    prefix: str = ""
+    always: Callable[[Values], Values] = lambda values: {}
+    look: str = ""
+
+
+STAGES, MICROBATCHES, TENSOR = "parallel.pipeline.size", "parallel.pipeline.microbatches", "parallel.tensor.size"
+ZERO1, FSDP = {"parallel.data.strategy": "zero1"}, {"parallel.data.strategy": "fsdp"}
+ZERO = {0: AS_HERE, 1: to(ZERO1), 2: to(ZERO1, "zero1 does not shard gradients: the same numbers"), 3: to(FSDP)}
+_OFFLOADED = to({"parallel.data.cpu_offload": True}, "parameters, gradients and optimizer state wait in host memory")
+OFFLOAD = {False: AS_HERE, "none": AS_HERE, True: _OFFLOADED, "cpu": _OFFLOADED, "nvme": no("nothing is put on disks")}
