@@ -127,6 +127,60 @@ def test_what_is_sent_in_an_update(mode, size):
         ]
 
 
+def groups(rank: int, world_size: int) -> tuple[list[list[int]], set[str], set[str]]:
+    """The ranks of both groups of the pipeline; and which of them are used, in a step and an evaluation, for what is
+    sent from stage to stage, and for collectives."""
+    engine = make(pipe(keep_outputs=True))
+    context, x, y = engine.context, *make_data(8)
+    names = {context.send_group: "send_group", context.group("pp"): "pp"}
+    sent: set[str] = set()
+    collectives: set[str] = set()
+
+    def note(module: Any, call: str, found: set[str]) -> None:
+        inner = getattr(module, call)
+
+        def record(*args: Any, group: Any = None, **options: Any) -> Any:
+            found.add(names.get(group or dist.group.WORLD, "another"))
+            return inner(*args, group=group, **options)
+
+        patch.setattr(module, call, record)
+
+    class Recorded(dist.P2POp):
+        def __init__(self, op: Any, tensor: torch.Tensor, peer: Any = None, group: Any = None, **options: Any) -> None:
+            super().__init__(op, tensor, peer, group, **options)
+            sent.add(names.get(group, "another"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", Recorded)
+        for call in ("send", "recv"):
+            note(dist, call, sent)
+        for call in ("broadcast", "all_gather_object"):
+            note(dist, call, collectives)
+        step(engine, x, y)  # the first one, in which inputs are compared
+        engine.eval()
+        engine(x)
+    return [dist.get_process_group_ranks(group) for group in names], sent, collectives
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_stages_send_has_a_group_of_its_own(size):
+    """NCCL runs all that uses one group in one order. With 2 ranks the other group is that of all ranks."""
+    for rank, (ranks, sent, collectives) in enumerate(run_ranks(groups, size)):
+        assert ranks == [[rank % (size // 2), rank % (size // 2) + size // 2]] * 2
+        assert (sent, collectives) == ({"send_group"}, {"pp"})
+
+
+def test_without_a_pipeline_there_is_no_such_group():
+    for made in run_ranks(groups_made, 2):
+        assert set(made.values()) <= {"dp", "host", "stage"}
+
+
+def groups_made(rank: int, world_size: int) -> dict[str, str]:
+    engine = make({})
+    step(engine, *make_data(8))
+    return engine.context.groups
+
+
 def test_gradients_are_reduced_in_the_last_backward_once_per_update():
     """With a flag for each parameter, whether it has one. The last bucket waits for the end of backward."""
     for grads, ((_, first), (_, second)) in run_ranks(traffic, 4, "fp32"):

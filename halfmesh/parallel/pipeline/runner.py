@@ -74,7 +74,7 @@ class Pipeline:
         self._skeleton = skeleton
         self._context = context
         self._surroundings = surroundings
-        self._group = context.group("pp")
+        self._group = context.send_group
         count = len(partition.stages)
         self._modules = {
             index: StageModule(model, partition.stages[index], index, count, surroundings)
