@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.pipeline_parts import Deep, make, pipe, step, whole
@@ -116,7 +117,7 @@ def traffic(rank: int, world_size: int, mode: str) -> tuple[list[int], list[Any]
     return [4 * p.numel() for p in engine.model.parameters()], found
 
 
-@pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("torch", 4), ("naive", 2)])
+@pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("torch", 2), ("naive", 2)])
 def test_what_is_sent_in_an_update(mode, size):
     """Activations once forward and their gradients once back, the loss, and one verdict with the norm."""
     for _, found in run_ranks(traffic, 2, mode):
@@ -125,6 +126,64 @@ def test_what_is_sent_in_an_update(mode, size):
             [("broadcast", 16)],
             [("broadcast", 16), ("all_reduce", 8)],
         ]
+
+
+class Residual(nn.Linear):
+    """Whose sum is in half precision where its input is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(torch.tanh(x))
+
+
+def residuals(rank: int, world_size: int, config: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    inner = (Residual(16, 16) for _ in range(4))
+    model = nn.Sequential(nn.Linear(FEATURES, 16), *inner, nn.Linear(16, CLASSES))
+    splits = 1 if "parallel" in config else 4
+    engine = make(config, model)
+    for _ in range(3):
+        engine.zero_grad()
+        for x, y in zip(*(part.chunk(splits) for part in make_data(8)), strict=True):
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+    return whole(engine)
+
+
+@pytest.mark.parametrize("config", [{"bf16": {"mode": "torch"}}, {"fp16": {"mode": "torch", "init_scale": 256.0}}])
+def test_half_precision_crosses_as_it_is_and_ends_in_the_bits_of_one_process(config):
+    expected = residuals(0, 1, config | {"gradient_accumulation": 4})
+    for found in run_ranks(residuals, 3, config | pipe(3, microbatches=4)):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def received(rank: int, world_size: int, schedule: str) -> tuple[int, int]:
+    """Bytes that are received into at most at one time, and after a step, with batches of two shapes."""
+    engine, most = make(pipe(microbatches=8, schedule=schedule)), 0
+    seen: dict[StorageWeakRef, int] = {}
+
+    def held() -> int:
+        return sum(size for ref, size in seen.items() if not ref.expired())
+
+    class Recorded(dist.P2POp):
+        def __init__(self, op: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+            nonlocal most
+            super().__init__(op, tensor, *args, **options)
+            if op is dist.irecv:
+                seen[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+                most = max(most, held())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", Recorded)
+        for rows in (8, 16, 8):
+            step(engine, *make_data(rows))
+    return most, held()
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", (1, 1)), ("gpipe", (1, 8))])
+def test_memory_to_receive_into_is_there_while_it_is_used(schedule, most):
+    """Of two rows of 16 numbers; gradients on rank 0, and activations on rank 1."""
+    for found, times in zip(run_ranks(received, 2, schedule), most, strict=True):
+        assert found == (times * 2 * 16 * 4, 0)
 
 
 def groups(rank: int, world_size: int) -> tuple[list[list[int]], set[str], set[str]]:
