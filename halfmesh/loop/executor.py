@@ -126,12 +126,9 @@ def make_executor(
 
     assert isinstance(cut, StageCut)
     cast_model(cut.skeleton.model, update.recipe)
-    # Between stages nothing is narrower than the parameters; natural dtypes are wider than the compute dtype only.
-    dtype = torch.float32 if update.recipe.autocast else None
     surroundings = Surroundings(
         precision.autocast,
         lambda: division.drawing(model),
-        dtype,
         lambda: division.host_random,
         division.saving(model),
     )

@@ -157,6 +157,15 @@ class ParallelContext:
         return self._axis_groups[axis]
 
     @property
+    def send_group(self) -> dist.ProcessGroup:
+        """The ranks of `group("pp")` once more, for what stages send each other. (NCCL runs all that uses one group in
+        one order: the broadcast of a loss would wait for the sends before it, and hold up those after it.) Made when
+        first asked for, by all ranks together."""
+        if "pp(sends)" not in self._axis_groups:
+            self._axis_groups["pp(sends)"] = self._make_group(AXES.index("pp"), range(self.pp_size))
+        return self._axis_groups["pp(sends)"]
+
+    @property
     def host_group(self) -> dist.ProcessGroup | None:
         """All ranks, over gloo, for what hosts do beside training. Made when first asked for, by all ranks together;
         None in a world of one rank."""

@@ -16,7 +16,6 @@ from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.context import ParallelContext
-from halfmesh.parallel.pipeline import stage
 from halfmesh.parallel.pipeline.cut import StageCut
 from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.ties import TiedGradients
@@ -124,11 +123,6 @@ def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LRAdvance, "settle", settle)
 
 
-def boundary_not_widened(patch: pytest.MonkeyPatch) -> None:
-    """What leaves a stage in half precision is sent as it is."""
-    patch.setattr(stage, "widen", lambda tree, dtype: tree)
-
-
 def stages_not_tied(patch: pytest.MonkeyPatch) -> None:
     """A weight that the first and the last stage share learns in each of them by itself."""
     patch.setattr(TiedGradients, "finish", lambda self: None)
@@ -202,7 +196,6 @@ MUTANTS = (
     Mutant(weights_not_shared, Cell("none", "mlp", data=2), "other weights than rank 0"),
     Mutant(masters_not_published, Cell("naive_fp16", "gpt", tensor=2), MOVED),
     Mutant(scheduler_counts_skips, Cell("torch_fp16", "gpt", tensor=2), MOVED),
-    Mutant(boundary_not_widened, Cell("torch_fp16", "mlp", pipeline=PIPE), "a stage returned tensors of"),
     Mutant(stages_not_tied, Cell("none", "gpt", pipeline=PIPE), WEIGHT),
     Mutant(microbatches_not_divided, Cell("none", "mlp", pipeline=PIPE), WEIGHT),
     Mutant(scale_not_in_stage_loss, Cell("torch_fp16", "mlp", pipeline=PIPE), MOVED),

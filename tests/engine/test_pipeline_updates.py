@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.pipeline_parts import Deep, make, pipe, step, whole
@@ -116,7 +117,7 @@ def traffic(rank: int, world_size: int, mode: str) -> tuple[list[int], list[Any]
     return [4 * p.numel() for p in engine.model.parameters()], found
 
 
-@pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("torch", 4), ("naive", 2)])
+@pytest.mark.parametrize(("mode", "size"), [("fp32", 4), ("torch", 2), ("naive", 2)])
 def test_what_is_sent_in_an_update(mode, size):
     """Activations once forward and their gradients once back, the loss, and one verdict with the norm."""
     for _, found in run_ranks(traffic, 2, mode):
@@ -125,6 +126,118 @@ def test_what_is_sent_in_an_update(mode, size):
             [("broadcast", 16)],
             [("broadcast", 16), ("all_reduce", 8)],
         ]
+
+
+class Residual(nn.Linear):
+    """Whose sum is in half precision where its input is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(torch.tanh(x))
+
+
+def residuals(rank: int, world_size: int, config: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    inner = (Residual(16, 16) for _ in range(4))
+    model = nn.Sequential(nn.Linear(FEATURES, 16), *inner, nn.Linear(16, CLASSES))
+    splits = 1 if "parallel" in config else 4
+    engine = make(config, model)
+    for _ in range(3):
+        engine.zero_grad()
+        for x, y in zip(*(part.chunk(splits) for part in make_data(8)), strict=True):
+            engine.backward(engine.criterion(engine(x), y))
+            engine.step()
+    return whole(engine)
+
+
+@pytest.mark.parametrize("config", [{"bf16": {"mode": "torch"}}, {"fp16": {"mode": "torch", "init_scale": 256.0}}])
+def test_half_precision_crosses_as_it_is_and_ends_in_the_bits_of_one_process(config):
+    expected = residuals(0, 1, config | {"gradient_accumulation": 4})
+    for found in run_ranks(residuals, 3, config | pipe(3, microbatches=4)):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def received(rank: int, world_size: int, schedule: str) -> tuple[int, int]:
+    """Bytes that are received into at most at one time, and after a step, with batches of two shapes."""
+    engine, most = make(pipe(microbatches=8, schedule=schedule)), 0
+    seen: dict[StorageWeakRef, int] = {}
+
+    def held() -> int:
+        return sum(size for ref, size in seen.items() if not ref.expired())
+
+    class Recorded(dist.P2POp):
+        def __init__(self, op: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+            nonlocal most
+            super().__init__(op, tensor, *args, **options)
+            if op is dist.irecv:
+                seen[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+                most = max(most, held())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", Recorded)
+        for rows in (8, 16, 8):
+            step(engine, *make_data(rows))
+    return most, held()
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", (1, 1)), ("gpipe", (1, 8))])
+def test_memory_to_receive_into_is_there_while_it_is_used(schedule, most):
+    """Of two rows of 16 numbers; gradients on rank 0, and activations on rank 1."""
+    for found, times in zip(run_ranks(received, 2, schedule), most, strict=True):
+        assert found == (times * 2 * 16 * 4, 0)
+
+
+def groups(rank: int, world_size: int) -> tuple[list[list[int]], set[str], set[str]]:
+    """The ranks of both groups of the pipeline; and which of them are used, in a step and an evaluation, for what is
+    sent from stage to stage, and for collectives."""
+    engine = make(pipe(keep_outputs=True))
+    context, x, y = engine.context, *make_data(8)
+    names = {context.send_group: "send_group", context.group("pp"): "pp"}
+    sent: set[str] = set()
+    collectives: set[str] = set()
+
+    def note(module: Any, call: str, found: set[str]) -> None:
+        inner = getattr(module, call)
+
+        def record(*args: Any, group: Any = None, **options: Any) -> Any:
+            found.add(names.get(group or dist.group.WORLD, "another"))
+            return inner(*args, group=group, **options)
+
+        patch.setattr(module, call, record)
+
+    class Recorded(dist.P2POp):
+        def __init__(self, op: Any, tensor: torch.Tensor, peer: Any = None, group: Any = None, **options: Any) -> None:
+            super().__init__(op, tensor, peer, group, **options)
+            sent.add(names.get(group, "another"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "P2POp", Recorded)
+        for call in ("send", "recv"):
+            note(dist, call, sent)
+        for call in ("broadcast", "all_gather_object"):
+            note(dist, call, collectives)
+        step(engine, x, y)  # the first one, in which inputs are compared
+        engine.eval()
+        engine(x)
+    return [dist.get_process_group_ranks(group) for group in names], sent, collectives
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_stages_send_has_a_group_of_its_own(size):
+    """NCCL runs all that uses one group in one order. With 2 ranks the other group is that of all ranks."""
+    for rank, (ranks, sent, collectives) in enumerate(run_ranks(groups, size)):
+        assert ranks == [[rank % (size // 2), rank % (size // 2) + size // 2]] * 2
+        assert (sent, collectives) == ({"send_group"}, {"pp"})
+
+
+def test_without_a_pipeline_there_is_no_such_group():
+    for made in run_ranks(groups_made, 2):
+        assert set(made.values()) <= {"dp", "host", "stage"}
+
+
+def groups_made(rank: int, world_size: int) -> dict[str, str]:
+    engine = make({})
+    step(engine, *make_data(8))
+    return engine.context.groups
 
 
 def test_gradients_are_reduced_in_the_last_backward_once_per_update():

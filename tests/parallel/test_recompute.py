@@ -237,20 +237,16 @@ class Exponential(nn.Linear):
 
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_a_change_in_place_after_the_forward(rows):
-    """What was copied to the host does not feel it. What is too small for that does, and it is found out."""
+    """It is found out as without offloading, in what is too small to be moved, and in what was: on a GPU the copy to
+    the host may not be over."""
     engine = make_engine(OFFLOAD, model=Exponential(2, 2))
     x = torch.ones(rows, 2)
     output = engine(x)
     loss = (output * 2).sum()
-    expected = (2 * output.detach().clone()).sum(0)
     with torch.no_grad():
         output.zero_()
-    if rows == 1:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            engine.backward(loss)
-    else:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         engine.backward(loss)
-        torch.testing.assert_close(engine.model.bias.grad, expected)
 
 
 # -- the module, and what is refused ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..._torch import edit_stamp
+from ..._torch import edit_stamp, versions
 
 SMALLEST = 1024
 """Tensors of fewer bytes stay: moving them takes longer than it is worth."""
@@ -45,7 +45,7 @@ class Offload:
             return _Kept(tensor)
         if self._device.type == "cuda":
             return self._to_pinned(tensor)
-        return _OnHost(tensor.detach().clone(), tensor.device)
+        return _OnHost(tensor.detach().clone(), tensor)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         return (
@@ -63,7 +63,7 @@ class Offload:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
             host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(self._stream)  # its memory is used until the copy is there
-        return _OnHost(host, tensor.device, self._stream.record_event())
+        return _OnHost(host, tensor, self._stream.record_event())
 
 
 class _Kept:
@@ -75,24 +75,36 @@ class _Kept:
 
     def __call__(self) -> torch.Tensor:
         if edit_stamp(self._tensor) != self._stamp:  # torch does not look where there are hooks
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {tuple(self._tensor.shape)} and dtype {self._tensor.dtype}"
-            )
+            raise _written(self._tensor)
         return self._tensor
 
 
 class _OnHost:
-    def __init__(self, host: torch.Tensor, device: torch.device, copied: Any = None) -> None:
+    """A copy of `tensor` in `host`. Writes to `tensor` after it was saved are refused: the copy may not be over yet."""
+
+    def __init__(self, host: torch.Tensor, tensor: torch.Tensor, copied: Any = None) -> None:
         self.host = host
-        self._device = device
+        self._device = tensor.device
         self._copied = copied
+        self._counter = tensor.detach()  # it counts the writes to `tensor`, and gives up the memory
+        self._counter.data = tensor.new_empty(0)
+        self._version = versions([self._counter])
 
     def __call__(self) -> torch.Tensor:
+        if versions([self._counter]) != self._version:
+            raise _written(self.host)
         if self._copied is None:
             return self.host
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self.host.to(self._device, non_blocking=True)
+
+
+def _written(tensor: torch.Tensor) -> RuntimeError:
+    """torch's words for a tensor that was written in place between forward and backward."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+    )
 
 
 def _unpack(packed: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -43,13 +43,6 @@ class Crossing:
         return map_tensors(lambda _: next(following), self.tree)
 
 
-def widen(tree: Any, dtype: torch.dtype | None) -> Any:
-    """`tree` with its half-precision tensors in `dtype`; None leaves them."""
-    if dtype is None:
-        return tree
-    return map_tensors(lambda t: t.to(dtype) if t.dtype in (torch.float16, torch.bfloat16) else t, tree)
-
-
 def leave(tree: Any, crossing: Crossing | None = None) -> list[torch.Tensor]:
     """The tensors of a stage's result as they are sent.
 

@@ -25,7 +25,7 @@ from .tracing import plain_values
 
 MOST_CROSSINGS = 256
 MOST_SHAPES = 16
-"""For so many shapes of batches what crosses is known, and a schedule kept."""
+"""For so many shapes of batches what crosses is known, and a schedule kept, which holds no memory of the device."""
 
 OnLast = Callable[[Collection[nn.Parameter], bool], None]
 """Called before the last backward of each stage, with the parameters that get gradients from it, and whether it is the
@@ -74,7 +74,7 @@ class Pipeline:
         self._skeleton = skeleton
         self._context = context
         self._surroundings = surroundings
-        self._group = context.group("pp")
+        self._group = context.send_group
         count = len(partition.stages)
         self._modules = {
             index: StageModule(model, partition.stages[index], index, count, surroundings)
@@ -90,7 +90,7 @@ class Pipeline:
         self._not_called = [(n, m, len(call_hooks(m))) for n, m in partition.not_called(model)]
         self._traced = [model.get_submodule(name) for piece in partition.pieces for name in piece.looks_into]
         self._crossings: dict[str, Sequence[Crossing]] = {}  # the last used last
-        self._schedules: dict[tuple[str, int], Any] = {}  # the last used last; each holds what it receives into
+        self._schedules: dict[tuple[str, int], Any] = {}  # the last used last
         self._on_last: OnLast = lambda params, rest: None
         self._left = 0
 

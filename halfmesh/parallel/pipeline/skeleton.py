@@ -13,7 +13,7 @@ from ..._torch import DATA_NEEDED, shapes_only
 from ...errors import InputError, shorten
 from ...tensors import map_tensors
 from ..modules import meta_copy
-from .boundary import Crossing, widen
+from .boundary import Crossing
 from .partition import Partition
 from .pieces import Call
 from .stage import Surroundings
@@ -122,9 +122,7 @@ class _Run(nn.Module):
             with around.scope():
                 for piece in stage:
                     carry = piece.run(self.model, here, carry)
-            is_last = index == len(partition.stages) - 1
-            carry = carry if is_last else widen(carry, around.dtype)
-            if not is_last:
+            if index < len(partition.stages) - 1:
                 _refuse_numbers(carry)
             trees.append(carry)
             carry = map_tensors(_cross, carry)

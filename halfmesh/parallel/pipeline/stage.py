@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from .boundary import Crossing, enter, leave, tie, widen
+from .boundary import Crossing, enter, leave, tie
 from .pieces import Call, Piece
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -24,7 +24,6 @@ class Surroundings:
     Attributes:
         scope: around the forward, as autocast.
         random: around each forward, so that it draws the model's own random numbers.
-        dtype: what half precision becomes where it leaves a stage; None: it stays.
         host_random: around a batch, for what it draws from python's and numpy's generators. (Changing those costs more
             than the forward of a small stage.)
         saving: around each forward, for what autograd saves of it.
@@ -32,7 +31,6 @@ class Surroundings:
 
     scope: Scope
     random: Scope
-    dtype: torch.dtype | None = None
     host_random: Scope = nullcontext
     saving: Scope = nullcontext
 
@@ -76,7 +74,7 @@ class StageModule(nn.Module):
         with around.random(), around.scope(), around.saving():
             for piece in self.pieces:
                 carry = piece.run(self._model[0], call, carry)
-        return carry if self.is_last else widen(carry, around.dtype)
+        return carry
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, number = self.batch, int(index)  # on the CPU: no device is waited for
@@ -109,11 +107,61 @@ def make_stage(
 
 
 class _Stage(PipelineStage):
-    """Says when its last backward of a step begins, so that gradients can be reduced while it runs."""
+    """Says when its last backward of a step begins, so that gradients can be reduced while it runs.
+
+    Memory to receive into is taken when something is to come, and given back after the microbatch's backward: torch
+    would keep it for each microbatch, as long as the schedule is there. Tensors on the meta device hold its place.
+    """
 
     last: Callable[[], None]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_memory():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _take_memory(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        _take_memory(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _give_back(self.args_recv_info[bwd_chunk_id])
+        _give_back(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if last_backward:
             self.last()
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+
+
+def _take_memory(places: Iterable[Any], device: torch.device) -> None:
+    for place in filter(_receives, places):
+        place.buffer = torch.empty_like(place.buffer, device=device, requires_grad=place.buffer.requires_grad)
+
+
+def _give_back(places: Iterable[Any]) -> None:
+    for place in filter(_receives, places):
+        buffer = place.buffer
+        place.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+        buffer.data = buffer.new_empty(0)  # losses are kept to the end of the step, and these keep the leaves of graphs
+
+
+def _receives(place: Any) -> bool:
+    """A first stage has places for its arguments, which nobody sends."""
+    return getattr(place, "buffer", None) is not None
