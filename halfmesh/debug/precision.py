@@ -7,20 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
-from ..amp.recipe import HALF
 from ..errors import InputError
 from ..loop.parts import EngineParts
 from ..shard import ParamShard, compute_dtype
 from .precision_report import LayerPrecision, PrecisionReport, find_problems
 from .probes import Probes, Visit
 from .tensor_stats import TensorStats, largest_number, measure, name_of
-
-MULTIPLE = 8
-"""Elements of half precision in 16 bytes. Matrix products on tensor cores are most efficient where the sizes are
-multiples of that (NVIDIA, "Matrix Multiplication Background User's Guide", section on tensor core requirements).
-Sizes of 4 and less, such as the channels of images, are given by the data."""
 
 
 @dataclass
@@ -30,7 +23,6 @@ class _Layer:
     kind: str
     param_dtype: torch.dtype
     masters: bool
-    odd_sizes: str
     outputs: TensorStats = field(default_factory=TensorStats)
     gradients: TensorStats = field(default_factory=TensorStats)
     """Of outputs."""
@@ -76,17 +68,13 @@ class PrecisionSurvey(Probes):
         super().__init__(parts)
         update = parts.update
         self.report = PrecisionReport(name_of(update.recipe.compute_dtype))
-        self._trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
-        self._got: set[str] = set()
-        """Names of parameters with a gradient."""
+        trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
         self._layers: dict[str, _Layer] = {}
         for name, module in parts.model.named_modules():
             own = dict(module.named_parameters(name, recurse=False))
             if own:
-                masters = any(_has_master(self._trained[p], parts) for p in own if p in self._trained)
-                dtype = compute_dtype(next(iter(own.values())))
-                odd = _odd_sizes(module) if update.recipe.compute_dtype in HALF else ""
-                self._layers[name] = _Layer(type(module).__name__, dtype, masters, odd)
+                masters = any(_has_master(trained[p], parts) for p in own if p in trained)
+                self._layers[name] = _Layer(type(module).__name__, compute_dtype(next(iter(own.values()))), masters)
         self._scale: float | None = None  # no step was taken yet
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
@@ -106,7 +94,6 @@ class PrecisionSurvey(Probes):
         for layer in self._layers.values():
             layer.weights = TensorStats()  # inside a cycle those of the next microbatch are sums with these
         for shard, grad in update.gradients().items():
-            self._got.add(shard.name)
             owner = shard.name.rpartition(".")[0]
             if owner in self._layers:
                 self._layers[owner].weights += measure(grad)
@@ -125,9 +112,7 @@ class PrecisionSurvey(Probes):
         parts, report = self._parts, self.report
         recipe, losses = parts.update.recipe, parts.update.loss_scales
         layers: dict[str, _Layer] = {}
-        trained, got = set[str](), set[str]()
-        for theirs, their_trained, their_got in parts.context.everyone((self._layers, set(self._trained), self._got)):
-            trained, got = trained | their_trained, got | their_got
+        for theirs in parts.context.everyone(self._layers):
             for name, layer in theirs.items():
                 if layers.setdefault(name, layer) is not layer:
                     layers[name].add(layer)
@@ -140,22 +125,12 @@ class PrecisionSurvey(Probes):
                 seen += [layer.weights for layer in layers.values()]
             report.room = _room(seen)
         report.layers = tuple(layer.row(name, self._scale) for name, layer in layers.items())
-        odd = [f"{name or 'the model itself'} ({layer.odd_sizes})" for name, layer in layers.items() if layer.odd_sizes]
-        report.findings = tuple(find_problems(report, sorted(trained - got), odd))
+        report.findings = tuple(find_problems(report))
 
 
 def _has_master(shard: ParamShard, parts: EngineParts) -> bool:
     model_side = shard.param if shard.source is None else shard.source.param
     return shard.param in parts.update.master_weights.masters or compute_dtype(model_side) != shard.param.dtype
-
-
-def _odd_sizes(module: nn.Module) -> str:
-    """ "10 x 64", if these sizes of this rank's part of a weight are no multiples of 8; embedding tables aside."""
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.dim() < 2 or isinstance(module, nn.Embedding):
-        return ""
-    is_odd = any(size % MULTIPLE and size > MULTIPLE // 2 for size in weight.shape[:2])
-    return " x ".join(map(str, weight.shape[:2])) if is_odd else ""
 
 
 def _room(seen: Sequence[TensorStats]) -> float | None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import shorten
 
-MANY_SKIPPED = 0.05
-"""A dynamic scale at its place overflows about once in `growth_interval` updates (2000: 0.05 %); this is a hundred
-times as often."""
 MUCH_SUBNORMAL = 0.05
 """Where about 5 % of a speech model's weight gradients were too small for fp16, it lost 80 % in accuracy without fp32
 masters (Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)."""
@@ -135,8 +132,8 @@ _COLUMNS: tuple[tuple[str, int, Callable[[LayerPrecision], str]], ...] = (
 # -- findings --------------------------------------------------------------------------------------------------------
 
 
-def find_problems(report: PrecisionReport, without_gradient: Sequence[str], odd_sizes: Sequence[str]) -> Iterator[str]:
-    """The findings. `without_gradient` are names of parameters, `odd_sizes` layers with their sizes."""
+def find_problems(report: PrecisionReport) -> Iterator[str]:
+    """The findings."""
 
     def names(chosen: Callable[[LayerPrecision], bool]) -> str:
         return shorten([row.name or "the model itself" for row in report.layers if chosen(row)])
@@ -145,12 +142,6 @@ def find_problems(report: PrecisionReport, without_gradient: Sequence[str], odd_
         yield f"inf or nan in outputs or gradients of {bad}: this update is skipped, or spoilt"
     if report.loss_scale is not None:
         yield from judge_scale(report.loss_scale)
-    if report.skipped > MANY_SKIPPED * report.updates:
-        yield (
-            f"{report.skipped} of the last {report.updates} updates were skipped: the scale has not found its place "
-            "yet (the first updates of a run), or gradients overflow at any scale; clip_grad_norm does not help there, "
-            "a lower learning rate or bf16 does"
-        )
     if high := names(lambda row: row.output_dtype == "float16" and (row.output_share or 0) > HIGH_OUTPUT):
         yield (
             f"outputs of {high} reach above {HIGH_OUTPUT:.0%} of float16's largest number: use bf16, or a norm before "
@@ -161,19 +152,11 @@ def find_problems(report: PrecisionReport, without_gradient: Sequence[str], odd_
     ):
         how = "the loss scale has no room above, as gradients elsewhere are large: use bf16"
         if (report.room or 1) >= 2:
-            grows = " (a dynamic one grows by itself: start higher, or with a shorter growth_interval)"
-            how = f"the loss scale could be {report.room:.0f} times larger{grows * report.is_dynamic}"
+            how = f"the loss scale could be {report.room:.0f} times larger"
         yield (
             f"more than {MUCH_SUBNORMAL:.0%} of the gradients of {small} are below 6.1e-5, where float16 loses digits, "
             f"and smaller ones are zero: {how}"
         )
-    if without_gradient:
-        yield (
-            f"no gradient came to {shorten(without_gradient)}: they are not used for this batch, or cut off (detach, "
-            "no_grad)"
-        )
-    if odd_sizes:
-        yield f"sizes that are no multiple of 8, which tensor cores want in half precision: {shorten(odd_sizes)}"
 
 
 def judge_scale(scale: float) -> Iterator[str]:

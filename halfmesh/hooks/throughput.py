@@ -178,8 +178,8 @@ class ThroughputHook(Hook):
         except InputError as error:
             _log.warning("model FLOP/s are not measured: give ThroughputHook flops_per_sample (or None). %s", error)
             return {}
-        everyone = engine.context.everyone((engine.context.tp_rank, engine.context.pp_rank, rows, flops))
-        data = [(rows, flops) for tp_rank, pp_rank, rows, flops in everyone if (tp_rank, pp_rank) == (0, 0)]
+        everyone = engine.context.everyone((engine.context.pp_rank, rows, flops))
+        data = [(rows, flops) for pp_rank, rows, flops in everyone if pp_rank == 0]
         total = sum(rows for rows, _ in data)
         if not total:
             _log.warning("model FLOP/s are not measured: the first batch has no rows (Outcome.rows)")

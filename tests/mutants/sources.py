@@ -312,7 +312,7 @@ NONFINITE = (
     Fault(
         "the optimizer's products count as the model's",
         "debug/flops.py",
-        "        self._is_paused = True\n\n    def __torch_dispatch__",
+        "        self._is_over = True\n\n    def __torch_dispatch__",
         "        pass\n\n    def __torch_dispatch__",
         ("tests/debug/test_flops.py",),
     ),
