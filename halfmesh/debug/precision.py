@@ -82,8 +82,8 @@ class PrecisionSurvey(Probes):
         if layer is not None:
             layer.outputs = sum((measure(out) for out in outputs if out.is_floating_point()), layer.outputs)
 
-    def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        layer = None if of_input else self._layers.get(visit.name)
+    def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
+        layer = self._layers.get(visit.name)
         if layer is not None:
             layer.gradients += measure(grad)
 

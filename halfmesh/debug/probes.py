@@ -67,9 +67,9 @@ class Probes(EngineHook):
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
         """It ends."""
 
-    def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        """The gradient of one of its outputs or inputs. A tensor that is both, of several calls, comes once for each,
-        with the same `grad`: first of the call that returned it, then of those that took it."""
+    def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
+        """The gradient of one of its outputs. A tensor that several calls return comes once for each, the innermost
+        first."""
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,6 @@ class Probes(EngineHook):
         visit = Visit(self._names[module], module, *self._place, self._order, caller, tensors_of([args, kwargs]))
         self._open.append(visit)
         self.entered(visit)
-        self._hook(visit, visit.inputs, of_input=True)
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -123,7 +122,7 @@ class Probes(EngineHook):
             return
         outputs = tensors_of(output)
         if is_in_backward():  # with reentrant checkpointing gradients come through here only
-            self._hook(Visit(self._names[module], module, *self._place, self._order, None), outputs, of_input=False)
+            self._hook(Visit(self._names[module], module, *self._place, self._order, None), outputs)
             return
         while self._open and self._open[-1].module is not module:
             self._open.pop()  # calls that an error has ended
@@ -133,17 +132,17 @@ class Probes(EngineHook):
             visit.order = self._order
             self.left(visit, outputs)
             visit.inputs = ()
-            self._hook(visit, outputs, of_input=False)
+            self._hook(visit, outputs)
 
-    def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor], of_input: bool) -> None:
+    def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                tensor.register_hook(partial(self._gradient, visit, of_input))
+                tensor.register_hook(partial(self._gradient, visit))
 
-    def _gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor) -> None:
+    def _gradient(self, visit: Visit, grad: torch.Tensor) -> None:
         if self.attached:
             self._order += 1
-            self.gradient(visit, of_input, grad, self._order)
+            self.gradient(visit, grad, self._order)
 
 
 @contextmanager

@@ -74,9 +74,7 @@ def name_of(dtype: torch.dtype | None) -> str:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The elements as real numbers in one row; None if there are none."""
+    """The elements in one row; None if there are none in floating point."""
     tensor = getattr(tensor, "to_local", lambda: tensor)()  # a DTensor
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    if not is_number or tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-        return None
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    is_plain = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.reshape(-1) if is_plain and tensor.numel() else None
