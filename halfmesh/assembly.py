@@ -150,10 +150,6 @@ def _prepare(
     context = ParallelContext(parallel.pipeline.size, parallel.tensor.size, device, group, config.timeout)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
-    if config.checkpoint is not None:
-        from .checkpoint.preemption import make_folder
-
-        make_folder(config.checkpoint, context)
     loaders = [
         None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))

@@ -333,8 +333,8 @@ class Engine:
         Counts products of matrices, convolutions and attention (a multiplication and an addition are two) up to the
         first `step`, without what activation checkpointing recomputes. At the end of the block `flops` has them by
         dtype, {"torch.bfloat16": 12345}, of all ranks that compute this data rank's batch. Compiled modules run
-        uncompiled in it. Raises InputError within an accumulation cycle, under tensor parallelism, or if an operator has
-        no formula.
+        uncompiled in it. Raises InputError within an accumulation cycle, under tensor parallelism, or if an operator
+        has no formula.
         """
         self._parts.before_call("engine.count_flops()")
         from .debug.flops import FlopCounter, counted

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..loop.parts import EngineParts
+    from .preemption import PreemptionHook
     from .whole import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
@@ -36,28 +37,18 @@ _log = get_logger(__name__)
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
 
 
-class AutomaticSaves(Protocol):
-    """Those that the config asks for."""
-
-    def ask(self) -> None:
-        """Save at the next boundary, and end the loop."""
-
-    def forget(self) -> None:
-        """A checkpoint was loaded: what was asked for before it is void."""
-
-
 class Checkpointer:
     """Saves and loads for one engine.
 
     Attributes:
         preemption: the automatic checkpoints, if the config asks for them.
-        locks: of the folders that were saved into.
+        locks: of the folders that were saved into, until `close`.
         attached: the state of the loop's own objects.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.preemption: AutomaticSaves | None = None
-        self.locks = folder.FolderLocks()
+        self.preemption: PreemptionHook | None = None
+        self.locks: dict[Path, IO[str]] = {}
         self.attached = AttachedState()
         self._parts = parts
         self._writer = BackgroundWriter(parts.context.device)
@@ -85,7 +76,7 @@ class Checkpointer:
         what = f"saving step {step} to {directory} failed, and what was saved before is as it was"
 
         def begin() -> Path:
-            self.locks.take(directory)
+            folder.lock(directory, self.locks)
             return folder.begin(directory, step)
 
         with parts.guard.own_call():
@@ -307,7 +298,7 @@ class Checkpointer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Engine.load_state_dict`."""
         parts = self._parts
-        validate.refuse_unfit(state, len(parts.update.loss_scales.scalers))
+        validate.refuse_unfit(state.get("update", {}), len(parts.update.loss_scales.scalers), "engine")
         validate.refuse_other_part(state["layout"], validate.layout(parts.context, parts.division.data.shards_state))
         parts.accumulation.clear()
         parts.model.load_state_dict(state["model"])
@@ -367,7 +358,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Let other jobs save into the folders."""
-        self.locks.release()
+        for file in self.locks.values():
+            file.close()
+        self.locks.clear()
 
 
 def _write(

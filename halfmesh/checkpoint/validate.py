@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, find_near, shorten
 from ..parallel.context import ParallelContext
-
-UPDATE_KEYS = ("optimizer", "masters", "scalers", "skips")
-KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random", "layout")
 
 
 def class_name(value: object) -> str:
@@ -20,15 +17,14 @@ def class_name(value: object) -> str:
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def refuse_unfit(state: Mapping[str, Any], scalers: int, owner: str = "engine", keys: Sequence[str] = KEYS) -> None:
-    """Raise InputError if `state` is not of an `owner` with so many loss scalers."""
-    missing = [key for key in keys if key not in state]
-    if missing:
+def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
+    """Raise InputError if `update` is not what an `owner` with so many loss scalers has saved."""
+    if "scalers" not in update:
         raise InputError(
-            f"this is not the state of an {owner}: {', '.join(missing)} missing; pass what {owner}.state_dict() gave "
-            "(a model's own state goes into model.load_state_dict)"
+            f"this is not the state of an {owner}: pass what {owner}.state_dict() gave (a model's own state goes into "
+            "model.load_state_dict)"
         )
-    saved = len(state.get("update", state)["scalers"])
+    saved = len(update["scalers"])
     if saved != scalers:
         raise InputError(
             f"the state was saved with {saved} loss scale(s), and this run trains with {scalers}; take the precision "
