@@ -321,7 +321,6 @@ def _has_params(model: Any) -> bool:
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
-    device_problem = device_problem or launching.find_group_problem(config, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     problems = [

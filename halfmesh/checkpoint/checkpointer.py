@@ -66,12 +66,6 @@ class Checkpointer:
         parts, context = self._parts, self._parts.context
         parts.statistics.look()
         self.wait()
-        if keep is not None and keep < 1:
-            raise InputError(f"engine.save: keep={keep!r}: give a number of checkpoints, 1 or more, or None for all")
-        if not context.agree(json.dumps([str(directory), keep, in_background])):
-            raise InputError(
-                "engine.save was called with different arguments on each rank; give the same on all of them"
-            )
         step = parts.global_step
         what = f"saving step {step} to {directory} failed, and what was saved before is as it was"
 
@@ -135,12 +129,9 @@ class Checkpointer:
         }
 
         def small_files() -> tuple[bytes, bytes]:
-            attached = self.attached.state_dict()
-            for name, value in attached.items():
-                storage.refuse_objects(f"{name!r} (engine.attach)", value)
             dataloader = None if parts.dataloader is None else parts.dataloader.state_dict()
             random = rng.rank_random(context, parts.division)
-            own = {"random": random, "dataloader": dataloader, "attached": attached}
+            own = {"random": random, "dataloader": dataloader, "attached": self.attached.state_dict()}
             return storage.as_bytes(common), storage.as_bytes(own)
 
         from .. import __version__

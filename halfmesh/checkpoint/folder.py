@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import CheckpointError, InputError, bullet_list
+from ..errors import CheckpointError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import storage
@@ -78,14 +78,12 @@ def finish(unfinished: Path, keep: int | None) -> None:
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:
-    """The model that a checkpoint is of, and its engine's name. None: a link, or none of ours."""
+    """The model that a checkpoint is of, and its engine's name. None: none of ours."""
     try:
         manifest = storage.read_manifest(path)
     except (CheckpointError, OSError):
         return None
-    if path.is_symlink() or manifest["format"] != storage.FORMAT:
-        return None
-    return manifest["model"], engine_name(manifest)
+    return None if manifest["format"] != storage.FORMAT else (manifest["model"], engine_name(manifest))
 
 
 def engine_name(manifest: Mapping[str, Any]) -> Any:
@@ -108,10 +106,7 @@ def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any
 
     Raises:
         CheckpointError: there is none, or none that is intact; or a newer version of halfmesh wrote it.
-        InputError: the ranks were given different folders.
     """
-    if not context.agree(str(directory)):
-        raise InputError("engine.load was called with different folders on each rank; give the same on all of them")
     what = f"loading from {directory} failed"
     candidates = run_on_rank_zero(context, what, lambda: _candidates(directory))
     damaged: list[str] = []
@@ -138,11 +133,6 @@ def _candidates(directory: Path) -> list[Path]:
     """`directory`, if it is a checkpoint itself; or those in it."""
     if (directory / storage.MANIFEST).exists():
         return [directory]
-    if directory.is_file():
-        raise CheckpointError(
-            "it is a file, and a checkpoint is a folder; for weights alone call engine.load_weights, for a file in a "
-            "checkpoint give its folder"
-        )
     found = checkpoints(directory) if directory.is_dir() else []
     if not found:
         there = "it holds no complete checkpoint" if directory.is_dir() else "there is no such folder"

@@ -174,18 +174,8 @@ class PreemptionHook(EngineHook):
 
 
 def _describe(came: list[list[str]]) -> str:
-    """What told the run to end, and which ranks: "SIGTERM on rank 0, 1".
-
-    Args:
-        came: the names on each rank.
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, names in enumerate(came):
-        for name in dict.fromkeys(names):
-            ranks.setdefault(name, []).append(str(rank))
-    if len(came) == 1:
-        return ", ".join(ranks)
-    return "; ".join(f"{name} on rank {', '.join(those)}" for name, those in ranks.items())
+    """What told the run to end, from the names on each rank."""
+    return ", ".join(dict.fromkeys(name for names in came for name in names))
 
 
 # -- what the config says ----------------------------------------------------------------------------------------------

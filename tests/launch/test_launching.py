@@ -22,7 +22,6 @@ from halfmesh.launching import launch as launching
 from halfmesh.launching.env import RankNames
 from halfmesh.launching.launch import (
     choose_device,
-    find_group_problem,
     get_default_parser,
     launch,
     launch_from_openmpi,
@@ -200,12 +199,6 @@ def test_what_is_offloaded_needs_a_backend_of_the_host_too(monkeypatch):
     for config, backend in ((offloaded, None), (offloaded, "nccl"), ({}, None)):
         launch(config, 0, 1, "localhost", 1, backend=backend)
     assert asked == ["cpu:gloo,cuda:nccl", "nccl", None]
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for backends, refused in (("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False)):
-        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
-        problem = find_group_problem(offloaded, torch.device("cuda", 0))
-        assert (problem is not None) == refused
-    assert find_group_problem(load_config({}), torch.device("cuda", 0)) is None
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
