@@ -32,10 +32,10 @@ PREEMPTED = [
 ]
 
 
-INTRODUCTION = f"""`python -m benchmarks.resharding`, with the helpers of `tests/checkpoint/test_layouts.py`: a small model (linear
-layers, LayerNorm, a frozen layer, a buffer; AdamW, clipping) trains 5 batches and saves. Each checkpoint is loaded
-into each layout, over another state. Weights, buffers, optimizer state and counters of the whole model are then
-compared to the bit; of the losses of the next 3 batches the tables have the largest relative difference from those
+INTRODUCTION = f"""`python -m benchmarks.resharding`, with the helpers of `tests/checkpoint/test_layouts.py`: a small
+model (linear layers, LayerNorm, a frozen layer, a buffer; AdamW, clipping) trains 5 batches and saves. Each
+checkpoint is loaded into each layout, over another state. Weights, buffers, optimizer state and counters of the whole model
+are then compared to the bit; of the losses of the next 3 batches the tables have the largest relative difference from those
 of the run that went on. They differ by the order of sums, and in fp16 by what that rounds; the tests allow
 {TOLERANCES}. `tp2_fsdp2` has 4 ranks, `one` 1, the others 2."""
 PREEMPTION = """## Told to end on N ranks, going on with M
@@ -107,7 +107,7 @@ def preempt(folder: str) -> list[str]:
     """A table of runs that were told to end in one layout, and went on in another."""
     whole = run("one", 1, None, False)[0]
     lines = [
-        f"| told after step {TOLD_AT} in (ranks) | saved at | went on in | from | to step | largest difference of a loss |",
+        f"| told after step {TOLD_AT} in (ranks) | saved at | went on in | from | to | largest difference of a loss |",
         "|---|---|---|---|---|---|",
     ]
     for source, target in PREEMPTED:

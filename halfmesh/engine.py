@@ -13,15 +13,15 @@ from torch import nn, optim
 from .amp.o1 import CastTable
 from .amp.step_result import StepResult
 from .averaged_model import AveragedModel
-from .checkpoint.attached import Stateful
 from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.rank_state import Stateful
 from .data.loader import EngineDataLoader
 from .errors import InputError, NonFiniteError
 from .loop.parts import EngineHook, EngineParts
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
-    from .debug.precision_report import PrecisionReport
+    from .debug.precision import PrecisionReport
 
 
 class Engine:

@@ -18,10 +18,10 @@ from ..errors import HalfmeshError, InputError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
-from . import folder, rng, storage, validate
-from .attached import AttachedState
+from . import folder, rank_state, storage, validate
 from .background import BackgroundWriter
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
+from .rank_state import AttachedState
 from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, without_empty
 from .storage import Snapshot, Stored
 
@@ -130,7 +130,7 @@ class Checkpointer:
 
         def small_files() -> tuple[bytes, bytes]:
             dataloader = None if parts.dataloader is None else parts.dataloader.state_dict()
-            random = rng.rank_random(context, parts.division)
+            random = rank_state.rank_random(context, parts.division)
             own = {"random": random, "dataloader": dataloader, "attached": self.attached.state_dict()}
             return storage.as_bytes(common), storage.as_bytes(own)
 
@@ -240,7 +240,7 @@ class Checkpointer:
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
-            rng.seed_anew(parts.config.seed + _SEED_STEP * common["global_step"], context, parts.division)
+            rank_state.seed_anew(parts.config.seed + _SEED_STEP * common["global_step"], context, parts.division)
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
@@ -251,7 +251,7 @@ class Checkpointer:
                 note = parts.dataloader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]
         if same:
-            rng.set_rank_random(own["random"], context, parts.division)
+            rank_state.set_rank_random(own["random"], context, parts.division)
         if parts.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): that begins anew, with these weights"
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
@@ -280,7 +280,7 @@ class Checkpointer:
             "lr_scheduler": parts.lr.state_dict(),
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
-            "random": rng.rank_random(parts.context, parts.division),
+            "random": rank_state.rank_random(parts.context, parts.division),
             "layout": validate.layout(parts.context, parts.division.data.shards_state),
             "attached": self.attached.state_dict(),
             "average": parts.average.state_dict(),
@@ -302,7 +302,7 @@ class Checkpointer:
             note = parts.dataloader.load_state_dict(state["dataloader"], same_rank)
             if note is not None:
                 _log.warning("%s", note)
-        rng.set_rank_random(state["random"], parts.context, parts.division)
+        rank_state.set_rank_random(state["random"], parts.context, parts.division)
         for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
         self._after_load()

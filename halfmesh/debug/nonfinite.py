@@ -15,8 +15,7 @@ from ..errors import NonFiniteError, bullet_list
 from ..loop.parts import EngineParts
 from ..shard import compute_dtype
 from ..tensors import tensors_of
-from .probes import CRITERION, Probes, Visit
-from .tensor_stats import TensorStats, is_finite, largest_number, measure, name_of
+from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure, name_of
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}

@@ -27,7 +27,7 @@ from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
-    from ..debug.precision_report import PrecisionReport
+    from ..debug.precision import PrecisionReport
     from ..engine import Engine
 
 _log = get_logger(__name__)

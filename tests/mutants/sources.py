@@ -197,7 +197,7 @@ CHECKPOINT = (
     Fault(
         "random numbers are not restored",
         "checkpoint/checkpointer.py",
-        '            rng.set_rank_random(own["random"], context, parts.division)\n',
+        '            rank_state.set_rank_random(own["random"], context, parts.division)\n',
         "            pass\n",
         (RESUME,),
     ),
