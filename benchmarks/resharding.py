@@ -33,11 +33,12 @@ PREEMPTED = [
 
 
 INTRODUCTION = f"""`python -m benchmarks.resharding`, with the helpers of `tests/checkpoint/test_layouts.py`: a small
-model (linear layers, LayerNorm, a frozen layer, a buffer; AdamW, clipping) trains 5 batches and saves. Each
-checkpoint is loaded into each layout, over another state. Weights, buffers, optimizer state and counters of the whole model
-are then compared to the bit; of the losses of the next 3 batches the tables have the largest relative difference from those
-of the run that went on. They differ by the order of sums, and in fp16 by what that rounds; the tests allow
-{TOLERANCES}. `tp2_fsdp2` has 4 ranks, `one` 1, the others 2."""
+model (linear layers, LayerNorm, a frozen layer, a buffer; AdamW, clipping) trains 5 batches and
+saves. Each checkpoint is loaded into each layout, over another state. Weights, buffers, optimizer
+state and counters of the whole model are then compared to the bit; of the losses of the next 3
+batches the tables have the largest relative difference from those of the run that went on. They
+differ by the order of sums, and in fp16 by what that rounds; the tests allow {TOLERANCES}.
+`tp2_fsdp2` has 4 ranks, `one` 1, the others 2."""
 PREEMPTION = """## Told to end on N ranks, going on with M
 
 SIGTERM to the last rank in the middle of an epoch, shuffled data, fp32; all ranks save after the same step. The
