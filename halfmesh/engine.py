@@ -433,7 +433,7 @@ class Engine:
         """Load the model's weights, and masters, from a file with the same names. All ranks together.
 
         The optimizer's state stays as it is. Raises CheckpointError if the file cannot be read, and InputError if
-        names, shapes or values (in fp16) do not fit; nothing has changed then.
+        names or shapes do not fit; nothing has changed then.
         """
         self._parts.before_call("engine.load_weights()")
         self._checkpointer.load_weights(Path(path))

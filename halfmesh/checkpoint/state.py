@@ -26,7 +26,7 @@ COUNTERS = "counters."
 """Its other tensors, which each rank has whole: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
 """The moving average of a parameter: `average.blocks.0.weight`."""
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a group that say how a step is computed: this run's stay."""
 
 
@@ -280,7 +280,7 @@ class ShardedState:
         state: dict[int, dict[str, Any]] = {}
         count = 0
         for index, group in enumerate(self.groups()):
-            names, kept = group["params"], {key: group[key] for key in _IMPLEMENTATION if key in group}
+            names, kept = group["params"], {key: group[key] for key in IMPLEMENTATION if key in group}
             places = {name: count + number for number, name in enumerate(names)}
             count += len(names)
             groups.append({**_group_of(names, index, saved), **kept, "params": list(places.values())})

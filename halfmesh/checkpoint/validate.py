@@ -93,12 +93,10 @@ def optimizer_problems(
         return
     mine, saved = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
     if sorted(mine) != sorted(saved):
-        here, there = ({name for names in each for name in names} for each in (mine, saved))
-        only = {"here": here - there, "in the checkpoint": there - here}
-        words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
+        other = sorted({name for names in mine for name in names} ^ {name for names in saved for name in names})
         yield (
-            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))} "
-            f"({'; '.join(words) or 'the same parameters, in other groups'}); build the same groups"
+            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))}"
+            f"{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
         )
     elif has_scheduler and mine != saved:
         order = [str(saved.index(group)) for group in mine]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..amp.step_result import StepResult
-from ..checkpoint.state import ShardedState
+from ..checkpoint.state import IMPLEMENTATION, ShardedState
 from ..errors import SyncError
 from ..launching.env import RankNames
 from ..loop.parts import EngineHook, EngineParts
@@ -20,8 +20,6 @@ from ..parallel.drift import Common, describe, find_drift
 from ..parallel.reducer import STATISTICS
 from ..tensors import tensors_of
 
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of an optimizer that say how it computes, which a rank may choose by what it holds."""
 _AVERAGED = (*STATISTICS, "num_batches_tracked")
 _OTHER_BATCH = (
     "These ranks compute one batch together: iterate engine.dataloader, or shard a loader of your own by "
@@ -125,7 +123,7 @@ class SyncCheck(EngineHook):
         groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
-            if key not in _IMPLEMENTATION:
+            if key not in IMPLEMENTATION:  # a rank may choose these by what it holds
                 yield Common(f"{key} of parameter group {number}", value)
 
     def _weights(self) -> Iterator[Common]:
