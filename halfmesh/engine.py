@@ -79,8 +79,6 @@ class Engine:
         parts = self._parts
         if parts.criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        for hook in self._before_criterion:
-            hook(args, kwargs)
         return parts.executor.criterion(parts.criterion, *args, **kwargs)
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
@@ -532,7 +530,6 @@ class Engine:
     def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
         self._hooks = tuple(hooks)
         self._before_forward = self._hooks_on("before_forward")
-        self._before_criterion = self._hooks_on("before_criterion")
         self._after_backward = self._hooks_on("after_backward")
         self._before_step = self._hooks_on("before_step")
         self._after_step = self._hooks_on("after_step")

@@ -159,21 +159,6 @@ class ParallelContext:
         return self._axis_groups["stage"]
 
     @property
-    def batch_group(self) -> dist.ProcessGroup | None:
-        """The ranks that compute one batch together: those of all stages and of their tensor groups. Made when first
-        asked for, by all ranks together; None where each computes its own."""
-        if self.pp_size * self.tp_size == 1:
-            return None
-        if self.dp_size == 1 or self.pp_size == 1 or self.tp_size == 1:
-            return dist.group.WORLD if self.dp_size == 1 else self.group("tp" if self.pp_size == 1 else "pp")
-        if "batch" not in self._axis_groups:
-            made = [
-                dist.new_group(self._grid[:, d].flatten().tolist(), timeout=self._timeout) for d in range(self.dp_size)
-            ]
-            self._axis_groups["batch"] = made[self.dp_rank]
-        return self._axis_groups["batch"]
-
-    @property
     def groups(self) -> dict[str, str]:
         """The axis of each group that was made so far, by the group's name."""
         return {
