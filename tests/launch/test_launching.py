@@ -240,11 +240,6 @@ def test_several_processes_never_train_alone_by_mistake(monkeypatch, variable, f
         halfmesh.initialize(nn.Linear(2, 2), torch.optim.SGD, config={}, device="cpu")
 
 
-def test_a_rank_that_cannot_be():
-    with pytest.raises(LaunchError, match="rank 2 of world size 2 is impossible: ranks go from 0"):
-        launch({}, 2, 2, "localhost", 1, device="cpu")
-
-
 def test_peers_that_never_come_and_a_port_in_use():
     with pytest.raises(LaunchError, match=r"rank 0 of 2 could not join .* All 2 processes have to be started"):
         launch({"timeout": 1.0}, 0, 2, "127.0.0.1", free_port(), device="cpu")
