@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .conversion import convert_to_amp
     from .data.loader import get_dataloader
     from .debug.nonfinite import Diagnosis
-    from .debug.precision_report import PrecisionReport
+    from .debug.precision import PrecisionReport
     from .engine import Engine
     from .errors import (
         EXIT_PREEMPTED,
@@ -80,7 +80,7 @@ _NAMES = {
     "data.loader": ("get_dataloader",),
     "engine": ("Engine",),
     "debug.nonfinite": ("Diagnosis",),
-    "debug.precision_report": ("PrecisionReport",),
+    "debug.precision": ("PrecisionReport",),
     "loop.lr": (
         "CosineAnnealingWarmupLR",
         "LinearWarmupLR",

@@ -146,10 +146,6 @@ def _prepare(
     context = ParallelContext(pp, tp, device, group, config.timeout, others)
     if not context.agree(repr({key: getattr(config, key) for key in type(config).model_fields})):
         raise InputError("the ranks were given different configs; start all of them with the same one")
-    if config.checkpoint is not None:
-        from .checkpoint.preemption import make_folder
-
-        make_folder(config.checkpoint, context)
     loaders = [
         None if loader is None else ShardedLoader(loader, context, training)
         for loader, training in ((given.dataloader, True), (given.eval_dataloader, False))
@@ -302,7 +298,6 @@ def _build(given: _Given, adoption: Adoption) -> _Given:
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
     """Raise if anything is wrong with what was given. Returns how the model is divided."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
-    device_problem = device_problem or launchers.find_group_problem(config, device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])
     has_model = isinstance(given.model, nn.Module)

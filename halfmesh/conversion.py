@@ -277,7 +277,7 @@ class AMPOptimizer(optim.Optimizer):
         Raises:
             InputError: the state of something else, or of another number of loss scales.
         """
-        validate.refuse_unfit(state_dict, len(self._update.loss_scales.scalers), "optimizer", validate.UPDATE_KEYS)
+        validate.refuse_unfit(state_dict, len(self._update.loss_scales.scalers), "optimizer")
         self._accumulation.clear()
         self._update.load_state_dict(state_dict)
 

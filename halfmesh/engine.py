@@ -12,16 +12,16 @@ from torch import nn, optim
 
 from .amp.o1 import CastTable
 from .amp.step_result import StepResult
-from .checkpoint.attached import Stateful
 from .checkpoint.averaged_model import AveragedModel
 from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.rank_state import Stateful
 from .data.loader import EngineDataLoader
 from .errors import InputError, NonFiniteError
 from .loop.parts import EngineHook, EngineParts
 from .summary import EffectivePlan
 
 if TYPE_CHECKING:
-    from .debug.precision_report import PrecisionReport
+    from .debug.precision import PrecisionReport
 
 
 class Engine:
@@ -79,8 +79,6 @@ class Engine:
         parts = self._parts
         if parts.criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        for hook in self._before_criterion:
-            hook(args, kwargs)
         return parts.executor.criterion(parts.criterion, *args, **kwargs)
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
@@ -333,7 +331,8 @@ class Engine:
         Counts products of matrices, convolutions and attention (a multiplication and an addition are two) up to the
         first `step`, without what activation checkpointing recomputes. At the end of the block `flops` has them by
         dtype, {"torch.bfloat16": 12345}, of all ranks that compute this data rank's batch. Compiled modules run
-        uncompiled in it. Raises InputError within an accumulation cycle, or if an operator has no formula.
+        uncompiled in it. Raises InputError within an accumulation cycle, under tensor parallelism, or if an operator
+        has no formula.
         """
         self._parts.before_call("engine.count_flops()")
         from .debug.flops import FlopCounter, counted
@@ -432,7 +431,7 @@ class Engine:
         """Load the model's weights, and masters, from a file with the same names. All ranks together.
 
         The optimizer's state stays as it is. Raises CheckpointError if the file cannot be read, and InputError if
-        names, shapes or values (in fp16) do not fit; nothing has changed then.
+        names or shapes do not fit; nothing has changed then.
         """
         self._parts.before_call("engine.load_weights()")
         self._checkpointer.load_weights(Path(path))
@@ -531,7 +530,6 @@ class Engine:
     def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
         self._hooks = tuple(hooks)
         self._before_forward = self._hooks_on("before_forward")
-        self._before_criterion = self._hooks_on("before_criterion")
         self._after_backward = self._hooks_on("after_backward")
         self._before_step = self._hooks_on("before_step")
         self._after_step = self._hooks_on("after_step")

@@ -156,16 +156,6 @@ def choose_backend(config: Config, device: torch.device) -> str | None:
     return "cpu:gloo,cuda:nccl" if config.parallel.data.cpu_offload and device.type == "cuda" else None
 
 
-def find_group_problem(config: Config, device: torch.device) -> str | None:
-    """Why the process group that there is already cannot do what the config needs, or None."""
-    if choose_backend(config, device) is None or not dist.is_initialized() or "cpu:" in dist.get_backend_config():
-        return None
-    return (
-        "parallel.data.cpu_offload: the process group has no backend for tensors in host memory; make it with "
-        "init_process_group('cpu:gloo,cuda:nccl'), or leave backend out of launch"
-    )
-
-
 def expected_world_size() -> int:
     """The size of the process group, or of the one that torchrun's variables ask for; 1 without either.
 

@@ -9,7 +9,7 @@ background.py     the thread that writes while training goes on
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 export.py         weights alone, for other programs
 averaged_model.py  the model with an average of its weights
-attached.py, rng.py, collective.py: the loop's own state; random numbers; the same error on all ranks
+rank_state.py, collective.py: random numbers and the loop's own state; the same error on all ranks
 
 May import loop, division, parallel, amp, data, launching and what is below them; not engine or assembly.
 """

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,16 @@ from ..errors import HalfmeshError, InputError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
-from . import folder, rng, storage, validate
-from .attached import AttachedState
+from . import folder, rank_state, storage, validate
 from .background import BackgroundWriter
 from .collective import gather_results, run_on_all_ranks, run_on_rank_zero
+from .rank_state import AttachedState
 from .state import AVERAGE, MODEL, ShardedState, describe, find_tensors, join_groups, without_empty
 from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..loop.parts import EngineParts
+    from .preemption import PreemptionHook
     from .whole import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
@@ -36,28 +37,18 @@ _log = get_logger(__name__)
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
 
 
-class AutomaticSaves(Protocol):
-    """Those that the config asks for."""
-
-    def ask(self) -> None:
-        """Save at the next boundary, and end the loop."""
-
-    def forget(self) -> None:
-        """A checkpoint was loaded: what was asked for before it is void."""
-
-
 class Checkpointer:
     """Saves and loads for one engine.
 
     Attributes:
         preemption: the automatic checkpoints, if the config asks for them.
-        locks: of the folders that were saved into.
+        locks: of the folders that were saved into, until `close`.
         attached: the state of the loop's own objects.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.preemption: AutomaticSaves | None = None
-        self.locks = folder.FolderLocks()
+        self.preemption: PreemptionHook | None = None
+        self.locks: dict[Path, IO[str]] = {}
         self.attached = AttachedState()
         self._parts = parts
         self._writer = BackgroundWriter(parts.context.device)
@@ -75,17 +66,11 @@ class Checkpointer:
         parts, context = self._parts, self._parts.context
         parts.statistics.look()
         self.wait()
-        if keep is not None and keep < 1:
-            raise InputError(f"engine.save: keep={keep!r}: give a number of checkpoints, 1 or more, or None for all")
-        if not context.agree(json.dumps([str(directory), keep, in_background])):
-            raise InputError(
-                "engine.save was called with different arguments on each rank; give the same on all of them"
-            )
         step = parts.global_step
         what = f"saving step {step} to {directory} failed, and what was saved before is as it was"
 
         def begin() -> Path:
-            self.locks.take(directory)
+            folder.lock(directory, self.locks)
             return folder.begin(directory, step)
 
         with parts.guard.own_call():
@@ -144,12 +129,9 @@ class Checkpointer:
         }
 
         def small_files() -> tuple[bytes, bytes]:
-            attached = self.attached.state_dict()
-            for name, value in attached.items():
-                storage.refuse_objects(f"{name!r} (engine.attach)", value)
             dataloader = None if parts.dataloader is None else parts.dataloader.state_dict()
-            random = rng.rank_random(context, parts.division)
-            own = {"random": random, "dataloader": dataloader, "attached": attached}
+            random = rank_state.rank_random(context, parts.division)
+            own = {"random": random, "dataloader": dataloader, "attached": self.attached.state_dict()}
             return storage.as_bytes(common), storage.as_bytes(own)
 
         from ..version import __version__
@@ -258,7 +240,7 @@ class Checkpointer:
         same = same_layout and about["device"] == context.device.type
         own = stored.own or stored.first
         if not same:
-            rng.seed_anew(parts.config.seed + _SEED_STEP * common["global_step"], context, parts.division)
+            rank_state.seed_anew(parts.config.seed + _SEED_STEP * common["global_step"], context, parts.division)
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
@@ -269,7 +251,7 @@ class Checkpointer:
                 note = parts.dataloader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]
         if same:
-            rng.set_rank_random(own["random"], context, parts.division)
+            rank_state.set_rank_random(own["random"], context, parts.division)
         if parts.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
             yield "it has no average of the weights (engine.averaged_model): that begins anew, with these weights"
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
@@ -298,7 +280,7 @@ class Checkpointer:
             "lr_scheduler": parts.lr.state_dict(),
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
-            "random": rng.rank_random(parts.context, parts.division),
+            "random": rank_state.rank_random(parts.context, parts.division),
             "layout": validate.layout(parts.context, parts.division.data.shards_state),
             "attached": self.attached.state_dict(),
             "average": parts.average.state_dict(),
@@ -307,7 +289,7 @@ class Checkpointer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Engine.load_state_dict`."""
         parts = self._parts
-        validate.refuse_unfit(state, len(parts.update.loss_scales.scalers))
+        validate.refuse_unfit(state.get("update", {}), len(parts.update.loss_scales.scalers), "engine")
         validate.refuse_other_part(state["layout"], validate.layout(parts.context, parts.division.data.shards_state))
         parts.accumulation.clear()
         parts.model.load_state_dict(state["model"])
@@ -320,7 +302,7 @@ class Checkpointer:
             note = parts.dataloader.load_state_dict(state["dataloader"], same_rank)
             if note is not None:
                 _log.warning("%s", note)
-        rng.set_rank_random(state["random"], parts.context, parts.division)
+        rank_state.set_rank_random(state["random"], parts.context, parts.division)
         for note in self.attached.load_state_dict(state.get("attached", {})):
             _log.info("%s", note)
         self._after_load()
@@ -367,7 +349,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Let other jobs save into the folders."""
-        self.locks.release()
+        for file in self.locks.values():
+            file.close()
+        self.locks.clear()
 
 
 def _write(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +83,31 @@ def finish(tensors: Mapping[str, WholeTensor], results: Sequence[list[Any]], fol
     dcp.FileSystemWriter(folder, sync_files=True).finish(Metadata(described), list(results))
 
 
-_PATHS = ("Path", "PosixPath")
-_PLAIN = {"torch": ("Size",), "torch.serialization": ("_get_layout",), "pathlib": _PATHS, "pathlib._local": _PATHS}
-_DCP = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))),
+    "pathlib": ("Path", "PosixPath"),
+    "pathlib._local": ("Path", "PosixPath"),
+}
+"""What DCP writes into `.metadata`."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes plain data of what DCP writes into `.metadata`, and calls nothing else."""
-
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _PLAIN.get(module, ()):
-            found = super().find_class(module, name) if module in (*_DCP, "torch") else None
-            is_plain = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
-            if not (is_plain if module in _DCP else isinstance(found, torch.dtype)):
-                raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
         return super().find_class(module, name)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What `finish` wrote. (DCP itself uses a plain `pickle.load`, which runs what stands in the file.)
-
-    Raises:
-        pickle.UnpicklingError: it holds something else.
-    """
+    """What `finish` wrote. (DCP itself uses a plain `pickle.load`, which runs what stands in the file.)"""
     with open(folder / METADATA, "rb") as file:
-        metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"{METADATA} holds a {type(metadata).__name__}")
+        metadata: Metadata = _MetadataUnpickler(file).load()
     return metadata
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..amp.precision import find_overflow
 from ..errors import CheckpointError, InputError, bullet_list, did_you_mean
 from ..parallel.context import ParallelContext
 from ..parallel.shard_spec import Shape
@@ -49,8 +47,7 @@ def save_weights(state: ShardedState, context: ParallelContext, path: Path, form
             f"the model's state dict holds more than tensors ({', '.join(sorted(extras))}), which safetensors cannot "
             "hold; use format='torch'"
         )
-    for key, value in extras.items():
-        storage.refuse_objects(key, value)
+    storage.as_bytes(extras)
     tensors = find_tensors(shapes, spread=False)
     aliases: dict[str, list[str]] = {}  # of tied weights
     for alias, first in state.division.first_names(state.model).items():
@@ -152,19 +149,11 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
                 for region in targets[name].placement.regions:
                     yield name, region.view(targets[name].tensor), saved[name][1](slices(region.at, region.sizes))
 
-        def refuse_overflows() -> None:  # reads the file a first time
-            for name, _, values in boxes([name for name in targets if name in in_fp16]):
-                problem = find_overflow(name, values, torch.float16)
-                if problem is not None:
-                    raise InputError(problem)
-
         @torch.no_grad()
         def read() -> None:
             for _, target, values in boxes(list(targets)):
                 target.copy_(values)
 
-        in_fp16 = state.in_fp16()
-        run_on_all_ranks(context, what, refuse_overflows)
         run_on_all_ranks(context, f"{what} after some weights had changed; make the engine anew", read)
     state.tell()
 
@@ -193,15 +182,7 @@ def _open_file(path: Path) -> Iterator[Readers]:
                 found[name] = shape, tensor.__getitem__ if shape else file.get_tensor(name).__getitem__
             yield found
         return
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as weights, without running code ({str(error).partition(chr(10))[0]}); give a "
-            "file of tensors by name, as torch.save(model.state_dict(), path) writes it"
-        ) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}; give a file of tensors by name")
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     yield {name: (tuple(t.shape), t.__getitem__) for name, t in state.items() if isinstance(t, torch.Tensor)}
 
 

@@ -8,18 +8,16 @@ checkpoints/
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
 import shutil
 import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import CheckpointError, InputError, bullet_list, cut
+from ..errors import CheckpointError, bullet_list
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from . import storage
@@ -28,7 +26,6 @@ from .collective import run_on_rank_zero
 _log = get_logger(__name__)
 
 LOCK = ".lock"
-_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = re.compile(r"\.step-\d{8,}(?:\.\d+)?\.tmp")
 
@@ -81,14 +78,12 @@ def finish(unfinished: Path, keep: int | None) -> None:
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:
-    """The model that a checkpoint is of, and its engine's name. None: a link, or none of ours."""
+    """The model that a checkpoint is of, and its engine's name. None: none of ours."""
     try:
         manifest = storage.read_manifest(path)
     except (CheckpointError, OSError):
         return None
-    if path.is_symlink() or manifest["format"] != storage.FORMAT:
-        return None
-    return manifest["model"], engine_name(manifest)
+    return None if manifest["format"] != storage.FORMAT else (manifest["model"], engine_name(manifest))
 
 
 def engine_name(manifest: Mapping[str, Any]) -> Any:
@@ -111,10 +106,7 @@ def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any
 
     Raises:
         CheckpointError: there is none, or none that is intact; or a newer version of halfmesh wrote it.
-        InputError: the ranks were given different folders.
     """
-    if not context.agree(str(directory)):
-        raise InputError("engine.load was called with different folders on each rank; give the same on all of them")
     what = f"loading from {directory} failed"
     candidates = run_on_rank_zero(context, what, lambda: _candidates(directory))
     damaged: list[str] = []
@@ -141,11 +133,6 @@ def _candidates(directory: Path) -> list[Path]:
     """`directory`, if it is a checkpoint itself; or those in it."""
     if (directory / storage.MANIFEST).exists():
         return [directory]
-    if directory.is_file():
-        raise CheckpointError(
-            "it is a file, and a checkpoint is a folder; for weights alone call engine.load_weights, for a file in a "
-            "checkpoint give its folder"
-        )
     found = checkpoints(directory) if directory.is_dir() else []
     if not found:
         there = "it holds no complete checkpoint" if directory.is_dir() else "there is no such folder"
@@ -156,57 +143,35 @@ def _candidates(directory: Path) -> list[Path]:
 # -- one job saves into a folder ---------------------------------------------------------------------------------------
 
 
-class FolderLocks:
-    """The folders that one engine saves into, locked until `release` or the end of the process, however it ends: a
-    second job would remove the unfinished saves and the checkpoints of the first.
+def lock(folder: Path, held: dict[Path, IO[str]]) -> None:
+    """Lock `folder`, which is made if it is not there, for this process: a second job would remove the unfinished saves
+    and the checkpoints of the first. Call it before each save: another engine of this process may have let it go.
 
-    POSIX locks belong to a process: several engines of one process share a folder, and forked DataLoader workers that
-    outlive it do not keep it locked (with `flock` it would be the other way round).
+    A POSIX lock belongs to a process, however that ends: several engines of one process share a folder, and forked
+    DataLoader workers that outlive it do not keep it locked.
+
+    Args:
+        held: the files of the folders that an engine has locked; `folder` is added. Closing them ends the locks.
+
+    Raises:
+        CheckpointError: another process saves into it.
     """
-
-    def __init__(self) -> None:
-        self._files: dict[Path, IO[str] | None] = {}
-
-    def take(self, folder: Path) -> None:
-        """Lock `folder`, which is made if it is not there. Call this before each save: the lock is lost when another
-        engine of this process releases it.
-
-        Raises:
-            CheckpointError: another process saves into it.
-        """
-        folder = folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            file = self._files[folder] if folder in self._files else open(folder / LOCK, "a+")  # noqa: SIM115
-            self._files[folder] = file
-            if file is not None:
-                _lock(file, folder)
-        except OSError as error:
-            self._files[folder] = None
-            _log.warning("%s cannot be locked (%s); make sure that no other job saves there", folder, error)
-
-    def release(self) -> None:
-        """Let other jobs save."""
-        for file in self._files.values():
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
-        self._files.clear()
-
-
-def _lock(file: IO[str], folder: Path) -> None:
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder not in held:
+        held[folder] = open(folder / LOCK, "a+")  # noqa: SIM115
+    file = held[folder]
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
         raise CheckpointError(
-            f"another job saves into {folder} ({cut(file.read(200)) or 'it left no name'}), and each would remove "
-            "checkpoints of the other; end that job first, or give this one another folder. (If that job and its "
-            f"machine are gone, remove {folder / LOCK}.)"
+            f"another job saves into {folder} ({file.read(200)}), and each would remove checkpoints of the other; end "
+            f"that job first, or give this one another folder. (If its machine is gone, remove {folder / LOCK}.)"
         ) from None
-    with contextlib.suppress(OSError):  # a full disk: locked without a name
-        job = next((f"{key} {os.environ[key]}, " for key in _JOB_IDS if key in os.environ), "")
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.truncate(0)
-        file.write(f"{job}process {os.getpid()} on {socket.gethostname()}, since {since}")
-        file.flush()
+    except OSError as error:
+        _log.warning("%s cannot be locked (%s); make sure that no other job saves there", folder, error)
+        return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()

@@ -103,7 +103,7 @@ class PreemptionHook(EngineHook):
         parts, before = self._parts, self._step
         if not self._locked:  # here, because an evaluation beside the run that trains saves nothing
             what = f"checkpoint.directory={self._options.directory!r}"
-            run_on_rank_zero(parts.context, what, lambda: self._checkpointer.locks.take(self._directory))
+            run_on_rank_zero(parts.context, what, lambda: folder.lock(self._directory, self._checkpointer.locks))
             self._locked = True
         if parts.global_step == before or parts.accumulation.holds_gradients or parts.accumulation.averaged:
             return
@@ -174,18 +174,8 @@ class PreemptionHook(EngineHook):
 
 
 def _describe(came: list[list[str]]) -> str:
-    """What told the run to end, and which ranks: "SIGTERM on rank 0, 1".
-
-    Args:
-        came: the names on each rank.
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, names in enumerate(came):
-        for name in dict.fromkeys(names):
-            ranks.setdefault(name, []).append(str(rank))
-    if len(came) == 1:
-        return ", ".join(ranks)
-    return "; ".join(f"{name} on rank {', '.join(those)}" for name, those in ranks.items())
+    """What told the run to end, from the names on each rank."""
+    return ", ".join(dict.fromkeys(name for names in came for name in names))
 
 
 # -- what the config says ----------------------------------------------------------------------------------------------
@@ -196,22 +186,6 @@ def folder_of(options: AutomaticConfig) -> Path:
     return Path(options.directory).expanduser().absolute()
 
 
-def make_folder(options: AutomaticConfig, context: ParallelContext) -> None:
-    """Make `checkpoint.directory`, so that a run does not fail after hours because it cannot. All ranks together.
-
-    Raises:
-        CheckpointError: it cannot be made, or not written to.
-    """
-    path = folder_of(options)
-
-    def make() -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise CheckpointError(f"{path} cannot be written to; give another folder, or change its permissions")
-
-    run_on_rank_zero(context, f"checkpoint.directory={options.directory!r}", make)
-
-
 def find_resumed(config: Config, context: ParallelContext) -> Path | None:
     """What the config key `resume` says to load; None: nothing is there yet. All ranks together."""
     path, options = config.resume, config.checkpoint
@@ -220,7 +194,7 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
     if path != "auto" or options is None:
         return Path(path).expanduser()
     directory = folder_of(options)
-    if run_on_rank_zero(context, "resume='auto'", lambda: bool(folder.checkpoints(directory))):
+    if run_on_rank_zero(context, "resume='auto'", lambda: directory.is_dir() and bool(folder.checkpoints(directory))):
         return directory
     _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", directory)
     return None
@@ -261,14 +235,8 @@ class StopSignals:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody handles the signal, in Python or, where /proc says so, in C (faulthandler)."""
-    if not _in_main_thread() or signal.getsignal(number) is not signal.SIG_DFL:
-        return False
-    with contextlib.suppress(OSError, StopIteration):
-        with open("/proc/self/status") as status:
-            caught = next(line for line in status if line.startswith("SigCgt:"))
-        return not int(caught.split()[1], 16) >> (number - 1) & 1
-    return True
+    """Whether nobody in Python handles the signal."""
+    return _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL
 
 
 def _in_main_thread() -> bool:

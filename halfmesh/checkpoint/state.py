@@ -14,7 +14,7 @@ from ..amp.originals import current_value
 from ..division import Division
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
-from ..shard import ParamShard, compute_dtype
+from ..shard import ParamShard
 
 if TYPE_CHECKING:
     from ..loop.average import WeightAverage
@@ -26,7 +26,7 @@ COUNTERS = "counters."
 """Its other tensors, which each rank has whole: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
 """The moving average of a parameter: `average.blocks.0.weight`."""
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a group that say how a step is computed: this run's stay."""
 
 
@@ -146,13 +146,6 @@ class ShardedState:
         for name, key in self._buffers(self.model.state_dict()).items():
             found[name] = TensorShard(originals.target(own[key]), whole(own[key].shape))
         return found
-
-    def in_fp16(self) -> set[str]:
-        """The names of what the model computes with in fp16, which ends at 65504."""
-        tensors: dict[str, torch.Tensor] = {name: (shard.source or shard).param for shard, name in self.names()}
-        own = dict(self.model.named_buffers(remove_duplicate=False))
-        tensors |= {name: own[key] for name, key in self._buffers(self.model.state_dict()).items()}
-        return {name for name, tensor in tensors.items() if compute_dtype(tensor) == torch.float16}
 
     def written(self) -> list[torch.Tensor]:
         """What new weights of the optimizer's parameters are written into, and what `tell` brings from other ranks."""
@@ -287,7 +280,7 @@ class ShardedState:
         state: dict[int, dict[str, Any]] = {}
         count = 0
         for index, group in enumerate(self.groups()):
-            names, kept = group["params"], {key: group[key] for key in _IMPLEMENTATION if key in group}
+            names, kept = group["params"], {key: group[key] for key in IMPLEMENTATION if key in group}
             places = {name: count + number for number, name in enumerate(names)}
             count += len(names)
             groups.append({**_group_of(names, index, saved), **kept, "params": list(places.values())})

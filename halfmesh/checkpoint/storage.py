@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,14 +131,8 @@ def open_stored(folder: Path, manifest: Mapping[str, Any], context: ParallelCont
 
     def opened() -> Stored:
         first, own = rank_file(0), rank_file(context.rank)
-        try:
-            own_content = read(own) if own in manifest["files"] else None
-            return Stored(folder, manifest, dcp.read_metadata(folder), read(COMMON), read(first), own_content)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{folder} holds more than plain data, which is not read because it could run code "
-                f"({str(error).partition(chr(10))[0]}); take another checkpoint"
-            ) from error
+        own_content = read(own) if own in manifest["files"] else None
+        return Stored(folder, manifest, dcp.read_metadata(folder), read(COMMON), read(first), own_content)
 
     return run_on_all_ranks(context, f"loading {folder} failed", opened)
 
@@ -168,26 +161,15 @@ def rank_file(rank: int) -> str:
 
 def as_bytes(content: Mapping[str, Any]) -> bytes:
     """Plain values and tensors as they stand in a file. Raises InputError of other objects."""
-    for key, value in content.items():
-        refuse_objects(key, value)
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
-    return buffer.getvalue()
-
-
-def refuse_objects(key: str, value: Any) -> None:
-    """Raise InputError if `value`, the state of `key`, could not be read again."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
+    buffer.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
         raise InputError(
-            f"the state of {key} holds objects that are not plain values or tensors, which are not read back because "
-            f"that could run code ({reason}); keep them out of its state_dict, or save them yourself"
-        ) from error
+            f"the state in {', '.join(content)} holds {', '.join(sorted(unsafe))}, which are not read back because "
+            "that could run code; keep such objects out of state dicts, or save them yourself"
+        )
+    return buffer.getvalue()
 
 
 def write_file(path: Path, content: bytes) -> None:

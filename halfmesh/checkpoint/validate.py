@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, find_near, shorten
 from ..parallel.context import ParallelContext
-
-UPDATE_KEYS = ("optimizer", "masters", "scalers", "skips")
-KEYS = ("model", "update", "lr_scheduler", "global_step", "dataloader", "random", "layout")
 
 
 def class_name(value: object) -> str:
@@ -20,15 +17,14 @@ def class_name(value: object) -> str:
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def refuse_unfit(state: Mapping[str, Any], scalers: int, owner: str = "engine", keys: Sequence[str] = KEYS) -> None:
-    """Raise InputError if `state` is not of an `owner` with so many loss scalers."""
-    missing = [key for key in keys if key not in state]
-    if missing:
+def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
+    """Raise InputError if `update` is not what an `owner` with so many loss scalers has saved."""
+    if "scalers" not in update:
         raise InputError(
-            f"this is not the state of an {owner}: {', '.join(missing)} missing; pass what {owner}.state_dict() gave "
-            "(a model's own state goes into model.load_state_dict)"
+            f"this is not the state of an {owner}: pass what {owner}.state_dict() gave (a model's own state goes into "
+            "model.load_state_dict)"
         )
-    saved = len(state.get("update", state)["scalers"])
+    saved = len(update["scalers"])
     if saved != scalers:
         raise InputError(
             f"the state was saved with {saved} loss scale(s), and this run trains with {scalers}; take the precision "
@@ -97,12 +93,10 @@ def optimizer_problems(
         return
     mine, saved = (list(map(sorted, each)) for each in (groups, [group["params"] for group in common["groups"]]))
     if sorted(mine) != sorted(saved):
-        here, there = ({name for names in each for name in names} for each in (mine, saved))
-        only = {"here": here - there, "in the checkpoint": there - here}
-        words = [f"only {where}: {shorten(sorted(names))}" for where, names in only.items() if names]
+        other = sorted({name for names in mine for name in names} ^ {name for names in saved for name in names})
         yield (
-            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))} "
-            f"({'; '.join(words) or 'the same parameters, in other groups'}); build the same groups"
+            f"its optimizer has groups of {list(map(len, saved))} parameters, and this one of {list(map(len, mine))}"
+            f"{f' (not in both: {shorten(other)})' if other else ''}; build the same groups"
         )
     elif has_scheduler and mine != saved:
         order = [str(saved.index(group)) for group in mine]

@@ -22,14 +22,10 @@ from torch.utils.data import (
 )
 
 from ..errors import InputError
-from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.digests import add_tensor
 from ..parallel.rng import SharedRNG
-from ..parallel.same_calls import are_same
 from ..tensors import map_tensors, tensors_of
-
-_log = get_logger(__name__)
 
 _IN_ORDER = (SequentialSampler, range, list, tuple)
 _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -258,17 +254,6 @@ def is_stateful(loader: Any) -> bool:
 def copied(batch: Any) -> Any:
     """The batch, its tensors in memory of its own."""
     return map_tensors(torch.clone, batch)
-
-
-def warn_of_same_inputs(inputs: Any, context: ParallelContext) -> None:
-    """Warn if a loader of the user's own gave all data ranks the same `inputs`. All ranks together; it reads them."""
-    if are_same(inputs, context.dp_group):
-        _log.warning(
-            "all %d data ranks were given the same inputs in the first update: they seem to train on the same batches. "
-            "Shard the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed what draws them "
-            "by rank (torch.manual_seed(seed + dp_rank)); a DataLoader that is given to initialize is sharded",
-            context.dp_size,
-        )
 
 
 def _shards_itself(loader: DataLoader[Any], rank: int, size: int) -> bool:

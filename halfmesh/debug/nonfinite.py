@@ -15,8 +15,7 @@ from ..errors import NonFiniteError, bullet_list
 from ..loop.parts import EngineParts
 from ..shard import compute_dtype
 from ..tensors import tensors_of
-from .probes import CRITERION, Probes, Visit
-from .tensor_stats import TensorStats, is_finite, largest_number, measure, name_of
+from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure, name_of
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
@@ -30,14 +29,13 @@ class Fault:
     """The first inf or nan of an update.
 
     Attributes:
-        kind: what holds it. "input": what a module was given. "gradient": of a module's output; of what the modules
-            `around` were given, if `name` is "".
+        kind: what holds it. "input": what a module was given. "gradient": of a module's output.
         name: of the module or parameter.
         label: the same for messages, with the module's class.
         stats: of the tensor, with its dtype.
         key: in which order it was computed, to compare over ranks.
         inputs: of an "output" or "loss", the largest finite magnitude that went into it.
-        around: for "input" the module whose forward made it, for "gradient" those whose backward made it.
+        caller: the label of the module whose forward called that module; "" for the loop.
         ranks: where it is.
     """
 
@@ -47,24 +45,19 @@ class Fault:
     stats: TensorStats
     key: tuple[int, ...]
     inputs: float | None = None
-    around: tuple[str, ...] = ()
+    caller: str = ""
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        around, stats = " or ".join(self.around), self.stats
-        match self.kind:
-            case "weight":
-                what = f"the weight {self.label}, before the forward"
-            case "input":
-                made = f", made by operations in the forward of {around}" if around else " by the loop"
-                what = f"what {self.label} was given{made}"
-            case "output":
-                what = f"the output of {self.label}"
-            case "loss":
-                what = "the loss"
-            case "gradient":
-                of = f"the output of {self.label}" if self.name else f"what {around} was given"
-                what = f"the gradient of {of}, made by the backward of {around or 'what follows it'}"
+        stats = self.stats
+        made = f", made by operations in the forward of {self.caller}" if self.caller else " by the loop"
+        what = {
+            "weight": f"the weight {self.label}, before the forward",
+            "input": f"what {self.label} was given{made}",
+            "output": f"the output of {self.label}",
+            "loss": "the loss",
+            "gradient": f"the gradient of the output of {self.label}, made by the backward of what follows it",
+        }[self.kind]
         counts = [f"{count} {kind}" for count, kind in ((stats.inf, "inf"), (stats.nan, "nan")) if count]
         text = f"{what}, in {name_of(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
         if self.inputs is not None:
@@ -138,7 +131,7 @@ _ADVICE: dict[Kind, str] = {
         "in fp32, from logits instead of probabilities"
     ),
     "gradient": (
-        "look in that forward for a root, norm, logarithm, power or division at 0, whose value is finite and whose "
+        "look in what follows it for a root, norm, logarithm, power or division at 0, whose value is finite and whose "
         "derivative is not: add a small number to what goes into it, as in sqrt(x + 1e-12)"
     ),
 }
@@ -160,8 +153,6 @@ class NonFiniteProbes(Probes):
         super().__init__(parts)
         self._always = parts.config.debug == "nonfinite"
         self._first: Fault | None = None
-        self._grad: torch.Tensor | None = None  # that of the fault, if it is a gradient
-        self._users: list[Visit] = []  # what was given that tensor
         if self._always:
             self.attach()
 
@@ -171,16 +162,16 @@ class NonFiniteProbes(Probes):
         model = self._parts.model
         if self.attached and model.training and not self._parts.accumulation.holds_gradients:
             for index, (name, param) in enumerate(model.named_parameters()):
-                self._look("weight", param.to(compute_dtype(param)), name, repr(name), order=index)
+                self._look("weight", param.to(compute_dtype(param)), index, name)
 
     def after_backward(self, loss: Any) -> None:
         for tensor in tensors_of(loss) if self.attached else ():
-            self._look("loss", tensor, order=sys.maxsize)
+            self._look("loss", tensor, sys.maxsize)
 
     def after_step(self, result: StepResult) -> None:
         nears_limit = self._parts.update.skip_counter.nears_limit
         if self.attached:
-            self._forget()
+            self._first = None
             if not (nears_limit or self._always):
                 self.detach()
         elif nears_limit:
@@ -192,10 +183,6 @@ class NonFiniteProbes(Probes):
             error.add_note(f"in the engine named {parts.config.name!r}")
         results, losses = list(parts.results), parts.update.loss_scales
         scales = [*(result.loss_scale for result in results), losses.current()[0]] if losses.scalers else []
-        if self._first is not None and self._grad is not None:
-            callers = {id(user.caller) for user in self._users}  # these only hand the tensor on
-            around = dict.fromkeys(user.label for user in self._users if id(user) not in callers)
-            self._first = replace(self._first, around=tuple(around))
         fault = _first_of_all(parts.context.everyone(self._first))
         error.diagnosis = Diagnosis(
             scales=tuple((scale, len(list(same))) for scale, same in groupby(scales)),
@@ -207,7 +194,7 @@ class NonFiniteProbes(Probes):
             world_size=parts.context.size,
         )
         error.args = (f"{error}\n{error.diagnosis}",)
-        self._forget()
+        self._first = None
 
     def close(self, error: BaseException | None) -> None:
         self.detach()
@@ -215,35 +202,18 @@ class NonFiniteProbes(Probes):
     # -- what the modules do -----------------------------------------------------------------------------------
 
     def entered(self, visit: Visit) -> None:
-        around = () if visit.caller is None else (visit.caller.label,)
         for tensor in visit.inputs:
-            self._look("input", tensor, visit.name, visit.label, visit, visit.order, around)
+            self._look("input", tensor, visit.order, visit.name, visit)
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
-        kind: Kind = "loss" if visit.name == CRITERION else "output"
         for tensor in outputs:
-            if self._look(kind, tensor, visit.name, visit.label, visit, visit.order) and self._first is not None:
-                largest = max((measure(given).largest for given in visit.inputs), default=0.0)
-                self._first = replace(self._first, inputs=largest)
+            self._look("loss" if visit.name == CRITERION else "output", tensor, visit.order, visit.name, visit)
 
-    def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        name, label = ("", "") if of_input else (visit.name, visit.label)
-        if grad is self._grad or self._look("gradient", grad, name, label, visit, order):
-            self._grad = grad
-            if of_input:
-                self._users.append(visit)
+    def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
+        self._look("gradient", grad, order, visit.name, visit)
 
-    def _look(
-        self,
-        kind: Kind,
-        tensor: torch.Tensor,
-        name: str = "",
-        label: str = "",
-        visit: Visit | None = None,
-        order: int = 0,
-        around: tuple[str, ...] = (),
-    ) -> bool:
-        """Whether `tensor` has inf or nan and comes before what was found so far, in which case it is kept.
+    def _look(self, kind: Kind, tensor: torch.Tensor, order: int, name: str = "", visit: Visit | None = None) -> None:
+        """Keep `tensor` if it has inf or nan and comes before what was found so far.
 
         Microbatches of a pipeline do not depend on each other; within one, stages follow each other, in backward the
         other way round.
@@ -252,13 +222,13 @@ class NonFiniteProbes(Probes):
         stage = -stage if kind == "gradient" else stage
         key = self._parts.accumulation.index, _PHASES.get(kind, 1), microbatch, stage, order
         if (self._first is not None and self._first.key <= key) or is_finite(tensor):
-            return False
-        self._first = Fault(kind, name, label, measure(tensor), key, around=around)
-        self._grad, self._users = None, []
-        return True
-
-    def _forget(self) -> None:
-        self._first, self._grad, self._users = None, None, []
+            return
+        self._first = Fault(kind, name, repr(name) if visit is None else visit.label, measure(tensor), key)
+        if visit is not None and kind in ("output", "loss"):
+            largest = max((measure(given).largest for given in visit.inputs), default=0.0)
+            self._first = replace(self._first, inputs=largest)
+        elif visit is not None and visit.caller is not None:
+            self._first = replace(self._first, caller=visit.caller.label)
 
 
 def _first_of_all(faults: Sequence[Fault | None]) -> Fault | None:

@@ -1,26 +1,186 @@
-"""`engine.precision_report()`: measures the numbers of each layer in one real update."""
+"""`engine.precision_report()`: measures the numbers of each layer in a real update, and says what is worth a change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
 
-from ..amp.recipe import HALF
-from ..errors import InputError
+from ..errors import InputError, shorten
 from ..loop.parts import EngineParts
 from ..shard import ParamShard, compute_dtype
-from .precision_report import LayerPrecision, PrecisionReport, find_problems
-from .probes import Probes, Visit
-from .tensor_stats import TensorStats, largest_number, measure, name_of
+from .probes import Probes, TensorStats, Visit, largest_number, measure, name_of
 
-MULTIPLE = 8
-"""Elements of half precision in 16 bytes. Matrix products on tensor cores are most efficient where the sizes are
-multiples of that (NVIDIA, "Matrix Multiplication Background User's Guide", section on tensor core requirements).
-Sizes of 4 and less, such as the channels of images, are given by the data."""
+MUCH_SUBNORMAL = 0.05
+"""Where about 5 % of a speech model's weight gradients were too small for fp16, it lost 80 % in accuracy without fp32
+masters (Micikevicius and others, 2018, "Mixed Precision Training", section 3.1)."""
+HIGH_OUTPUT = 0.25
+"""Twice as large, and twice as large again, and it overflows: a choice of ours."""
+HIGH_SCALE = 2.0**24
+"""Where apex.amp's dynamic scale stops (its max_loss_scale). A gradient of 2**-24 is 1 then."""
+_LINE = 120
+
+
+@dataclass(frozen=True)
+class LayerPrecision:
+    """One module that has parameters of its own. Shares are from 0 to 1; None: not seen, or not in float16.
+
+    Attributes:
+        name: in the whole model.
+        kind: its class.
+        param_dtype: in which it computes with its parameters; `masters`: whether the optimizer steps wider ones.
+        output_dtype: of what it returned; "" where it was not called as a module.
+        largest_output: the largest finite magnitude; `output_share`: of the largest number of that dtype.
+        gradient_dtype: of the gradient of its output.
+        largest_gradient: of that gradient, divided by the loss scale. `gradient_share`: multiplied by it, of the
+            largest number of the dtype.
+        zero_gradients: share of that gradient's elements that are zero, by right (ReLU) or as too small for float16;
+            `subnormal_gradients`: that are so small, below 6.1e-5, that float16 has lost some of their digits.
+        subnormal_weight_gradients: as `subnormal_gradients`, of the complete gradients of its parameters.
+        nonfinite: how many numbers were inf or nan.
+    """
+
+    name: str
+    kind: str
+    param_dtype: str
+    masters: bool
+    output_dtype: str
+    largest_output: float | None
+    output_share: float | None
+    gradient_dtype: str
+    largest_gradient: float | None
+    gradient_share: float | None
+    zero_gradients: float | None
+    subnormal_gradients: float | None
+    subnormal_weight_gradients: float | None
+    nonfinite: int
+
+
+@dataclass
+class PrecisionReport:
+    """What the config's precision does to the numbers of each layer, in one update; filled when the block of
+    `engine.precision_report()` ends. `print` shows it as a table.
+
+    Attributes:
+        compute_dtype: of matrix products.
+        loss_scale: of this update (of the first loss); None: it is not scaled.
+        is_dynamic: whether the scale moves.
+        skipped: how many of the last `updates` (60 at most, this one included) were skipped.
+        room: how many times larger the loss scale could be before a gradient that was seen leaves float16; None: there
+            was none, or one has left.
+        layers: in the order of the model.
+        findings: what is worth a change, and which.
+    """
+
+    compute_dtype: str
+    loss_scale: float | None = None
+    is_dynamic: bool = False
+    skipped: int = 0
+    updates: int = 0
+    room: float | None = None
+    layers: tuple[LayerPrecision, ...] = ()
+    findings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """A table of at most 120 columns, then findings."""
+        title = [f"precision report: {self.compute_dtype}"]
+        if self.loss_scale is not None:
+            title.append(f"{'dynamic' if self.is_dynamic else 'static'} loss scale {self.loss_scale:g}")
+        if self.room is not None:
+            title.append(f"room above it x{self.room:.0f}")
+        title.append(f"{self.skipped} of the last {self.updates} updates skipped")
+        table = ["  ".join(name.ljust(width) for name, width, _ in _COLUMNS)]
+        table += ["  ".join(cell(row).ljust(width) for _, width, cell in _COLUMNS) for row in self.layers]
+        findings = [f"- {finding}" for finding in self.findings] or ["nothing that is worth a change was found"]
+        return "\n".join([", ".join(title), *map(str.rstrip, table), *map(_wrapped, findings)])
+
+
+def _dtype(name: str) -> str:
+    return name.replace("bfloat", "bf").replace("float", "fp") or "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2e}"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
+    return "<0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"
+
+
+def _wrapped(line: str) -> str:
+    return "\n".join(textwrap.wrap(line, _LINE, subsequent_indent="  ", break_on_hyphens=False))
+
+
+_COLUMNS: tuple[tuple[str, int, Callable[[LayerPrecision], str]], ...] = (
+    ("module", 30, lambda row: (row.name if len(row.name) <= 30 else f"...{row.name[-27:]}") or "(the model itself)"),
+    ("params", 13, lambda row: _dtype(row.param_dtype) + "+masters" * row.masters),
+    ("output", 6, lambda row: _dtype(row.output_dtype)),
+    ("|output|", 9, lambda row: _number(row.largest_output)),
+    ("of max", 7, lambda row: _percent(row.output_share)),
+    ("|grad|", 9, lambda row: _number(row.largest_gradient)),
+    ("of max", 7, lambda row: _percent(row.gradient_share)),
+    ("zero", 7, lambda row: _percent(row.zero_gradients)),
+    ("subn.", 7, lambda row: _percent(row.subnormal_gradients)),
+    ("w.subn.", 7, lambda row: _percent(row.subnormal_weight_gradients)),
+)
+
+
+# -- findings --------------------------------------------------------------------------------------------------------
+
+
+def find_problems(report: PrecisionReport) -> Iterator[str]:
+    """The findings."""
+
+    def names(chosen: Callable[[LayerPrecision], bool]) -> str:
+        return shorten([row.name or "the model itself" for row in report.layers if chosen(row)])
+
+    if bad := names(lambda row: row.nonfinite > 0):
+        yield f"inf or nan in outputs or gradients of {bad}: this update is skipped, or spoilt"
+    if report.loss_scale is not None:
+        yield from judge_scale(report.loss_scale)
+    if high := names(lambda row: row.output_dtype == "float16" and (row.output_share or 0) > HIGH_OUTPUT):
+        yield (
+            f"outputs of {high} reach above {HIGH_OUTPUT:.0%} of float16's largest number: use bf16, or a norm before "
+            "these layers"
+        )
+    if small := names(
+        lambda row: max(row.subnormal_gradients or 0, row.subnormal_weight_gradients or 0) > MUCH_SUBNORMAL
+    ):
+        how = "the loss scale has no room above, as gradients elsewhere are large: use bf16"
+        if (report.room or 1) >= 2:
+            how = f"the loss scale could be {report.room:.0f} times larger"
+        yield (
+            f"more than {MUCH_SUBNORMAL:.0%} of the gradients of {small} are below 6.1e-5, where float16 loses digits, "
+            f"and smaller ones are zero: {how}"
+        )
+
+
+def judge_scale(scale: float) -> Iterator[str]:
+    """What is wrong with a loss scale that is very low or very high, if it is."""
+    if scale < 1:
+        yield (
+            f"the loss scale is {scale:g}, below 1: gradients are made smaller, so they overflow by themselves. Look "
+            "for inf or nan (debug='nonfinite' names the module), lower the learning rate, or use bf16"
+        )
+    if scale > HIGH_SCALE:
+        yield (
+            f"the loss scale is {scale:g}, above 2**24: gradients are so small that nothing overflows. Look whether "
+            "the loss is divided too much, whether it depends on the parameters at all, and whether they learn; "
+            "max_scale of mode 'naive' (max_loss_scale of 'apex') is a ceiling"
+        )
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -30,7 +190,6 @@ class _Layer:
     kind: str
     param_dtype: torch.dtype
     masters: bool
-    odd_sizes: str
     outputs: TensorStats = field(default_factory=TensorStats)
     gradients: TensorStats = field(default_factory=TensorStats)
     """Of outputs."""
@@ -76,17 +235,13 @@ class PrecisionSurvey(Probes):
         super().__init__(parts)
         update = parts.update
         self.report = PrecisionReport(name_of(update.recipe.compute_dtype))
-        self._trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
-        self._got: set[str] = set()
-        """Names of parameters with a gradient."""
+        trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
         self._layers: dict[str, _Layer] = {}
         for name, module in parts.model.named_modules():
             own = dict(module.named_parameters(name, recurse=False))
             if own:
-                masters = any(_has_master(self._trained[p], parts) for p in own if p in self._trained)
-                dtype = compute_dtype(next(iter(own.values())))
-                odd = _odd_sizes(module) if update.recipe.compute_dtype in HALF else ""
-                self._layers[name] = _Layer(type(module).__name__, dtype, masters, odd)
+                masters = any(_has_master(trained[p], parts) for p in own if p in trained)
+                self._layers[name] = _Layer(type(module).__name__, compute_dtype(next(iter(own.values()))), masters)
         self._scale: float | None = None  # no step was taken yet
 
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
@@ -94,8 +249,8 @@ class PrecisionSurvey(Probes):
         if layer is not None:
             layer.outputs = sum((measure(out) for out in outputs if out.is_floating_point()), layer.outputs)
 
-    def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        layer = None if of_input else self._layers.get(visit.name)
+    def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
+        layer = self._layers.get(visit.name)
         if layer is not None:
             layer.gradients += measure(grad)
 
@@ -106,7 +261,6 @@ class PrecisionSurvey(Probes):
         for layer in self._layers.values():
             layer.weights = TensorStats()  # inside a cycle those of the next microbatch are sums with these
         for shard, grad in update.gradients().items():
-            self._got.add(shard.name)
             owner = shard.name.rpartition(".")[0]
             if owner in self._layers:
                 self._layers[owner].weights += measure(grad)
@@ -125,9 +279,7 @@ class PrecisionSurvey(Probes):
         parts, report = self._parts, self.report
         recipe, losses = parts.update.recipe, parts.update.loss_scales
         layers: dict[str, _Layer] = {}
-        trained, got = set[str](), set[str]()
-        for theirs, their_trained, their_got in parts.context.everyone((self._layers, set(self._trained), self._got)):
-            trained, got = trained | their_trained, got | their_got
+        for theirs in parts.context.everyone(self._layers):
             for name, layer in theirs.items():
                 if layers.setdefault(name, layer) is not layer:
                     layers[name].add(layer)
@@ -140,22 +292,12 @@ class PrecisionSurvey(Probes):
                 seen += [layer.weights for layer in layers.values()]
             report.room = _room(seen)
         report.layers = tuple(layer.row(name, self._scale) for name, layer in layers.items())
-        odd = [f"{name or 'the model itself'} ({layer.odd_sizes})" for name, layer in layers.items() if layer.odd_sizes]
-        report.findings = tuple(find_problems(report, sorted(trained - got), odd))
+        report.findings = tuple(find_problems(report))
 
 
 def _has_master(shard: ParamShard, parts: EngineParts) -> bool:
     model_side = shard.param if shard.source is None else shard.source.param
     return shard.param in parts.update.master_weights.masters or compute_dtype(model_side) != shard.param.dtype
-
-
-def _odd_sizes(module: nn.Module) -> str:
-    """ "10 x 64", if these sizes of this rank's part of a weight are no multiples of 8; embedding tables aside."""
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if weight is None or weight.dim() < 2 or isinstance(module, nn.Embedding):
-        return ""
-    is_odd = any(size % MULTIPLE and size > MULTIPLE // 2 for size in weight.shape[:2])
-    return " x ".join(map(str, weight.shape[:2])) if is_odd else ""
 
 
 def _room(seen: Sequence[TensorStats]) -> float | None:

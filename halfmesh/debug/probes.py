@@ -1,7 +1,8 @@
-"""Hooks on the modules of a training step: what goes in, what comes out, and the gradients of both."""
+"""Hooks on the modules of a training step: what goes in, what comes out, its gradient; and statistics of tensors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -67,9 +68,9 @@ class Probes(EngineHook):
     def left(self, visit: Visit, outputs: Sequence[torch.Tensor]) -> None:
         """It ends."""
 
-    def gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor, order: int) -> None:
-        """The gradient of one of its outputs or inputs. A tensor that is both, of several calls, comes once for each,
-        with the same `grad`: first of the call that returned it, then of those that took it."""
+    def gradient(self, visit: Visit, grad: torch.Tensor, order: int) -> None:
+        """The gradient of one of its outputs. A tensor that several calls return comes once for each, the innermost
+        first."""
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,6 @@ class Probes(EngineHook):
         visit = Visit(self._names[module], module, *self._place, self._order, caller, tensors_of([args, kwargs]))
         self._open.append(visit)
         self.entered(visit)
-        self._hook(visit, visit.inputs, of_input=True)
 
     @torch.compiler.disable
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -123,7 +123,7 @@ class Probes(EngineHook):
             return
         outputs = tensors_of(output)
         if is_in_backward():  # with reentrant checkpointing gradients come through here only
-            self._hook(Visit(self._names[module], module, *self._place, self._order, None), outputs, of_input=False)
+            self._hook(Visit(self._names[module], module, *self._place, self._order, None), outputs)
             return
         while self._open and self._open[-1].module is not module:
             self._open.pop()  # calls that an error has ended
@@ -133,17 +133,17 @@ class Probes(EngineHook):
             visit.order = self._order
             self.left(visit, outputs)
             visit.inputs = ()
-            self._hook(visit, outputs, of_input=False)
+            self._hook(visit, outputs)
 
-    def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor], of_input: bool) -> None:
+    def _hook(self, visit: Visit, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                tensor.register_hook(partial(self._gradient, visit, of_input))
+                tensor.register_hook(partial(self._gradient, visit))
 
-    def _gradient(self, visit: Visit, of_input: bool, grad: torch.Tensor) -> None:
+    def _gradient(self, visit: Visit, grad: torch.Tensor) -> None:
         if self.attached:
             self._order += 1
-            self.gradient(visit, of_input, grad, self._order)
+            self.gradient(visit, grad, self._order)
 
 
 @contextmanager
@@ -154,3 +154,78 @@ def eager(parts: EngineParts) -> Iterator[None]:
             yield
     else:
         yield
+
+
+# -- statistics of tensors ---------------------------------------------------------------------------------------------
+
+_CHUNK = 2**24
+"""Elements that are measured at a time: a copy of a whole activation may not fit into memory."""
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """Counts of elements; `subnormal`: not zero, but below the smallest number that the dtype has in full precision;
+    `largest`: the largest finite magnitude."""
+
+    dtype: torch.dtype | None = None
+    count: int = 0
+    inf: int = 0
+    nan: int = 0
+    zeros: int = 0
+    subnormal: int = 0
+    largest: float = 0.0
+
+    def __add__(self, other: TensorStats) -> TensorStats:
+        return TensorStats(
+            self.dtype or other.dtype,
+            self.count + other.count,
+            self.inf + other.inf,
+            self.nan + other.nan,
+            self.zeros + other.zeros,
+            self.subnormal + other.subnormal,
+            max(self.largest, other.largest),
+        )
+
+    @property
+    def nonfinite(self) -> int:
+        """How many are inf or nan."""
+        return self.inf + self.nan
+
+
+@torch.no_grad()
+def measure(tensor: torch.Tensor) -> TensorStats:
+    """Of what this rank holds of `tensor` (reads the device); no counts if it is not floating-point."""
+    found = TensorStats(tensor.dtype)
+    values = _values(tensor)
+    for chunk in () if values is None else values.split(_CHUNK):
+        size = chunk.abs()
+        is_finite, is_tiny = size < math.inf, (size > 0) & (size < torch.finfo(chunk.dtype).tiny)
+        counts = [count.sum().double() for count in (size == math.inf, size.isnan(), size == 0, is_tiny)]
+        largest = torch.where(is_finite, size, torch.zeros_like(size)).max().double()
+        inf, nan, zeros, subnormal, most = torch.stack([*counts, largest]).tolist()
+        found += TensorStats(tensor.dtype, chunk.numel(), int(inf), int(nan), int(zeros), int(subnormal), most)
+    return found
+
+
+@torch.no_grad()
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether there is no inf and no nan in what this rank holds of it (reads the device)."""
+    values = _values(tensor)
+    return values is None or bool(values.isfinite().all())
+
+
+def largest_number(dtype: torch.dtype | None) -> float:
+    """The largest finite number of a floating-point dtype; inf of others."""
+    return torch.finfo(dtype).max if dtype is not None and dtype.is_floating_point else math.inf
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    """ "float16"; "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements in one row; None if there are none in floating point."""
+    tensor = getattr(tensor, "to_local", lambda: tensor)()  # a DTensor
+    is_plain = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.reshape(-1) if is_plain and tensor.numel() else None

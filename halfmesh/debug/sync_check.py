@@ -1,4 +1,4 @@
-"""`debug="sync"`: after each step, and for each batch, whether the ranks have in common what they should.
+"""`debug="sync"`: after each step, whether the ranks have in common what they should.
 
 For finding mistakes, not for speed: everything is read once more, brought to the host and digested.
 """
@@ -6,26 +6,18 @@ For finding mistakes, not for speed: everything is read once more, brought to th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from ..amp.step_result import StepResult
-from ..checkpoint.state import ShardedState
+from ..checkpoint.state import IMPLEMENTATION, ShardedState
 from ..errors import SyncError
 from ..loop.parts import EngineHook, EngineParts
 from ..parallel.context import is_plain, plain_settings
 from ..parallel.drift import Common, describe, find_drift
 from ..parallel.reducer import STATISTICS
-from ..tensors import tensors_of
 
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of an optimizer that say how it computes, which a rank may choose by what it holds."""
 _AVERAGED = (*STATISTICS, "num_batches_tracked")
-_OTHER_BATCH = (
-    "These ranks compute one batch together: iterate engine.dataloader, or shard a loader of your own by "
-    "engine.context.dp_rank of engine.context.dp_size; and let random augmentation draw the same on all of them"
-)
 _DRIFTED = (
     "Look for what only some ranks do between two steps: code under `if rank == 0` that writes weights, buffers, "
     "settings or optimizer state, draws random numbers within the model, or steps a scheduler; a loader of your own"
@@ -33,7 +25,7 @@ _DRIFTED = (
 
 
 class SyncCheck(EngineHook):
-    """Compares, and raises the same SyncError on all ranks that compare."""
+    """Compares, and raises the same SyncError on all ranks."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -41,12 +33,6 @@ class SyncCheck(EngineHook):
         self._context = context = parts.context
         self._names = [context.rank_names.name(rank) for rank in range(context.size)]
         self._step = 0  # the last one after which all was equal
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._compare_batch("the inputs of engine(...)", [args, kwargs])
-
-    def before_criterion(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._compare_batch("the arguments of engine.criterion(...)", [args, kwargs])
 
     def after_step(self, result: StepResult) -> None:
         step = self._parts.global_step
@@ -59,24 +45,6 @@ class SyncCheck(EngineHook):
                 f"{describe(drift, self._names)}\n{_DRIFTED}"
             )
         self._step = step
-
-    def _compare_batch(self, of: str, tree: Any) -> None:
-        """Compare what the ranks that compute one batch were given in training; without outputs of the model, which
-        are equal but for rounding."""
-        group = self._context.batch_group
-        if group is None or not (self._parts.model.training and torch.is_grad_enabled()):
-            return
-        tensors = [(number, tensor) for number, tensor in enumerate(tensors_of(tree)) if tensor.grad_fn is None]
-        forms = [(str(tensor.dtype), tuple(tensor.shape)) for _, tensor in tensors]
-        batch = [Common(f"the types and shapes of the tensors in {of}", forms)]
-        batch += [Common(f"tensor {number} of {of}", tensor, order=1) for number, tensor in tensors]
-        drift = find_drift(batch, self._context.device, group)
-        if drift is not None:
-            names = [self._names[rank] for rank in torch.distributed.get_process_group_ranks(group)]
-            raise SyncError(
-                f"after step {self._step}, ranks were given different batches; {drift.name}:\n"
-                f"{describe(drift, names)}\n{_OTHER_BATCH}"
-            )
 
     # -- what should be equal ----------------------------------------------------------------------------------
 
@@ -122,7 +90,7 @@ class SyncCheck(EngineHook):
         groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
-            if key not in _IMPLEMENTATION:
+            if key not in IMPLEMENTATION:  # a rank may choose these by what it holds
                 yield Common(f"{key} of parameter group {number}", value)
 
     def _weights(self) -> Iterator[Common]:

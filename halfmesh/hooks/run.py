@@ -12,7 +12,7 @@ from ..trainer.hook import Hook, Record
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
-    from ..debug.precision_report import PrecisionReport
+    from ..debug.precision import PrecisionReport
     from ..trainer.trainer import Trainer
 
 

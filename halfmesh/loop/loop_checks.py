@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..amp.step_result import StepResult
-from ..data.sharding import warn_of_same_inputs
 from ..log import get_logger
+from ..parallel.same_calls import are_same
 from .parts import EngineHook, EngineParts
 
 _log = get_logger(__name__)
@@ -59,6 +59,15 @@ class SameInputs(EngineHook):
             self._inputs = args, kwargs
 
     def after_step(self, result: StepResult) -> None:
-        if not self._is_over:
-            warn_of_same_inputs(self._inputs, self._parts.context)
-            self._is_over, self._inputs = True, None
+        if self._is_over:
+            return
+        context = self._parts.context
+        if are_same(self._inputs, context.dp_group):
+            _log.warning(
+                "all %d data ranks were given the same inputs in the first update: they seem to train on the same "
+                "batches. Shard the data by engine.context.dp_rank of dp_size (batches[dp_rank::dp_size]), or seed "
+                "what draws them by rank (torch.manual_seed(seed + dp_rank)); a DataLoader that is given to initialize "
+                "is sharded",
+                context.dp_size,
+            )
+        self._is_over, self._inputs = True, None

@@ -84,9 +84,6 @@ class EngineHook:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is about to be called, with these inputs; `model.training` says what for."""
 
-    def before_criterion(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`engine.criterion` was called, with these arguments."""
-
     def after_backward(self, loss: Any) -> None:
         """Gradients of one microbatch are added."""
 

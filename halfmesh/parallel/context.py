@@ -162,7 +162,7 @@ class ParallelContext:
         one order: the broadcast of a loss would wait for the sends before it, and hold up those after it.) Made when
         first asked for, by all ranks together."""
         if "pp(sends)" not in self._axis_groups:
-            self._axis_groups["pp(sends)"] = self._make_group(AXES.index("pp"), range(self.pp_size))
+            self._axis_groups["pp(sends)"] = self._make_group("pp", range(self.pp_size))
         return self._axis_groups["pp(sends)"]
 
     @property
@@ -199,22 +199,6 @@ class ParallelContext:
             ]
             self._axis_groups["stage"] = made[self.pp_rank]
         return self._axis_groups["stage"]
-
-    @property
-    def batch_group(self) -> dist.ProcessGroup | None:
-        """The ranks that compute one batch together: those with the same place on the data axis. Made when first asked
-        for, by all ranks together; None where each computes its own."""
-        together = [name for name, size in self.sizes.items() if size > 1 and name != "dp"]
-        if not together:
-            return None
-        if self.dp_size == 1 or len(together) == 1:
-            return dist.group.WORLD if self.dp_size == 1 else self.group(together[0])
-        if "batch" not in self._axis_groups:
-            made = [
-                dist.new_group(self._grid[:, d].flatten().tolist(), timeout=self._timeout) for d in range(self.dp_size)
-            ]
-            self._axis_groups["batch"] = made[self.dp_rank]
-        return self._axis_groups["batch"]
 
     @property
     def groups(self) -> dict[str, str]:

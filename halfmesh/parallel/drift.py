@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .digests import describe_difference, digest
 from .objects import broadcast_object, gather_objects
@@ -41,7 +40,7 @@ class Drift:
 
     Attributes:
         name: what it is.
-        alike: the ranks (of the group) that have the same, for each value that there is; the most frequent one first.
+        alike: the ranks that have the same, for each value that there is; the most frequent one first.
         apart: for each of the others how it differs from the first.
         also: names of what differs besides.
     """
@@ -52,14 +51,14 @@ class Drift:
     also: Sequence[str]
 
 
-def find_drift(mine: Iterable[Common], device: torch.device, group: dist.ProcessGroup | None = None) -> Drift | None:
-    """The first thing that is not the same where it should be; the same answer on all ranks of `group`, which call this
-    together. None if all is.
+def find_drift(mine: Iterable[Common], device: torch.device) -> Drift | None:
+    """The first thing that is not the same where it should be; the same answer on all ranks, which call this together.
+    None if all is.
 
     One message of some bytes for each thing; where something differs, three more, and one copy of it.
     """
     held = {(common.name, common.among): common for common in mine}
-    everyone = gather_objects({key: (common.order, digest(common.value)) for key, common in held.items()}, group)
+    everyone = gather_objects({key: (common.order, digest(common.value)) for key, common in held.items()})
     found = _differing(everyone)
     if not found:
         return None
@@ -67,14 +66,14 @@ def find_drift(mine: Iterable[Common], device: torch.device, group: dist.Process
     alike = _alike([theirs.get(key) for theirs in everyone])
     value = held[key].value if key in held else None
     model = alike[0][0]  # the rank that the others are compared with
-    reference = broadcast_object(_on_host(value), model, device, group)
-    apart = gather_objects(None if key not in held else _describe(reference, value), group)
+    reference = broadcast_object(_on_host(value), model, device)
+    apart = gather_objects(None if key not in held else _describe(reference, value))
     also = list(dict.fromkeys(name for name, _ in found[1:]))
     return Drift(key[0], alike, [apart[ranks[0]] for ranks in alike[1:]], [name for name in also if name != key[0]])
 
 
 def describe(drift: Drift, names: Sequence[str]) -> str:
-    """Of which ranks have what; `names` of all ranks of the group."""
+    """Of which ranks have what; `names` of all ranks."""
     equal = "equal, " if len(drift.alike[0]) > 1 else ""
     lines = [f"{_ranks(drift.alike[0], names)}: {equal}taken as the reference"]
     lines += [f"{_ranks(ranks, names)}: {how}" for ranks, how in zip(drift.alike[1:], drift.apart, strict=True)]

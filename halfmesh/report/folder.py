@@ -27,7 +27,7 @@ from .run_files import RecordFile, begin_together, replace_file, set_aside
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
-    from ..debug.precision_report import PrecisionReport
+    from ..debug.precision import PrecisionReport
     from ..engine import Engine
 
 _log = get_logger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..amp.step_result import StepResult
-from ..debug.precision_report import judge_scale
+from ..debug.precision import judge_scale
 from ..engine import Engine
 from ..errors import InputError, refuse_below
 from ..log import get_logger

@@ -41,16 +41,15 @@ def another_job(rank, world_size, folder):
 
 
 @pytest.mark.distributed
-def test_a_second_job_is_refused_by_name_on_all_ranks(tmp_path, monkeypatch):
+def test_a_second_job_is_refused_by_name_on_all_ranks(tmp_path):
     """Until the first has closed its engine. Another engine of the same job is not refused."""
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     folder = tmp_path / "checkpoints"
     train(first := make_small(checkpoint=str(folder)), 1)
     train(second := make_small(), 2)
     places = [first.save(folder), second.save(folder)]
     second.close()
     places.append(first.save(folder))  # the lock that went with `second` is taken again
-    who = f"another job saves into {folder} (SLURM_JOB_ID 4711, process {os.getpid()} on {socket.gethostname()}, since "
+    who = f"another job saves into {folder} (process {os.getpid()} on {socket.gethostname()})"
     for by_hand, automatic in run_ranks(second_job, 2, str(folder)):
         assert by_hand.startswith(f"saving step 0 to {folder} failed, and what was saved before is as it was:")
         assert automatic.startswith(f"checkpoint.directory={str(folder)!r}:")
@@ -83,12 +82,10 @@ def test_a_job_that_is_killed_locks_nothing(tmp_path):
     another_job(0, 1, tmp_path)
 
 
-def test_where_there_are_no_locks_it_is_said_once(tmp_path, monkeypatch, caplog):
+def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
     def none(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", none)
-    engine = make_small()
-    for _ in range(2):
-        assert engine.save(tmp_path).exists()
-    assert caplog.text.count(f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); make sure") == 1
+    assert make_small().save(tmp_path).exists()
+    assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available); make sure" in caplog.text

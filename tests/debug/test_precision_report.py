@@ -72,7 +72,6 @@ def test_a_larger_scale_loses_less(mode):
 def test_a_scale_that_is_too_large():
     report = report_of(layer(), {"fp16": {"mode": "torch", "init_scale": 2.0**17}}, steps=5)
     assert (report.skipped, report.updates, report.loss_scale, report.is_dynamic) == (3, 5, 2.0**14, True)
-    assert any(line.startswith("3 of the last 5 updates were skipped") for line in report.findings)
     report = report_of(layer(), static("naive", 2.0**17))
     assert report.findings[0].startswith("inf or nan in outputs or gradients of 0")
 
@@ -91,29 +90,6 @@ def test_the_table_and_the_dict():
     assert plain["layers"][0]["zero_gradients"] == 0.375
     assert plain["layers"][0]["name"] == "a_name_that_is_longer_than_what_fits_into_the_table.0"
     assert plain["findings"] == list(report.findings)
-
-
-class Sizes(nn.Module):
-    """Calls one of its modules, and of another only uses the weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.fits, self.odd, self.used = nn.Linear(8, 16), nn.Linear(12, 10), nn.Linear(16, 8, bias=False)
-        self.words, self.norm = nn.Embedding(100, 12), nn.LayerNorm(3)  # a table is as large as its content
-        self.image, self.conv = nn.Conv2d(3, 16, 3), nn.Conv2d(6, 9, 3)
-
-    def forward(self, x):
-        return nn.functional.linear(self.fits(x), self.used.weight)
-
-
-def test_sizes():
-    """And parameters without a gradient."""
-    report = report_of(Sizes(), static("naive", 1.0))
-    unused, sizes = report.findings[-2:]
-    assert unused.startswith(
-        "no gradient came to conv.bias, conv.weight, image.bias, image.weight, norm.bias and 4 more"
-    )
-    assert sizes.endswith("which tensor cores want in half precision: odd (10 x 12), conv (9 x 6)")
 
 
 def test_a_block_without_a_step_is_refused():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfmesh.errors import InputError, Preempted
+from halfmesh.errors import Preempted
 from tests.faults.launches import TORCHRUN, started
 from tests.support import checkpoint_program
 from tests.support.checkpoint_runs import make_engine
@@ -150,23 +150,6 @@ def test_where_a_run_ends(tmp_path):
     run_ranks(places_of_the_end, 2, str(tmp_path), timeout=100)
 
 
-def sees_another_folder(rank, world_size, folder):
-    """`directory` is relative, and the ranks were started in different places."""
-    os.makedirs(f"{folder}/{rank}/checkpoints")
-    engine = made("dp2", "none", None, 1)
-    engine.save(f"{folder}/0/checkpoints")
-    engine.close()
-    os.chdir(f"{folder}/{rank}")
-    with pytest.raises(InputError, match="different folders on each rank; give the same"):
-        made("dp2", "none", "checkpoints", 1)
-
-
-@pytest.mark.distributed
-def test_ranks_that_see_different_folders_are_refused(tmp_path):
-    """Else one of them would begin anew."""
-    run_ranks(sees_another_folder, 2, str(tmp_path))
-
-
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +231,7 @@ def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
     assert [first, second] == other
     assert first == 0
     assert 7 <= second < 36
-    assert "[rank 0] told to end (SIGTERM on rank 1): saved to" in output
+    assert "[rank 0] told to end (SIGTERM): saved to" in output
     assert output.count("exitcode: 75") >= 1
     assert not re.search(r"terminate called|left its loop|lost|DataLoader worker", output)
     run_ranks(uninterrupted, 2, str(tmp_path / "whole.pt"))
@@ -264,7 +247,7 @@ def test_told_through_torchrun_and_resumed_with_one_process(tmp_path):
         process.terminate()
         output, _ = process.communicate(timeout=200)
     assert process.returncode != 0
-    assert "[rank 0] told to end (SIGTERM on rank 0, 1): saved to" in output
+    assert "[rank 0] told to end (SIGTERM): saved to" in output
     rest = checkpoint_program.main(**options)
     assert 0 < len(rest) < 30
     checkpoint_program.main(str(tmp_path / "whole.pt"), dropout=0.0, shuffle=False)

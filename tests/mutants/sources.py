@@ -197,7 +197,7 @@ CHECKPOINT = (
     Fault(
         "random numbers are not restored",
         "checkpoint/checkpointer.py",
-        '            rng.set_rank_random(own["random"], context, parts.division)\n',
+        '            rank_state.set_rank_random(own["random"], context, parts.division)\n',
         "            pass\n",
         (RESUME,),
     ),
@@ -312,7 +312,7 @@ NONFINITE = (
     Fault(
         "the optimizer's products count as the model's",
         "debug/flops.py",
-        "        self._is_paused = True\n\n    def __torch_dispatch__",
+        "        self._is_over = True\n\n    def __torch_dispatch__",
         "        pass\n\n    def __torch_dispatch__",
         ("tests/debug/test_flops.py",),
     ),
