@@ -10,7 +10,6 @@ from ..errors import ConfigError, cut, did_you_mean, show, show_name
 from .config import Config, build, build_leniently
 from .overrides import override
 from .pyfile import run_config
-from .schema import Settings
 from .text import read_json, read_yaml
 
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
@@ -87,7 +86,7 @@ def _read_file(path: Path) -> tuple[Mapping[Any, Any], str]:
     if not path.is_file():
         raise ConfigError([_explain_missing(path)], _name(path))
     if suffix == ".py":
-        return run_config(path, Settings.model_fields.keys()), _OWN_PY_NAMES
+        return run_config(path), _OWN_PY_NAMES
     content = read_json(path) if suffix == ".json" else read_yaml(path)
     if not isinstance(content, Mapping):
         raise ConfigError(
