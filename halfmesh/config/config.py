@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, did_you_mean, shorten, show
 from ..options import Options
-from .plain import copied, make_plain
 from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
 from .text import UnwritableError, to_yaml
@@ -26,7 +25,7 @@ class Config(Settings, extra="allow"):
         def __getattr__(self, name: str) -> Any:
             user = object.__getattribute__(self, "__pydantic_extra__") or {}
             if name in user:
-                return copied(user[name])
+                return _copied(user[name])
             if name.startswith("__"):
                 raise AttributeError(name)
             known = [*type(self).model_fields, *user]
@@ -40,7 +39,7 @@ class Config(Settings, extra="allow"):
     @property
     def user(self) -> dict[str, Any]:
         """The user's own constants."""
-        return {name: copied(value) for name, value in (self.model_extra or {}).items()}
+        return {name: _copied(value) for name, value in (self.model_extra or {}).items()}
 
     @property
     def precision(self) -> PrecisionConfig | None:
@@ -99,9 +98,9 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_N
 
 def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Config | None, list[str]]:
     """The config of the top-level keys that are right, so that it can be checked further, and all problems."""
-    plain, problems = make_plain(raw, Settings.model_fields.keys())
-    problems += find_unknown(plain, hint)
-    known = _without(plain, problems)
+    problems = list(find_unknown(raw, hint))
+    known = _without(raw, problems)
+    known |= {key: _copied(value) for key, value in known.items() if key not in Settings.model_fields}
     problems += find_contradictions(known)
     config, errors = validate(Config, known)
     problems += explain(known, errors)
@@ -111,7 +110,14 @@ def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Con
     return config, [problem.line for problem in problems]
 
 
-def _without(raw: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def _copied(value: Any) -> Any:
+    """`value` with its dicts, lists, tuples and sets copied, all the way down; what they hold is shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
+
+
+def _without(raw: Mapping[Any, Any], problems: list[Problem]) -> dict[str, Any]:
     wrong = {key for problem in problems for key in problem.keys}
     return {key: value for key, value in raw.items() if key not in wrong}
 

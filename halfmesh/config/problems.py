@@ -34,7 +34,7 @@ _DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
 class Problem:
     """One mistake: the top-level keys it concerns, and what to say about it."""
 
-    keys: tuple[str, ...]
+    keys: tuple[Any, ...]
     line: str
 
 
@@ -46,23 +46,15 @@ class _Place(NamedTuple):
     field: str | None
 
 
-def find_unknown(raw: Mapping[str, Any], hint: str) -> Iterator[Problem]:
+def find_unknown(raw: Mapping[Any, Any], hint: str) -> Iterator[Problem]:
     """Top-level keys that are neither settings nor UPPERCASE constants; `hint` ends the line of one unlike any key."""
-    unknown = [
-        key for key in raw if key == "NUM_MICRO_BATCHES" or (key not in Settings.model_fields and not is_constant(key))
-    ]
-    for key in unknown[:_MOST_EACH]:
-        if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
+    for key in raw:
+        if not isinstance(key, str):
+            yield Problem((key,), f"{show(key)}: keys must be strings, not {type(key).__name__}")
+        elif key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
             yield Problem((key,), f"{key}: {find_foreign(key)}")
-        else:
+        elif key not in Settings.model_fields and (key.startswith("_") or not key.isupper()):
             yield Problem((key,), f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}")
-    if rest := unknown[_MOST_EACH:]:
-        yield Problem(tuple(rest), f"and {len(rest)} more unknown keys")
-
-
-def is_constant(name: str) -> bool:
-    """Whether `name` is a user constant (UPPERCASE) rather than a setting."""
-    return name.isupper() and not name.startswith("_")
 
 
 def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
