@@ -9,7 +9,7 @@ from ..errors import ConfigError, did_you_mean, shorten, show
 from ..options import Options
 from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
-from .text import UnwritableError, to_yaml
+from .text import to_yaml
 
 _OWN_NAMES = "; a constant of your own is written in UPPERCASE"
 
@@ -63,10 +63,7 @@ class Config(Settings, extra="allow"):
         Raises:
             ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
         """
-        try:
-            return to_yaml(self.to_dict())
-        except UnwritableError as error:
-            raise ConfigError([str(error)], "the YAML form of the config") from None
+        return to_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Config:
         """A config in which the top-level keys of `changes` have new values.
