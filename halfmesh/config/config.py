@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ConfigError, did_you_mean, shorten, show
+from ..errors import ConfigError, did_you_mean, shorten
 from ..options import Options
 from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
 from .text import to_yaml
 
-_OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+"""What the line of an unknown key ends with, if it is like no other."""
 
 
 class Config(Settings, extra="allow"):
@@ -81,7 +82,7 @@ class Config(Settings, extra="allow"):
     __str__ = __repr__
 
 
-def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_NAMES) -> Config:
+def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NAMES) -> Config:
     """The config that `raw` describes.
 
     Raises:
@@ -93,7 +94,7 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_N
     return config
 
 
-def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Config | None, list[str]]:
+def build_leniently(raw: Mapping[Any, Any], hint: str = OWN_NAMES) -> tuple[Config | None, list[str]]:
     """The config of the top-level keys that are right, so that it can be checked further, and all problems."""
     problems = list(find_unknown(raw, hint))
     known = _without(raw, problems)
@@ -146,9 +147,6 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    try:
-        if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
-            return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
-        return repr(value)
-    except Exception:  # of a constant's own class
-        return show(value)
+    if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
+        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
+    return repr(value)
