@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, cut
+from .schema import Settings
 
 _NEVER_SIBLINGS = frozenset({*sys.stdlib_module_names, "halfmesh", "torch"})
 """`import torch` beside a config called torch.py means torch."""
@@ -39,7 +40,8 @@ def run_config(path: Path) -> dict[str, Any]:
 def _counts(name: str, value: object) -> bool:
     if name.startswith("_") or isinstance(value, ModuleType) or type(value).__module__ == "__future__":
         return False
-    if name.isupper():  # NORM = nn.LayerNorm is a constant, an imported AMP_TYPE is none
+    if name.isupper() or name in Settings.model_fields:
+        # NORM = nn.LayerNorm is a constant, an imported AMP_TYPE is none; and seed = len is a mistake to tell.
         return getattr(value, "__name__", None) != name
     return not callable(value)
 

@@ -200,3 +200,12 @@ def test_a_config_that_fails_says_where(write, tmp_path, code, message):
     write("base.py", BASE)
     write("broken.py", "seed = 3\nseed = x\n")
     fails(write("config.py", code), f"{tmp_path}/{message}")
+
+
+def test_a_setting_that_is_a_function_is_told_and_one_that_is_imported_is_none(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("from torch import compile\n")
+    assert load_config(path) == load_config({})
+    path.write_text("seed = len\n")
+    with pytest.raises(ConfigError, match="seed: "):
+        load_config(path)
