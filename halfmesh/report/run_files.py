@@ -61,8 +61,7 @@ def begin_together(context: ParallelContext, path: Path, kind: str, begin: Calla
 
 def trained_at(records: Iterable[Mapping[str, Any]]) -> float:
     """The update of the last record of training that is kept; -1: there is none."""
-    trained = [record for record in records if record.get("loss", "") != ""]  # empty in a table: of an evaluation
-    return max((float(record.get("step") or -1) for record in trained), default=-1)
+    return max((float(record.get("step") or -1) for record in records if "loss" in record), default=-1)
 
 
 def is_again(record: Mapping[str, Any], kept: float) -> bool:

@@ -88,7 +88,7 @@ class Trainer:
             eval_dataloader: the engine's unless given, if it has one; a DataLoader is sharded over the data ranks.
             eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none of these.
             eval_steps: updates between evaluations within epochs; None: none of these.
-            hooks: Hook objects, names of registered ones ("progress"), or dict(type="csv", path=...).
+            hooks: Hook objects, names of registered ones ("progress"), or dict(type="run", directory=...).
 
         Raises:
             InputError: an argument is wrong, before anything runs.

@@ -265,7 +265,7 @@ def test_hooks_that_measure_and_decide(run, hooks, tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("weight_hook")
-    lines = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     largest = max(param.abs().max().item() for param in names["model"].parameters())
     assert lines[-1]["largest_weight"] == pytest.approx(largest)
     assert len(lines) == 3
