@@ -95,8 +95,8 @@ class _TensorBoardWriter:
 class WandbHook(WriterHook):
     """Logs the records to Weights & Biases, by update.
 
-    A run that `wandb.init` has begun before is used, and left open. To resume one, give its `id` and `resume="allow"`:
-    W&B leaves out updates that it has already.
+    Without options a run that `wandb.init` has begun before is used, and left open. To resume one, give its `id` and
+    `resume="allow"`: W&B leaves out updates before its last one.
 
     Args:
         options: arguments of `wandb.init`: project, name, config. `mode="offline"` writes to local files, for
@@ -117,8 +117,8 @@ class _WandbWriter:
         import wandb
 
         before = wandb.run
-        self._run = wandb.init(**options)
-        self._is_ours = self._run is not before
+        self._run = wandb.init(**options) if options or before is None else before
+        self._is_ours = self._run is not before  # with options, init may give the active one back
 
     def add_scalars(self, record: Mapping[str, float], step: int) -> None:
         self._run.log(dict(record), step=step)

@@ -226,7 +226,7 @@ def test_the_trainer(run):
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert {"loss", "samples_per_s", "lr"} <= set(lines[0])
     assert {"eval_loss", "eval_accuracy"} <= set(lines[-1])
-    assert Path("run/checkpoints/best.safetensors").exists()
+    assert Path("run/best.safetensors").exists()
     assert len(names["outputs"]) == 60
 
 
