@@ -17,7 +17,7 @@ from ..trainer.hook import Hook
 from .peaks import least_seconds
 
 if TYPE_CHECKING:
-    from ..trainer.outcome import Outcome
+    from ..trainer.batch import Outcome
     from ..trainer.trainer import Trainer
 
 _log = get_logger(__name__)
