@@ -69,7 +69,7 @@ class RunFolder:
         self._is_open = True
         self._sessions: list[dict[str, Any]] = []
         ranks = engine.context.everyone(describe_ranks(engine))
-        begin_together(engine.context, self.directory, "folder", lambda: self._begin(ranks))
+        begin_together(engine.context, self.directory, lambda: self._begin(ranks))
         self._first_batch = contextlib.ExitStack()
         if self._writes:
             logging.getLogger("halfmesh").addHandler(self._listener)

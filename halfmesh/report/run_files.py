@@ -39,8 +39,8 @@ def set_aside(path: Path) -> None:
     _log.info("%s was there already, and is %s now", path, old.name)
 
 
-def begin_together(context: ParallelContext, path: Path, kind: str, begin: Callable[[], object]) -> None:
-    """Call `begin` on rank 0, which makes or writes `path`, a "file" or "folder". All ranks together.
+def begin_together(context: ParallelContext, path: Path, begin: Callable[[], object]) -> None:
+    """Call `begin` on rank 0, which makes the folder `path`. All ranks together.
 
     Raises:
         InputError: it cannot be written; on all ranks.
@@ -54,8 +54,8 @@ def begin_together(context: ParallelContext, path: Path, kind: str, begin: Calla
     problem = context.from_first(problem)
     if problem is not None:
         raise InputError(
-            f"{show_name(str(path))} cannot be the {kind} of a run ({problem}); give a {kind} that rank 0 may write "
-            "to, or a name that is not there yet"
+            f"{show_name(str(path))} cannot be the folder of a run ({problem}); give a folder that rank 0 may "
+            "write to, or a name that is not there yet"
         )
 
 
