@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import halfmesh
-from halfmesh.hooks import EarlyStopHook, JSONLHook, MetricHook
+from halfmesh.hooks import EarlyStopHook, MetricHook, RunHook
 
 digits = load_digits()
 images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
@@ -50,7 +50,7 @@ trainer.fit(
         accuracy,
         WeightHook(),
         EarlyStopHook("eval_accuracy", mode="max", patience=2),  # ends long before 20 epochs
-        JSONLHook(folder / "metrics.jsonl"),
+        RunHook(folder),  # config, plan and records, for `halfmesh report`
         "progress",  # a hook by its name; dict(type="progress") is the same
     ],
 )

@@ -61,10 +61,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .registry import Registry
     from .report.folder import RunFolder
     from .report.page import write_report
+    from .trainer.batch import Outcome, compute_batch
     from .trainer.hook import Hook
     from .trainer.loaders import shard_dataloader
     from .trainer.named_hooks import HOOKS
-    from .trainer.outcome import Outcome, compute_batch
     from .trainer.trainer import Trainer
 
 _NAMES = {
@@ -121,7 +121,7 @@ _NAMES = {
     "trainer.hook": ("Hook",),
     "trainer.loaders": ("shard_dataloader",),
     "trainer.named_hooks": ("HOOKS",),
-    "trainer.outcome": ("Outcome", "compute_batch"),
+    "trainer.batch": ("Outcome", "compute_batch"),
     "trainer.trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

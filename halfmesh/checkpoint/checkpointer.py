@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from .storage import Snapshot, Stored
 
 if TYPE_CHECKING:
     from ..loop.parts import EngineParts
-    from .preemption import PreemptionHook
     from .whole import WholeModel
 
 # .dcp and .export import torch.distributed.checkpoint and more: only when there is something to save.
@@ -35,6 +34,16 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _SEED_STEP = 1_000_003  # more than there are data ranks and stages, whose seeds follow each other
+
+
+class AutomaticSaves(Protocol):
+    """Those that the config asks for."""
+
+    def ask(self) -> None:
+        """Save at the next boundary, and end the loop."""
+
+    def forget(self) -> None:
+        """A checkpoint was loaded: what was asked for before it is void."""
 
 
 class Checkpointer:
@@ -47,7 +56,7 @@ class Checkpointer:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.preemption: PreemptionHook | None = None
+        self.preemption: AutomaticSaves | None = None
         self.locks: dict[Path, IO[str]] = {}
         self.attached = AttachedState()
         self._parts = parts

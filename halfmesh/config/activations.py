@@ -56,15 +56,13 @@ def expand_checkpoint(value: Any) -> Any:
         return {"every": 1}
     if isinstance(value, str) and value == "selective":
         return {"every": 1, "selective": True}
-    given = dict(value) if isinstance(value, Mapping) else {}
-    patterns = given.get("patterns")
-    has_patterns = isinstance(patterns, (list, tuple)) and len(patterns) > 0
-    if given and (has_patterns or len(given) > 1 or not isinstance(patterns, list)):
-        if given.get("selective") is True and not has_patterns and given.get("every") is None:
-            given["every"] = 1
-        return given
     if isinstance(value, CheckpointConfig):
         return value
+    if isinstance(value, Mapping) and value and value != {"patterns": []}:
+        given = dict(value)
+        if given.get("selective") is True and not given.get("patterns") and given.get("every") is None:
+            given["every"] = 1
+        return given
     near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
     hint = f"; for every second block write dict(every={show(value)})" if type(value) is int else near
     raise ValueError(f"{show(value)} does not say what is computed again; use {forms}{hint}")

@@ -16,11 +16,6 @@ _REFUSED = {
     "SIGKILL": "cannot be caught by any program",
     "SIGSTOP": "cannot be caught by any program",
     "SIGINT": "is Ctrl-C, which ends the run at once",
-    "SIGALRM": "is what ends a process that hangs after an error",
-    "SIGCHLD": "tells of the end of the dataloader's workers",
-    **dict.fromkeys(
-        ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"), "comes with an error that a process cannot survive"
-    ),
 }
 
 
@@ -35,10 +30,7 @@ def _refuse_signals(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _as_text(value: Any) -> Any:
-    try:
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    except Exception:  # of the value's own class
-        return value
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
     return path if isinstance(path, str) else value  # one of bytes is refused as such
 
 

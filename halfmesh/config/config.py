@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ConfigError, did_you_mean, shorten, show
+from ..errors import ConfigError, did_you_mean, shorten
 from ..options import Options
-from .plain import copied, make_plain
 from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
-from .text import UnwritableError, to_yaml
+from .text import to_yaml
 
-_OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+OWN_NAMES = "; a constant of your own is written in UPPERCASE"
+"""What the line of an unknown key ends with, if it is like no other."""
 
 
 class Config(Settings, extra="allow"):
@@ -26,7 +26,7 @@ class Config(Settings, extra="allow"):
         def __getattr__(self, name: str) -> Any:
             user = object.__getattribute__(self, "__pydantic_extra__") or {}
             if name in user:
-                return copied(user[name])
+                return _copied(user[name])
             if name.startswith("__"):
                 raise AttributeError(name)
             known = [*type(self).model_fields, *user]
@@ -40,7 +40,7 @@ class Config(Settings, extra="allow"):
     @property
     def user(self) -> dict[str, Any]:
         """The user's own constants."""
-        return {name: copied(value) for name, value in (self.model_extra or {}).items()}
+        return {name: _copied(value) for name, value in (self.model_extra or {}).items()}
 
     @property
     def precision(self) -> PrecisionConfig | None:
@@ -64,10 +64,7 @@ class Config(Settings, extra="allow"):
         Raises:
             ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
         """
-        try:
-            return to_yaml(self.to_dict())
-        except UnwritableError as error:
-            raise ConfigError([str(error)], "the YAML form of the config") from None
+        return to_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Config:
         """A config in which the top-level keys of `changes` have new values.
@@ -85,7 +82,7 @@ class Config(Settings, extra="allow"):
     __str__ = __repr__
 
 
-def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_NAMES) -> Config:
+def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NAMES) -> Config:
     """The config that `raw` describes.
 
     Raises:
@@ -97,11 +94,11 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = _OWN_N
     return config
 
 
-def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Config | None, list[str]]:
+def build_leniently(raw: Mapping[Any, Any], hint: str = OWN_NAMES) -> tuple[Config | None, list[str]]:
     """The config of the top-level keys that are right, so that it can be checked further, and all problems."""
-    plain, problems = make_plain(raw, Settings.model_fields.keys())
-    problems += find_unknown(plain, hint)
-    known = _without(plain, problems)
+    problems = list(find_unknown(raw, hint))
+    known = _without(raw, problems)
+    known |= {key: _copied(value) for key, value in known.items() if key not in Settings.model_fields}
     problems += find_contradictions(known)
     config, errors = validate(Config, known)
     problems += explain(known, errors)
@@ -111,7 +108,14 @@ def build_leniently(raw: Mapping[Any, Any], hint: str = _OWN_NAMES) -> tuple[Con
     return config, [problem.line for problem in problems]
 
 
-def _without(raw: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def _copied(value: Any) -> Any:
+    """`value` with its dicts, lists, tuples and sets copied, all the way down; what they hold is shared."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
+
+
+def _without(raw: Mapping[Any, Any], problems: list[Problem]) -> dict[str, Any]:
     wrong = {key for problem in problems for key in problem.keys}
     return {key: value for key, value in raw.items() if key not in wrong}
 
@@ -143,9 +147,6 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    try:
-        if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
-            return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
-        return repr(value)
-    except Exception:  # of a constant's own class
-        return show(value)
+    if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
+        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
+    return repr(value)

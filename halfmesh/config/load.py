@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, cut, did_you_mean, show, show_name
-from .config import Config, build, build_leniently
+from ..errors import ConfigError, did_you_mean, show
+from .config import OWN_NAMES, Config, build, build_leniently
 from .overrides import override
 from .pyfile import run_config
-from .schema import Settings
 from .text import read_json, read_yaml
 
 SUFFIXES = (".py", ".yaml", ".yml", ".json")
-_OWN_NAMES = "; a constant of your own is written in UPPERCASE"
-_OWN_PY_NAMES = "; a constant of your own is written in UPPERCASE, a helper starts with an underscore"
 
 
 def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
@@ -48,9 +45,7 @@ def load_leniently(
 
 
 def _name(source: object) -> str:
-    if isinstance(source, (str, Path)):
-        return show_name(str.__str__(source) if isinstance(source, str) else str(source), 400)
-    return "the config"
+    return str(source) if isinstance(source, (str, Path)) else "the config"
 
 
 def _read(source: object, overrides: Sequence[str]) -> tuple[Mapping[Any, Any], str]:
@@ -61,45 +56,38 @@ def _read(source: object, overrides: Sequence[str]) -> tuple[Mapping[Any, Any], 
 def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
     """The keys and values as they are, and how this kind of source writes names of its own."""
     if isinstance(source, Config):
-        return source.to_dict(), _OWN_NAMES
+        return source.to_dict(), OWN_NAMES
     if isinstance(source, Mapping):
-        return source, _OWN_NAMES
-    if isinstance(source, (str, Path)):
-        try:
-            return _read_file(Path(str.__str__(source) if isinstance(source, str) else source).expanduser())
-        except ConfigError:
-            raise
-        except (OSError, ValueError, RuntimeError) as error:  # it may not be read, is no path, names no user's home
-            reason = cut(f"{type(error).__name__}: {error}")
-            raise ConfigError([f"it cannot be read ({reason})"], _name(source)) from error
-    raise ConfigError(
-        [f"a {type(source).__name__} was given, but a config is a path ({', '.join(SUFFIXES)}), a dict or a Config"]
-    )
-
-
-def _read_file(path: Path) -> tuple[Mapping[Any, Any], str]:
-    if path.is_dir():
-        raise ConfigError([_explain_missing(path)], _name(path))
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        near = did_you_mean(suffix, SUFFIXES)
-        raise ConfigError([f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"], _name(path))
-    if not path.is_file():
-        raise ConfigError([_explain_missing(path)], _name(path))
-    if suffix == ".py":
-        return run_config(path, Settings.model_fields.keys()), _OWN_PY_NAMES
-    content = read_json(path) if suffix == ".json" else read_yaml(path)
+        return source, OWN_NAMES
+    if not isinstance(source, (str, Path)):
+        kinds = f"a path ({', '.join(SUFFIXES)}), a dict or a Config"
+        raise ConfigError([f"a {type(source).__name__} was given, but a config is {kinds}"])
+    path = Path(source).expanduser()
+    try:
+        if problem := _find_problem(path):
+            raise ConfigError([problem], _name(source))
+        if path.suffix.lower() == ".py":
+            return run_config(path), f"{OWN_NAMES}, a helper starts with an underscore"
+        content = read_json(path) if path.suffix.lower() == ".json" else read_yaml(path)
+    except OSError as error:
+        raise ConfigError([f"it cannot be read ({type(error).__name__}: {error})"], _name(source)) from error
     if not isinstance(content, Mapping):
+        kind = type(content).__name__
         raise ConfigError(
-            [f"its top level is of type {type(content).__name__}, but a config is a mapping of keys to values"],
-            str(path),
+            [f"its top level is of type {kind}, but a config is a mapping of keys to values"], _name(source)
         )
-    return content, _OWN_NAMES
+    return content, OWN_NAMES
 
 
-def _explain_missing(path: Path) -> str:
+def _find_problem(path: Path) -> str:
+    """Why no config can be read from `path`; empty if there is a file to read."""
     if path.is_dir():
         return "it is a directory; give the config file in it"
+    if path.suffix.lower() not in SUFFIXES:
+        near = did_you_mean(path.suffix, SUFFIXES)
+        return f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"
+    if path.is_file():
+        return ""
     parent = path.resolve().parent
     if not parent.is_dir():
         return f"there is no such file, and no directory {parent}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from ..amp.plugin import AMP_PLUGINS
-from ..errors import cut, did_you_mean, find_near, shorten, show, show_name
+from ..errors import did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
 from .foreign import find_foreign
@@ -20,10 +20,8 @@ PRECISION_KEYS = ("fp16", "bf16")
 
 FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
 
-_MOST_EACH = 50
-"""Unknown keys, and wrong values, that are explained: each takes time."""
-_MOST = 2000
-"""Characters of a line."""
+_SHOULD_BE = "Input should be "
+"""What most messages of pydantic begin with."""
 
 _DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
     {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -34,7 +32,7 @@ _DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
 class Problem:
     """One mistake: the top-level keys it concerns, and what to say about it."""
 
-    keys: tuple[str, ...]
+    keys: tuple[Any, ...]
     line: str
 
 
@@ -46,23 +44,15 @@ class _Place(NamedTuple):
     field: str | None
 
 
-def find_unknown(raw: Mapping[str, Any], hint: str) -> Iterator[Problem]:
+def find_unknown(raw: Mapping[Any, Any], hint: str) -> Iterator[Problem]:
     """Top-level keys that are neither settings nor UPPERCASE constants; `hint` ends the line of one unlike any key."""
-    unknown = [
-        key for key in raw if key == "NUM_MICRO_BATCHES" or (key not in Settings.model_fields and not is_constant(key))
-    ]
-    for key in unknown[:_MOST_EACH]:
-        if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
+    for key in raw:
+        if not isinstance(key, str):
+            yield Problem((key,), f"{show(key)}: keys must be strings, not {type(key).__name__}")
+        elif key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
             yield Problem((key,), f"{key}: {find_foreign(key)}")
-        else:
+        elif key not in Settings.model_fields and (key.startswith("_") or not key.isupper()):
             yield Problem((key,), f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}")
-    if rest := unknown[_MOST_EACH:]:
-        yield Problem(tuple(rest), f"and {len(rest)} more unknown keys")
-
-
-def is_constant(name: str) -> bool:
-    """Whether `name` is a user constant (UPPERCASE) rather than a setting."""
-    return name.isupper() and not name.startswith("_")
 
 
 def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
@@ -83,17 +73,19 @@ def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """One problem per place: the branches of a union report the same value once each."""
-    problems: dict[tuple[str, ...], Problem] = {}
-    for error in errors[:_MOST_EACH]:
+    """One problem per wrong value: the branches of a union, which report it once each, are joined."""
+    by_place: dict[_Place, list[Mapping[str, Any]]] = {}
+    for error in errors:
         place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
-        path = _visible(place.path, raw) if error["type"] != "missing" else place.path
-        line = f"{'.'.join(map(show_name, path))}: {cut(_reason(error, place), _MOST)}"
-        problems.setdefault(place.path, Problem(place.path[:1], line))
-    if rest := errors[_MOST_EACH:]:
-        keys = dict.fromkeys(str(error["loc"][0]) for error in rest)
-        problems[tuple(keys)] = Problem(tuple(keys), f"and {len(rest)} more in {shorten(list(keys))}")
-    return list(problems.values())
+        by_place.setdefault(place, []).append(error)
+    problems = []
+    for place, found in by_place.items():
+        path = ".".join(map(show_name, place.path if found[0]["type"] == "missing" else _visible(place.path, raw)))
+        depth = max(len(error["loc"]) for error in found)  # of the branch that fits the value best
+        deepest = [error for error in found if len(error["loc"]) == depth]
+        for _, same in groupby(deepest, key=lambda error: show(error["input"])):
+            problems.append(Problem(place.path[:1], f"{path}: {_reason(list(same), place)}"))
+    return problems
 
 
 def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> _Place:
@@ -142,95 +134,34 @@ def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
     return tuple(seen)
 
 
-def _reason(error: Mapping[str, Any], place: _Place) -> str:
-    kind, given = error["type"], error["input"]
+def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
+    """What is wrong with one value, in pydantic's words where there are no better ones."""
+    kind, given, message = errors[0]["type"], errors[0]["input"], errors[0]["msg"]
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")
     if kind == "missing":
-        return f"is required{_allowed_text(place, '; give ')}"
+        return "is required"
     if kind in ("value_error", "assertion_error"):
-        return str(error["ctx"]["error"])
-    allowed = _allowed_text(place, " is not ")
-    if not allowed:
-        return f"{show(given)} is refused: {error['msg']}"
-    return f"{show(given)}{allowed}{_hint(given, place)}"
+        return str(errors[0]["ctx"]["error"])
+    allowed = dict.fromkeys(error["msg"].removeprefix(_SHOULD_BE) for error in errors)
+    if message in allowed:
+        return f"{show(given)} is refused: {message}"
+    return f"{show(given)} should be {' or '.join(allowed)}{_guess(given, place)}"
 
 
-def _allowed_text(place: _Place, prefix: str) -> str:
-    if place.field is None:
+def _guess(given: object, place: _Place) -> str:
+    """Which word was meant, where words are allowed."""
+    if place.field is None or not isinstance(given, str):
         return ""
-    info = place.owner.model_fields[place.field]
-    allowed = describe(info.annotation, info.metadata)
-    return prefix + allowed if allowed else ""
-
-
-def _hint(given: object, place: _Place) -> str:
-    """What to write instead, where that can be guessed."""
-    if place.field is None:
-        return ""
-    annotation = place.owner.model_fields[place.field].annotation
-    if isinstance(given, bool):
-        return f" ({type(given).__name__})"
-    if not isinstance(given, str):
-        return ""
-    words = [word for word in _literals(annotation) if isinstance(word, str)]
-    if given in _DTYPE_NAMES and _DTYPE_NAMES[given] in words:
-        return f"; did you mean {_DTYPE_NAMES[given]!r}?"
-    return did_you_mean(given, words) or _unquote(given, annotation)
-
-
-def _unquote(text: str, annotation: Any) -> str:
-    """A number given as text."""
-    try:
-        number = float(text)
-    except ValueError:
-        return ""
-    if not math.isfinite(number):
-        return ""
-    return f"; write {int(number) if number.is_integer() and annotation is int else text} without quotes"
+    words = [word for word in _literals(place.owner.model_fields[place.field].annotation) if isinstance(word, str)]
+    full = _DTYPE_NAMES.get(given)
+    return f"; did you mean {full!r}?" if full in words else did_you_mean(given, words)
 
 
 def _literals(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [word for inner in get_args(annotation) for word in _literals(inner)]
-
-
-def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """The values that a type allows, in words; empty for a type without a description."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *extra = get_args(annotation)
-        return describe(inner, [*metadata, *extra])
-    if origin in (Union, types.UnionType):
-        parts = [describe(inner, metadata) for inner in get_args(annotation)]
-        return " or ".join(parts) if all(parts) else ""
-    if origin is Literal:
-        words = get_args(annotation)
-        return ("one of " if len(words) > 1 else "") + ", ".join(map(repr, words))
-    if origin is tuple:
-        return "a list of names" if str in get_args(annotation) else "a list"
-    names: Mapping[Any, str] = {
-        int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None",
-    }  # fmt: skip
-    if annotation in (int, float):
-        return names[annotation] + _bounds(metadata)
-    if isinstance(annotation, type) and issubclass(annotation, Options):
-        return f"a dict with keys from {', '.join(annotation.model_fields)}"
-    return "a dict of strings" if origin is dict else names.get(annotation, "")
-
-
-def _bounds(metadata: Sequence[Any]) -> str:
-    flat = [item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])]
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [
-        f"{sign} {_number(getattr(item, name))}" for item in flat for name, sign in signs.items() if hasattr(item, name)
-    ]
-    return " " + " and ".join(found) if found else ""
-
-
-def _number(bound: float) -> str:
-    return f"{bound:g}" if bound > 1e15 else str(bound)
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .progress import ProgressHook
     from .run import RunHook
     from .throughput import ThroughputHook
-    from .writers import CSVHook, JSONLHook, TensorBoardHook
+    from .writers import MLflowHook, TensorBoardHook, WandbHook
 
 _MODULE_OF = {
     "CheckpointHook": "checkpoint",
@@ -25,23 +25,23 @@ _MODULE_OF = {
     "ProgressHook": "progress",
     "RunHook": "run",
     "ThroughputHook": "throughput",
-    "CSVHook": "writers",
-    "JSONLHook": "writers",
+    "MLflowHook": "writers",
     "TensorBoardHook": "writers",
+    "WandbHook": "writers",
 }
 
 __all__ = [  # found by `__getattr__`
-    "CSVHook",
     "CheckpointHook",
     "EarlyStopHook",
-    "JSONLHook",
     "LRSchedulerHook",
+    "MLflowHook",
     "MemoryHook",
     "MetricHook",
     "ProgressHook",
     "RunHook",
     "TensorBoardHook",
     "ThroughputHook",
+    "WandbHook",
 ]
 
 

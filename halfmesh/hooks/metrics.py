@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..trainer.hook import Hook
 
 if TYPE_CHECKING:
-    from ..trainer.outcome import Outcome
+    from ..trainer.batch import Outcome
     from ..trainer.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ from ..log import get_logger
 from ..trainer.hook import Hook, Record
 
 if TYPE_CHECKING:
-    from ..trainer.outcome import Outcome
+    from ..trainer.batch import Outcome
     from ..trainer.trainer import Trainer
 
 _log = get_logger(__name__)

@@ -17,7 +17,7 @@ from ..trainer.hook import Hook
 from .peaks import least_seconds
 
 if TYPE_CHECKING:
-    from ..trainer.outcome import Outcome
+    from ..trainer.batch import Outcome
     from ..trainer.trainer import Trainer
 
 _log = get_logger(__name__)
@@ -31,8 +31,8 @@ _WAITING = 0.3
 class ThroughputHook(Hook):
     """Adds to records, over all data ranks and the time since the last record: "samples_per_s"; with `tokens`,
     "tokens_per_s"; "model_flops_per_s" and, on devices of `PEAK_FLOPS`, "mfu", the share of what all ranks' devices
-    could do in the precisions in which the model multiplies. Evaluations and saves are not counted. Warns once where
-    training waits for its data more than 0.3 of the time.
+    could do in the precisions in which the model multiplies. Evaluations and `trainer.save` are not counted. Warns
+    once where training waits for its data more than 0.3 of the time.
 
     Args:
         tokens: how many tokens a batch has, from the Outcome.

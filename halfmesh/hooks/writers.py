@@ -1,124 +1,165 @@
-"""Records into files: JSON lines, CSV, TensorBoard. Rank 0 writes."""
+"""Records to TensorBoard, Weights & Biases and MLflow, from rank 0."""
 
 from __future__ import annotations
 
-import csv
-import io
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..errors import InputError
-from ..report.run_files import RecordFile, begin_together, is_again, replace_file, set_aside, trained_at
 from ..trainer.hook import Hook, Record
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 
-class JSONLHook(Hook):
-    """Appends each record as a line of JSON; inf and nan are written as null.
+class Writer(Protocol):
+    """What a tracker has to do for `WriterHook`."""
 
-    A run that goes on from a checkpoint takes away the records of what is trained again. One that begins renames a file
-    that is there.
+    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
+        """Keep the numbers of `record`, which were measured after update `step`."""
 
-    Args:
-        path: the file; its folder is made if it is not there.
-    """
+    def close(self) -> None:
+        """The run is over; `sys.exception()` is the error that ended it, if one did."""
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._file = RecordFile(self._path)
+
+class WriterHook(Hook):
+    """Gives each record to a writer, which rank 0 opens when `fit` begins and closes at its end."""
+
+    package: ClassVar[str]
+    """What has to be installed."""
+
+    _writer: Writer | None = None
+
+    def open(self, step: int) -> Writer:
+        """A writer for a run that has done `step` updates. Imports the package."""
+        raise NotImplementedError
 
     def before_fit(self, trainer: Trainer) -> None:
-        engine = trainer.engine
-        begin_together(engine.context, self._path, "file", lambda: self._file.open(engine.global_step))
+        context, problem = trainer.engine.context, None
+        if context.rank == 0:
+            try:
+                self._writer = self.open(trainer.engine.global_step)
+            except ImportError as error:
+                problem = f"needs {self.package} ({error}): pip install {self.package}"
+            except Exception as error:  # the other ranks wait for the answer
+                problem = f"cannot begin: {type(error).__name__}: {error}"
+        problem = context.from_first(problem)
+        if problem is not None:
+            raise InputError(f"{type(self).__name__} {problem}")
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        self._file.write(record)
+        if self._writer is not None:
+            scalars = {name: value for name, value in record.items() if name != "step"}
+            self._writer.add_scalars(scalars, record["step"])
 
     def close(self, trainer: Trainer) -> None:
-        self._file.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
-class CSVHook(Hook):
-    """Writes the records as a table; what a record does not have stays empty.
-
-    A run that goes on from a checkpoint takes away the rows of what is trained again. One that begins renames a file
-    that is there.
-
-    Args:
-        path: the file; its folder is made if it is not there. A column that comes later has the file written anew.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._rows: list[dict[str, Any]] = []
-        self._columns: list[str] = []
-        self._has = -1.0
-
-    def before_fit(self, trainer: Trainer) -> None:
-        engine = trainer.engine
-        begin_together(engine.context, self._path, "file", lambda: self._begin(engine.global_step))
-
-    def _begin(self, step: int) -> None:
-        self._rows, self._columns = [], []
-        if step == 0:
-            set_aside(self._path)
-        if self._path.exists():
-            with self._path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            self._rows = [row for row in rows if int(row.get("step") or 0) <= step]
-        self._has = trained_at(self._rows)
-        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
-        self._write_all()
-
-    def write(self, trainer: Trainer, record: Record) -> None:
-        if trainer.engine.context.rank != 0 or is_again(record, self._has):
-            return
-        self._rows.append(record)
-        new = [name for name in record if name not in self._columns]
-        if new:
-            self._columns += new
-            self._write_all()
-            return
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(record)
-
-    def _write_all(self) -> None:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns)
-        writer.writeheader()
-        writer.writerows(self._rows)
-        replace_file(self._path, text.getvalue())
-
-
-class TensorBoardHook(Hook):
+class TensorBoardHook(WriterHook):
     """Writes the records for TensorBoard, one scalar for each name, by update.
+
+    A run that goes on hides what was written after its checkpoint.
 
     Args:
         log_dir: the folder that `tensorboard --logdir` is given.
     """
 
+    package = "tensorboard"
+
     def __init__(self, log_dir: str | Path) -> None:
         self._log_dir = log_dir
-        self._writer: Any = None
 
-    def before_fit(self, trainer: Trainer) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InputError(f"TensorBoardHook needs tensorboard ({error}): pip install tensorboard") from error
-        if trainer.engine.context.rank == 0:
-            # Of what an interrupted run has written after its checkpoint nothing is shown.
-            self._writer = SummaryWriter(self._log_dir, purge_step=trainer.engine.global_step + 1)
+    def open(self, step: int) -> Writer:
+        return _TensorBoardWriter(self._log_dir, step)
 
-    def write(self, trainer: Trainer, record: Record) -> None:
-        if self._writer is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, record["step"])
 
-    def close(self, trainer: Trainer) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+class _TensorBoardWriter:
+    def __init__(self, log_dir: str | Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(log_dir, purge_step=step + 1)
+
+    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
+        for name, value in record.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class WandbHook(WriterHook):
+    """Logs the records to Weights & Biases, by update.
+
+    Without options a run that `wandb.init` has begun before is used, and left open. To resume one, give its `id` and
+    `resume="allow"`: W&B leaves out updates before its last one.
+
+    Args:
+        options: arguments of `wandb.init`: project, name, config. `mode="offline"` writes to local files, for
+            `wandb sync`, and needs neither network nor login.
+    """
+
+    package = "wandb"
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def open(self, step: int) -> Writer:
+        return _WandbWriter(self._options)
+
+
+class _WandbWriter:
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import wandb
+
+        before = wandb.run
+        self._run = wandb.init(**options) if options or before is None else before
+        self._is_ours = self._run is not before  # with options, init may give the active one back
+
+    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(record), step=step)
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._run.finish(exit_code=0 if sys.exception() is None else 1)
+
+
+class MLflowHook(WriterHook):
+    """Logs the records as metrics of an MLflow run, by update.
+
+    Without options a run that `mlflow.start_run` has begun before is used, and left open. To resume one, give its
+    `run_id`: updates that are trained again are there twice. Where runs are kept is MLflow's setting
+    (`MLFLOW_TRACKING_URI`, `mlflow.set_tracking_uri`).
+
+    Args:
+        options: arguments of `mlflow.start_run`: run_name, experiment_id, tags.
+    """
+
+    package = "mlflow"
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def open(self, step: int) -> Writer:
+        return _MLflowWriter(self._options)
+
+
+class _MLflowWriter:
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        self._is_ours = bool(options) or mlflow.active_run() is None
+        if self._is_ours:
+            mlflow.start_run(**options)
+
+    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics(dict(record), step=step)
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._mlflow.end_run("FINISHED" if sys.exception() is None else "FAILED")

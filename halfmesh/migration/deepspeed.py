@@ -3,6 +3,8 @@
 from .table import AS_HERE, MICROBATCHES, OFFLOAD, STAGES, TENSOR, ZERO, Origin, Values, lost, no, on, to
 
 _HALF = "half-precision weights, fp32 masters; gradients are averaged in fp32, in DeepSpeed in half precision"
+_STAYS = dict.fromkeys([True, "cpu"], no("zero1 keeps optimizer state on the device; data='fsdp' has cpu_offload"))
+_offload = lambda _, values: OFFLOAD if values.get("zero_optimization.stage") == 3 else OFFLOAD | _STAYS  # noqa: E731
 
 
 def _batch(value: int, values: Values) -> object:
@@ -32,7 +34,7 @@ DEEPSPEED = Origin(
         "amp.enabled": on(to({"fp16.mode": "apex"})),
         "amp.*": "fp16.*",
         "zero_optimization.stage": ZERO,
-        "zero_optimization.offload_*.device zero_optimization.cpu_offload*": OFFLOAD,
+        "zero_optimization.offload_*.device zero_optimization.cpu_offload*": _offload,
         "zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size": lost("see parallel.data.hybrid"),
         "zero_optimization.*": no("parallel.data has bucket_mb and prefetch; engine.save_weights writes whole weights"),
         "communication_data_type data_types.* prescale* *predivide*": no("see reduce_dtype and gradient_dtype"),
@@ -55,6 +57,5 @@ DEEPSPEED = Origin(
         ("fp16.*", "fp16.enabled", True, False),
         ("amp.*", "amp.enabled", True, False),
         ("fp16.*_power fp16.*_window fp16.hysteresis fp16.min_loss_scale", "fp16.loss_scale", 0, 0),
-        ("zero_optimization.offload_*.device zero_optimization.cpu_offload*", "zero_optimization.stage", 3, 0),
     ),
 )

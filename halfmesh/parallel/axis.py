@@ -24,7 +24,6 @@ from .same_calls import SameCalls
 from .shard_spec import Split
 
 if TYPE_CHECKING:
-    from ..config import Config
     from ..options import Options
     from .gradient_sums import Reduction
 
@@ -209,8 +208,8 @@ class Axis:
     takes_modules: ClassVar[bool] = False
 
     @staticmethod
-    def find_key_problems(config: Config) -> Iterator[tuple[str, str]]:
-        """Keys, dotted, and what is wrong with them in a config whose size of this axis is larger than 1."""
+    def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
+        """Keys, dotted, and what is wrong with them in a `halfmesh.Config` whose size of this axis is larger than 1."""
         yield from ()
 
     @staticmethod

@@ -19,7 +19,6 @@ from .reducer import ReduceOptions, Reducer
 from .shard_spec import Placement
 
 if TYPE_CHECKING:
-    from ..config import Config
     from .gradient_sums import Reduction
 
 
@@ -81,8 +80,8 @@ class DataStrategy:
         self.shards: Sequence[ParamShard] = inputs.shards
 
     @staticmethod
-    def find_key_problems(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
-        """Keys, dotted, and what is wrong with them.
+    def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        """Keys of a `halfmesh.Config`, dotted, and what is wrong with them.
 
         Args:
             param_dtype: that the mode gives all parameters; None: each has its own.
@@ -95,7 +94,7 @@ class DataStrategy:
         yield from ()
 
     @staticmethod
-    def find_advice(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+    def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         """Keys that run, and could run better."""
         yield from ()
 

@@ -20,7 +20,7 @@ import torch
 from ..errors import InputError, Preempted, cut
 from ..log import Listener, get_logger
 from ..loop.parts import EngineHook
-from ..trainer.outcome import count_rows
+from ..trainer.batch import count_rows
 from .facts import describe_ranks, describe_settings, make_plain
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 from .run_files import RecordFile, begin_together, replace_file, set_aside
@@ -69,7 +69,7 @@ class RunFolder:
         self._is_open = True
         self._sessions: list[dict[str, Any]] = []
         ranks = engine.context.everyone(describe_ranks(engine))
-        begin_together(engine.context, self.directory, "folder", lambda: self._begin(ranks))
+        begin_together(engine.context, self.directory, lambda: self._begin(ranks))
         self._first_batch = contextlib.ExitStack()
         if self._writes:
             logging.getLogger("halfmesh").addHandler(self._listener)

@@ -39,8 +39,8 @@ def set_aside(path: Path) -> None:
     _log.info("%s was there already, and is %s now", path, old.name)
 
 
-def begin_together(context: ParallelContext, path: Path, kind: str, begin: Callable[[], object]) -> None:
-    """Call `begin` on rank 0, which makes or writes `path`, a "file" or "folder". All ranks together.
+def begin_together(context: ParallelContext, path: Path, begin: Callable[[], object]) -> None:
+    """Call `begin` on rank 0, which makes the folder `path`. All ranks together.
 
     Raises:
         InputError: it cannot be written; on all ranks.
@@ -54,15 +54,14 @@ def begin_together(context: ParallelContext, path: Path, kind: str, begin: Calla
     problem = context.from_first(problem)
     if problem is not None:
         raise InputError(
-            f"{show_name(str(path))} cannot be the {kind} of a run ({problem}); give a {kind} that rank 0 may write "
-            "to, or a name that is not there yet"
+            f"{show_name(str(path))} cannot be the folder of a run ({problem}); give a folder that rank 0 may "
+            "write to, or a name that is not there yet"
         )
 
 
 def trained_at(records: Iterable[Mapping[str, Any]]) -> float:
     """The update of the last record of training that is kept; -1: there is none."""
-    trained = [record for record in records if record.get("loss", "") != ""]  # empty in a table: of an evaluation
-    return max((float(record.get("step") or -1) for record in trained), default=-1)
+    return max((float(record.get("step") or -1) for record in records if "loss" in record), default=-1)
 
 
 def is_again(record: Mapping[str, Any], kept: float) -> bool:

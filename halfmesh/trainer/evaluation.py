@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,12 +14,8 @@ from ..engine import Engine
 from ..errors import InputError
 from ..loop.handles import Handle
 from ..tensors import map_tensors, tensors_of
-from .hook import Hook, Record, add_measured
+from .batch import TARGETS, Outcome
 from .loaders import shard_dataloader
-from .outcome import TARGETS, Outcome, checked
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 
 class MeanLoss:
@@ -83,25 +79,6 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def evaluate(trainer: Trainer, loader: Iterable[Any], hooks: Sequence[Hook]) -> dict[str, float]:
-    """The mean loss over `loader`, and the hooks' results; the same on all ranks."""
-    engine = trainer.engine
-    mean = MeanLoss(engine, by_rows=True)
-    with _evaluating(engine):
-        for hook in hooks:
-            hook.before_eval(trainer)
-        for batch in loader:
-            outcome = checked(trainer.compute(engine, batch))
-            mean.add(outcome)
-            for hook in hooks:
-                hook.after_eval_batch(trainer, outcome)
-        loss = mean.take()
-        results: Record = {} if loss is None else {"eval_loss": loss}
-        for hook in hooks:
-            add_measured(results, hook, "eval_results", hook.eval_results(trainer))
-    return results
-
-
 def predict(engine: Engine, dataloader: Any) -> Any:
     """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
     if not isinstance(dataloader, DataLoader):
@@ -111,7 +88,7 @@ def predict(engine: Engine, dataloader: Any) -> Any:
         )
     loader = shard_dataloader(engine, dataloader)
     mine: list[Any] = []
-    with _evaluating(engine):
+    with evaluating(engine):
         for batch in loader:
             output = _call(engine, batch)
             if engine.context.counts_outputs:
@@ -130,7 +107,8 @@ _NOTHING = object()
 
 
 @contextmanager
-def _evaluating(engine: Engine) -> Iterator[None]:
+def evaluating(engine: Engine) -> Iterator[None]:
+    """The model is in evaluation mode within, without gradients."""
     was_training = engine.training
     engine.eval()
     try:

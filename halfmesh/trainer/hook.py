@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..amp.step_result import StepResult
 from ..errors import InputError, show
+from .batch import Outcome
 
-if TYPE_CHECKING:
-    from ..amp.step_result import StepResult
-    from .outcome import Outcome
-    from .trainer import Trainer
+Trainer = Any
+"""The `halfmesh.Trainer` that calls the hook. Its file imports this one, so its type is not named here; a hook of yours
+may annotate it."""
 
 Record = dict[str, Any]
 """Numbers by name, at one moment of a run: "step", "epoch", and what was measured."""

@@ -1,4 +1,4 @@
-"""Hooks by name: "progress", or dict(type="csv", path=...)."""
+"""Hooks by name: "progress", or dict(type="run", directory=...)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ for _name, _reference in {
     "checkpoint": "checkpoint:CheckpointHook",
     "early_stop": "early_stop:EarlyStopHook",
     "tensorboard": "writers:TensorBoardHook",
-    "csv": "writers:CSVHook",
-    "jsonl": "writers:JSONLHook",
+    "wandb": "writers:WandbHook",
+    "mlflow": "writers:MLflowHook",
     "run": "run:RunHook",
 }.items():
     HOOKS.register_lazy(_name, f"halfmesh.hooks.{_reference}")

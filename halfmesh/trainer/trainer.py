@@ -13,12 +13,12 @@ from ..debug.precision import judge_scale
 from ..engine import Engine
 from ..errors import InputError, refuse_below
 from ..log import get_logger
-from .evaluation import MeanLoss, evaluate, predict
+from .batch import Compute, checked, compute_batch
+from .evaluation import MeanLoss, evaluating, predict
 from .fit_state import NAME, FitState
 from .hook import Hook, Record, add_measured
 from .loaders import choose_eval_loader, choose_train_loader, with_last
 from .named_hooks import HookLike, make_hooks
-from .outcome import Compute, checked, compute_batch
 
 _log = get_logger(__name__)
 
@@ -88,7 +88,7 @@ class Trainer:
             eval_dataloader: the engine's unless given, if it has one; a DataLoader is sharded over the data ranks.
             eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none of these.
             eval_steps: updates between evaluations within epochs; None: none of these.
-            hooks: Hook objects, names of registered ones ("progress"), or dict(type="csv", path=...).
+            hooks: Hook objects, names of registered ones ("progress"), or dict(type="run", directory=...).
 
         Raises:
             InputError: an argument is wrong, before anything runs.
@@ -222,7 +222,19 @@ class Trainer:
         self._evaluated_at = self._fit_state.evaluated_at = step
 
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        results = evaluate(self, loader, self._hooks)
+        engine, mean = self.engine, MeanLoss(self.engine, by_rows=True)
+        heard = self._hearing("after_eval_batch")
+        with evaluating(engine):
+            self._call("before_eval")
+            for batch in loader:
+                outcome = checked(self.compute(engine, batch))
+                mean.add(outcome)
+                for hook in heard:
+                    hook.after_eval_batch(self, outcome)
+            loss = mean.take()
+            results: Record = {} if loss is None else {"eval_loss": loss}
+            for hook in self._hooks:
+                add_measured(results, hook, "eval_results", hook.eval_results(self))
         self._call("after_eval", results)
         self._write({"step": self.engine.global_step, "epoch": self.epoch, **results})
         return results

@@ -31,8 +31,8 @@ PREEMPTED = [
 ]
 
 
-INTRODUCTION = f"""`python -m tests.checkpoint.resharding`, with the helpers of `tests/checkpoint/test_layouts.py`: a small
-model (linear layers, LayerNorm, a frozen layer, a buffer; AdamW, clipping) trains 5 batches and
+INTRODUCTION = f"""`python -m tests.checkpoint.resharding`, with the helpers of `tests/checkpoint/test_layouts.py`: a
+small model (linear layers, LayerNorm, a frozen layer, a buffer; AdamW, clipping) trains 5 batches and
 saves. Each checkpoint is loaded into each layout, over another state. Weights, buffers, optimizer
 state and counters of the whole model are then compared to the bit; of the losses of the next 3
 batches the tables have the largest relative difference from those of the run that went on. They

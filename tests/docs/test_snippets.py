@@ -226,7 +226,7 @@ def test_the_trainer(run):
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert {"loss", "samples_per_s", "lr"} <= set(lines[0])
     assert {"eval_loss", "eval_accuracy"} <= set(lines[-1])
-    assert Path("run/checkpoints/best.safetensors").exists()
+    assert Path("run/best.safetensors").exists()
     assert len(names["outputs"]) == 60
 
 
@@ -265,7 +265,7 @@ def test_hooks_that_measure_and_decide(run, hooks, tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("weight_hook")
-    lines = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     largest = max(param.abs().max().item() for param in names["model"].parameters())
     assert lines[-1]["largest_weight"] == pytest.approx(largest)
     assert len(lines) == 3

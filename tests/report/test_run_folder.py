@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh import InputError
-from halfmesh.hooks import CheckpointHook, RunHook
+from halfmesh.hooks import RunHook
 from halfmesh.log import Listener
 from tests.support.models import FEATURES, make_data
 from tests.support.ranks import run_ranks
@@ -41,6 +41,17 @@ class Overflow(halfmesh.Hook):
     def before_batch(self, trainer, batch):
         if trainer.engine.global_step + 1 in self.updates and trainer.engine.context.dp_rank == 0:
             batch[0].fill_(math.inf)
+
+
+class Save(halfmesh.Hook):
+    """Saves before the batch that follows update `step`."""
+
+    def __init__(self, step, directory):
+        self.step, self.directory = step, directory
+
+    def before_batch(self, trainer, batch):
+        if trainer.engine.global_step == self.step:
+            trainer.save(self.directory)
 
 
 class After(halfmesh.Hook):
@@ -167,7 +178,7 @@ def test_a_run_that_goes_on(tmp_path):
         raise KeyError("the user's own")
 
     folder, saved = tmp_path / "run", tmp_path / "saved"
-    hooks = [Overflow(2, 6, 8), CheckpointHook(saved, every=7, in_background=False), RunHook(folder), After(9, die)]
+    hooks = [Overflow(2, 6, 8), Save(7, saved), RunHook(folder), After(9, die)]
     with pytest.raises(KeyError):
         halfmesh.Trainer(make(**FP16), log_every=5).fit(epochs=1, hooks=hooks)
     assert sessions_of(folder)[0]["error"].startswith("KeyError: ")
@@ -189,8 +200,12 @@ def test_a_run_that_goes_on(tmp_path):
 
 def test_skips_before_a_checkpoint_are_kept_when_the_run_is_killed(tmp_path):
     run, killed = tmp_path / "run", tmp_path / "killed"
-    save = CheckpointHook(tmp_path / "saved", every=7, in_background=False, keep=None)
-    hooks = [Overflow(2, 6), save, RunHook(run), After(9, lambda _: shutil.copytree(run, killed))]
+    hooks = [
+        Overflow(2, 6),
+        Save(7, tmp_path / "saved"),
+        RunHook(run),
+        After(9, lambda _: shutil.copytree(run, killed)),
+    ]
     halfmesh.Trainer(make(**FP16), log_every=5).fit(max_steps=9, hooks=hooks)
     assert data_of(killed)["skipped"] == [2, 6]
     assert "no end was written: it still runs, or was killed" in page_of(killed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ import halfmesh
 from halfmesh import hooks as hooks_module
 from halfmesh.hooks import (
     CheckpointHook,
-    CSVHook,
     EarlyStopHook,
-    JSONLHook,
     LRSchedulerHook,
+    MLflowHook,
     ProgressHook,
     TensorBoardHook,
     ThroughputHook,
+    WandbHook,
 )
 from tests.support.models import linear_engine, make_data
+from tests.support.ranks import run_ranks
 
 MANUAL = {"lr_interval": "manual"}
 
@@ -57,8 +59,8 @@ class Results(halfmesh.Hook):
 def test_every_registered_hook_is_public():
     found = {halfmesh.HOOKS.get(name).__name__ for name in halfmesh.HOOKS.names()}
     assert found == set(hooks_module.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'CSVHok'; did you mean 'CSVHook'"):
-        _ = hooks_module.CSVHok
+    with pytest.raises(AttributeError, match="no attribute 'MetricHok'; did you mean 'MetricHook'"):
+        _ = hooks_module.MetricHok
 
 
 @pytest.mark.parametrize(
@@ -109,22 +111,6 @@ def test_a_plateau_follows_the_evaluation():
     assert lr_of(engine) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(("hook", "name"), [(JSONLHook, "metrics.jsonl"), (CSVHook, "metrics.csv")])
-def test_files_of_a_run_that_goes_on(tmp_path, hook, name):
-    """What was written after the checkpoint stays, and is not written twice."""
-    path, engine, again = tmp_path / "run" / name, linear_engine(), linear_engine()
-    halfmesh.Trainer(engine, log_every=1).fit(epochs=1, hooks=[hook(path)])
-    engine.save(tmp_path / "saved")
-    halfmesh.Trainer(engine, log_every=1).fit(epochs=2, hooks=[hook(path)])
-    again.load(tmp_path / "saved")
-    halfmesh.Trainer(again, log_every=1).fit(epochs=2, hooks=[hook(path), Results(7.0)])
-    with path.open(newline="") as file:
-        lines = [json.loads(line) for line in file] if hook is JSONLHook else list(csv.DictReader(file))
-    assert [int(line["step"]) for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
-    assert float(lines[-1]["eval_score"]) == 7.0
-    assert float(lines[0]["loss"]) > 0
-
-
 def test_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     halfmesh.Trainer(linear_engine(), log_every=1).fit(epochs=1, hooks=[TensorBoardHook(tmp_path)])
@@ -135,15 +121,96 @@ def test_tensorboard(tmp_path):
     assert events.Scalars("lr")[0].value == pytest.approx(0.1)
 
 
-def test_checkpoints(tmp_path):
-    engine, again = linear_engine(), linear_engine()
-    halfmesh.Trainer(engine).fit(epochs=2, hooks=[CheckpointHook(tmp_path, every=2, keep=2)])
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000004", "step-00000006"]
-    assert again.load(tmp_path).name == "step-00000006"
-    assert torch.equal(again.model.weight, engine.model.weight)
+class Calls(ModuleType):
+    """Stands in for wandb or mlflow, and keeps what is called, in order."""
+
+    def __init__(self, active=None):
+        super().__init__("tracker")
+        self.calls, self.run = [], active
+        self.log = self.log_metrics = lambda record, step: self.calls.append((step, record))
+        self.finish = lambda exit_code: self.calls.append(("finish", exit_code))
+        self.end_run = lambda status: self.calls.append(("finish", status))
+
+    def active_run(self):
+        return self.run
+
+    def start_run(self, **options):
+        self.calls.append(("begin", options))
+        self.run = SimpleNamespace(log=self.log, finish=self.finish)
+
+    def init(self, **options):
+        """wandb's gives back a run that is active."""
+        if self.run is None:
+            self.start_run(**options)
+        return self.run
 
 
-def test_checkpoints_of_epochs_and_the_best_weights(tmp_path):
+class Fails(halfmesh.Hook):
+    def after_epoch(self, trainer):
+        raise KeyError("the user's own")
+
+
+TRACKERS = [("wandb", WandbHook, 0, 1), ("mlflow", MLflowHook, "FINISHED", "FAILED")]
+
+
+@pytest.mark.parametrize(("package", "hook", "good", "bad"), TRACKERS)
+def test_trackers(monkeypatch, package, hook, good, bad):
+    monkeypatch.setitem(sys.modules, package, tracker := Calls())
+    results, options = Results(), {"name": "first", "mode": "offline"}
+    halfmesh.Trainer(linear_engine(), log_every=1).fit(epochs=1, hooks=[hook(**options), results])
+    records = [(r["step"], {name: r[name] for name in r if name != "step"}) for r in results.records]
+    assert [step for step, _ in records] == [1, 2, 3, 3]
+    assert records[-1][1].keys() == {"epoch", "eval_loss"}
+    assert tracker.calls == [("begin", options), *records, ("finish", good)]
+    monkeypatch.setitem(sys.modules, package, tracker := Calls())
+    with pytest.raises(KeyError):
+        halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[package, Fails()])
+    assert (tracker.calls[0], tracker.calls[-1]) == (("begin", {}), ("finish", bad))
+
+
+@pytest.mark.parametrize(("package", "hook"), [row[:2] for row in TRACKERS])
+def test_a_run_of_the_users_own_is_left_open(monkeypatch, package, hook):
+    tracker = Calls()
+    tracker.start_run()
+    tracker.start_run = tracker.init = None  # no other one is begun
+    monkeypatch.setitem(sys.modules, package, tracker)
+    halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[hook()])
+    assert [call[0] for call in tracker.calls] == ["begin", 3, 3]
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed(monkeypatch, tmp_path, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    hook = {"type": package, "log_dir": tmp_path} if package == "tensorboard" else package
+    with pytest.raises(halfmesh.InputError, match=rf"Hook needs {package} \(.*\): pip install {package}"):
+        halfmesh.Trainer(linear_engine()).fit(epochs=1, hooks=[hook])
+
+
+def tracked(rank, world_size):
+    """Begins of runs on this rank; then what is said where rank 0 cannot begin one."""
+    sys.modules["wandb"] = tracker = Calls()
+    engine = linear_engine()
+    try:
+        halfmesh.Trainer(engine).fit(epochs=1, hooks=["wandb"])
+        begins = [call[0] for call in tracker.calls].count("begin")
+        sys.modules["wandb"] = None if rank == 0 else tracker
+        with pytest.raises(halfmesh.InputError) as raised:
+            halfmesh.Trainer(engine).fit(epochs=2, hooks=["wandb"])
+    finally:
+        del sys.modules["wandb"]
+    return begins, str(raised.value)
+
+
+@pytest.mark.distributed
+def test_rank_0_alone_tracks():
+    first, second = run_ranks(tracked, 2)
+    assert (first[0], second[0]) == (1, 0)
+    assert first[1] == second[1]
+    assert first[1].endswith("pip install wandb")
+
+
+def test_the_best_weights(tmp_path):
     """Also of a run that goes on; one that begins knows nothing of them."""
 
     def fit(engine, epochs, *values, mode="max"):
@@ -154,11 +221,12 @@ def test_checkpoints_of_epochs_and_the_best_weights(tmp_path):
     def best():
         return json.loads((tmp_path / "best.json").read_text()), load_file(tmp_path / "best.safetensors")["weight"]
 
-    weights = fit(linear_engine(), 3, 1.0, 5.0, 2.0).weights
-    names = ["best.json", "best.safetensors", "step-00000003", "step-00000006", "step-00000009"]
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == names
+    engine = linear_engine()
+    weights = fit(engine, 3, 1.0, 5.0, 2.0).weights
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "best.safetensors"]
+    engine.save(tmp_path / "saved")
     again = linear_engine()
-    again.load(tmp_path)
+    again.load(tmp_path / "saved")
     fit(again, 5, 3.0, 4.0)
     assert best()[0] == {"step": 6, "eval_score": 5.0}
     assert torch.equal(best()[1], weights[1])

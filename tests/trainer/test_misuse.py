@@ -27,8 +27,6 @@ def fit(config=None, engine_options=(), **arguments):
         (lambda: EarlyStopHook(patience="3"), "patience='3': expected a whole number"),
         (lambda: EarlyStopHook(min_delta=-1.0), r"min_delta=-1\.0"),
         (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
-        (lambda: CheckpointHook("x", every=1.5), r"every=1\.5: expected a whole number"),
-        (lambda: CheckpointHook("x", keep=0), "keep=0: expected a whole number"),
         (lambda: LRSchedulerHook("day"), "interval='day': expected 'step', 'epoch' or 'eval'"),
         (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
         (lambda: MetricHook(MeanMetric()), r"takes metrics by name, dict\(accuracy=MeanMetric\(...\)\)"),
@@ -96,7 +94,7 @@ def test_a_compute_that_returns_something_else(way):
 
 @pytest.mark.parametrize(
     "hook",
-    [EarlyStopHook(), CheckpointHook("x", monitor="eval_loss"), LRSchedulerHook("eval")],
+    [EarlyStopHook(), CheckpointHook("x", "eval_loss"), LRSchedulerHook("eval")],
     ids=lambda hook: type(hook).__name__,
 )
 @pytest.mark.parametrize("reason", ["no data", "no interval"])
@@ -114,7 +112,7 @@ def test_hooks_that_wait_for_an_evaluation_that_never_comes(hook, reason):
 def test_a_hook_that_forgets_to_return(tmp_path, method):
     forgetful = type("Forgetful", (halfmesh.Hook,), {method: lambda self, *args: None})
     with pytest.raises(halfmesh.InputError, match=rf"Forgetful\.{method} returned None; it has to return a dict"):
-        fit(hooks=[CheckpointHook(tmp_path), forgetful()])
+        fit({"checkpoint": {"directory": str(tmp_path), "every": 1}}, hooks=[forgetful()])
 
 
 @pytest.mark.parametrize(("on", "name", "times"), [("train", "loss", 1), ("eval", "loss", 1), ("eval", "mean", 2)])

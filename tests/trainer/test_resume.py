@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import halfmesh
-from halfmesh.hooks import CheckpointHook, EarlyStopHook, LRSchedulerHook, MetricHook
+from halfmesh.hooks import EarlyStopHook, LRSchedulerHook, MetricHook
 from tests.support.models import linear_engine, make_loader
 
 SCORES = {3: 5.0, 6: 4.0, 9: 4.5, 12: 3.0, 15: 3.5, 18: 3.2, 21: 3.1, 24: 1.0}
@@ -62,9 +62,13 @@ def make(interval="eval", **config):
     )
 
 
-def fit(engine, scores, *first, interval="eval", patience=3, **options):
+def saved_every(steps, folder):
+    return {"directory": str(folder), "every": steps, "in_background": False}
+
+
+def fit(engine, scores, interval="eval", patience=3, **options):
     stop = EarlyStopHook("eval_score", patience=patience)
-    hooks = [*first, scores, LRSchedulerHook(interval, "eval_score"), stop]
+    hooks = [scores, LRSchedulerHook(interval, "eval_score"), stop]
     halfmesh.Trainer(engine, log_every=2).fit(epochs=8, hooks=hooks, **options)
     return stop
 
@@ -74,30 +78,26 @@ def finished(engine):
 
 
 @pytest.mark.parametrize(
-    ("interval", "event", "step", "who"),
+    ("interval", "event", "step", "every"),
     [
-        ("eval", "after_step", 2, "hook"),
-        ("eval", "after_step", 10, "key"),
-        ("eval", "after_step", 20, "hook"),
-        ("eval", "eval_results", 9, "key"),
-        ("eval", "after_eval", 9, "key"),
-        ("eval", "after_eval", 21, "hook"),
-        ("step", "after_step", 7, "epochs"),
-        ("epoch", "after_step", 11, "epochs"),
+        ("eval", "after_step", 2, 1),
+        ("eval", "after_step", 10, 1),
+        ("eval", "after_step", 20, 1),
+        ("eval", "eval_results", 9, 1),
+        ("eval", "after_eval", 9, 1),
+        ("eval", "after_eval", 21, 1),
+        ("step", "after_step", 7, 3),
+        ("epoch", "after_step", 11, 3),
     ],
 )
-def test_it_ends_where_it_would_have(tmp_path, interval, event, step, who):
-    """Whether CheckpointHook saves after every step or epoch, or the config's key `checkpoint` at its boundaries."""
+def test_it_ends_where_it_would_have(tmp_path, interval, event, step, every):
     engine, scores = make(interval), Scores()
     fit(engine, scores, interval=interval)
     expected = finished(engine)
     assert expected[0] == 21
     assert expected[1] < 0.1
-    key = {"checkpoint": {"directory": str(tmp_path), "every": 1, "in_background": False}} if who == "key" else {}
-    every = 1 if who == "hook" else None
-    hooks = [CheckpointHook(tmp_path, every=every, in_background=False)] if who != "key" else []
     with pytest.raises(Killed):
-        fit(make(interval, **key), Scores((event, step)), *hooks, interval=interval)
+        fit(make(interval, checkpoint=saved_every(every, tmp_path)), Scores((event, step)), interval=interval)
     again, goes_on = make(interval), Scores()
     again.load(tmp_path)
     fit(again, goes_on, interval=interval)
@@ -114,7 +114,7 @@ def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path):
         return engine.lr_scheduler.state_dict()["last_epoch"]
 
     assert evaluations(make(), Scores()) == 8
-    engine, again = make(checkpoint={"directory": str(tmp_path), "every": 1, "in_background": False}), make()
+    engine, again = make(checkpoint=saved_every(1, tmp_path)), make()
     with pytest.raises(Killed):
         evaluations(engine, Scores(("after_step", 4)))
     again.load(tmp_path)
@@ -123,7 +123,9 @@ def test_an_evaluation_at_the_end_of_an_epoch_is_made_once(tmp_path):
 
 
 def test_what_was_stopped_stays_so(tmp_path):
-    fit(make(), Scores(), CheckpointHook(tmp_path))
+    engine = make()
+    fit(engine, Scores())
+    engine.save(tmp_path)
     again, more = make(), make()
     again.load(tmp_path)
     stop = fit(again, Scores())
@@ -153,18 +155,18 @@ def test_metrics_of_a_record_in_progress(tmp_path):
     """Saved and killed between two records."""
     classification = pytest.importorskip("torchmetrics.classification")
 
-    def train(scores, *more, load=False):
-        engine = linear_engine(samples=24)
+    def train(scores, load=False, **config):
+        engine = linear_engine(config, samples=24)
         if load:
             assert engine.load(tmp_path).name == "step-00000002"
         auroc = classification.MulticlassAUROC(4, thresholds=None)  # its state is a list
         metrics = {"accuracy": classification.MulticlassAccuracy(4, average="micro"), "auroc": auroc}
-        hooks = [MetricHook(metrics, on="train"), *more, scores]
+        hooks = [MetricHook(metrics, on="train"), scores]
         halfmesh.Trainer(engine, log_every=5).fit(max_steps=5, eval_interval=0, hooks=hooks)
         return [(record["step"], record["accuracy"], record["auroc"]) for record in scores.records]
 
     with pytest.raises(Killed):
-        train(Scores(("after_step", 4)), CheckpointHook(tmp_path, every=2, in_background=False))
+        train(Scores(("after_step", 4)), checkpoint=saved_every(2, tmp_path))
     found = train(Scores(), load=True)
     assert [step for step, *_ in found] == [5]
     assert found == train(Scores())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -15,21 +17,56 @@ from ..._torch import edit_stamp, versions
 
 SMALLEST = 1024
 """Tensors of fewer bytes stay: moving them takes longer than it is worth."""
+IN_FLIGHT = 4
+"""Tensors that are copied at a time beside the computation, in each direction. A transformer's block saves some ten."""
+
+
+class Copies:
+    """Copies between a GPU and pinned memory, on a stream of their own. Waits are waits of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy, and the event after which it is there. `tensor` must be kept until the computation has waited."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+            host.copy_(tensor.detach(), non_blocking=True)
+        return host, self._stream.record_event()
+
+    def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The same back. Its memory is the computation's: what was there before is over when the copy begins."""
+        tensor = torch.empty_like(host, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            tensor.copy_(host, non_blocking=True)
+        tensor.record_stream(self._stream)  # it may be given up unused
+        return tensor, self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """What is computed from now on waits for `event`."""
+        torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Offload:
     """Moves what autograd saves to the host, and back when backward asks for it.
 
-    Weights stay, and casts of them that autograd knows as such, and what is on the host already. On a GPU the copies to
-    the host run beside the computation, into pinned memory.
+    Weights stay, and casts of them that autograd knows as such, and what is on the host already. On a GPU the copies
+    run beside the computation: to the host `IN_FLIGHT` at a time, so that forward cannot run ahead of them with its
+    memory; back with each tensor that backward asks for those that were saved just before it.
 
     Args:
         device: where the model is.
+        copies: how tensors are copied; by default as the device needs it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self._device = device
-        self._stream: Any = None
+        self._copies = copies
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        self._last: weakref.ref[_Copied] | None = None
 
     def inputs(self) -> AbstractContextManager[Any]:
         """The scope for what is no weight anyway."""
@@ -43,9 +80,11 @@ class Offload:
     def _pack(self, tensor: torch.Tensor, own: frozenset[int]) -> Callable[[], torch.Tensor]:
         if not self._moves(tensor) or _storage(tensor) in own or _is_cast_of_parameter(tensor):
             return _Kept(tensor)
-        if self._device.type == "cuda":
-            return self._to_pinned(tensor)
-        return _OnHost(tensor.detach().clone(), tensor)
+        if self._copies is None and self._device.type == "cuda":
+            self._copies = Copies(self._device)
+        if self._copies is None:
+            return _OnHost(tensor.detach().clone(), tensor)
+        return self._copy_out(tensor, self._copies)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         return (
@@ -54,16 +93,14 @@ class Offload:
             and tensor.numel() * tensor.element_size() >= SMALLEST
         )
 
-    def _to_pinned(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        now = torch.cuda.current_stream(tensor.device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        self._stream.wait_stream(now)
-        with torch.cuda.stream(self._stream):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-            host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is used until the copy is there
-        return _OnHost(host, tensor, self._stream.record_event())
+    def _copy_out(self, tensor: torch.Tensor, copies: Copies) -> _Copied:
+        while len(self._leaving) >= IN_FLIGHT:  # its memory is free for what is computed after this wait
+            copies.wait(self._leaving.popleft()[1])
+        host, event = copies.to_host(tensor)
+        self._leaving.append((tensor.detach(), event))
+        packed = _Copied(host, tensor, copies, self._leaving, self._last)
+        self._last = weakref.ref(packed)
+        return packed
 
 
 class _Kept:
@@ -82,10 +119,8 @@ class _Kept:
 class _OnHost:
     """A copy of `tensor` in `host`. Writes to `tensor` after it was saved are refused: the copy may not be over yet."""
 
-    def __init__(self, host: torch.Tensor, tensor: torch.Tensor, copied: Any = None) -> None:
+    def __init__(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self.host = host
-        self._device = tensor.device
-        self._copied = copied
         self._counter = tensor.detach()  # it counts the writes to `tensor`, and gives up the memory
         self._counter.data = tensor.new_empty(0)
         self._version = versions([self._counter])
@@ -93,10 +128,51 @@ class _OnHost:
     def __call__(self) -> torch.Tensor:
         if versions([self._counter]) != self._version:
             raise _written(self.host)
-        if self._copied is None:
-            return self.host
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        return self.host.to(self._device, non_blocking=True)
+        return self._fetch()
+
+    def _fetch(self) -> torch.Tensor:
+        return self.host
+
+
+class _Copied(_OnHost):
+    """One that `copies` made.
+
+    Args:
+        leaving: tensors that are kept until they are copied; backward needs their memory.
+        before: the one that was saved before it, which backward wants next.
+    """
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        tensor: torch.Tensor,
+        copies: Copies,
+        leaving: deque[tuple[torch.Tensor, Any]],
+        before: weakref.ref[_Copied] | None,
+    ) -> None:
+        super().__init__(host, tensor)
+        self._copies = copies
+        self._leaving = leaving
+        self._before = before
+        self._fetched: tuple[torch.Tensor, Any] | None = None
+
+    def _fetch(self) -> torch.Tensor:
+        while self._leaving:
+            self._copies.wait(self._leaving.popleft()[1])
+        tensor, event = self._fetched or self._copies.to_device(self.host)
+        self._fetched = None  # a second backward fetches it again
+        earlier = self._earlier()
+        for _ in range(IN_FLIGHT):
+            if earlier is None:
+                break
+            if earlier._fetched is None:
+                earlier._fetched = self._copies.to_device(earlier.host)
+            earlier = earlier._earlier()
+        self._copies.wait(event)
+        return tensor
+
+    def _earlier(self) -> _Copied | None:
+        return None if self._before is None else self._before()
 
 
 def _written(tensor: torch.Tensor) -> RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn, optim
 
@@ -18,9 +18,6 @@ _log = get_logger(__name__)
 _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
 """Options that act on all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
 
-if TYPE_CHECKING:
-    from ...config.schema import PipelineConfig
-
 
 def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
     """Why `optimizer` cannot step the parameters of one stage by themselves, if it cannot."""
@@ -34,9 +31,7 @@ def find_optimizer_problem(optimizer: optim.Optimizer) -> str | None:
     return None
 
 
-def make_partition(
-    model: nn.Module, criterion: Any, loader: Any, config: PipelineConfig
-) -> tuple[Partition | None, list[str]]:
+def make_partition(model: nn.Module, criterion: Any, loader: Any, config: Any) -> tuple[Partition | None, list[str]]:
     """The stages of `model`, and everything that is wrong."""
     problems = []
     if any(is_compiled(module) for module in model.modules()):

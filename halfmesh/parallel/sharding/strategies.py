@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,6 @@ from .fsdp import FullyShard
 from .reducers import ShardReducer, SliceReducer
 from .units import ShardOptions, Units, find_problems, make_mesh
 from .zero1 import Slices
-
-if TYPE_CHECKING:
-    from ...config import Config
 
 
 class Zero1(DataStrategy):
@@ -93,7 +90,7 @@ class FSDP(DataStrategy):
         self.shards = self.sharded.shards
 
     @staticmethod
-    def find_key_problems(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+    def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         data, computes_in = config.parallel.data, config.precision_dtype or "float32"
         for key in ("output_dtype", "reshard_after_forward", "prefetch") if config.parallel.pipeline.size > 1 else ():
             if getattr(data, key) != type(data).model_fields[key].default:
@@ -124,7 +121,7 @@ class FSDP(DataStrategy):
             yield "parallel.data.hybrid", message
 
     @staticmethod
-    def find_advice(config: Config, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+    def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
         data = config.parallel.data
         if data.reduce_dtype != "float32":
             message = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn, optim
 
@@ -21,9 +21,6 @@ from .plans import caller, generalise
 from .style import Undo, removal
 from .verify import PlanCheck
 
-if TYPE_CHECKING:
-    from ...config import Config
-
 
 class TensorParallelism(Axis):
     """`parallel.tensor`."""
@@ -31,7 +28,7 @@ class TensorParallelism(Axis):
     dim = "tp"
 
     @staticmethod
-    def find_key_problems(config: Config) -> Iterator[tuple[str, str]]:
+    def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if config.compile.enabled and config.compile.fullgraph:
             message = "divided layers wait for other ranks, where a graph ends; leave fullgraph out, or use tensor=1"
             yield "compile.fullgraph", message
@@ -109,7 +106,12 @@ class TensorParallel(AppliedAxis):
         self._undo.append(removal(hooks))
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
-        return TensorGradients(self, shards)
+        return TensorGradients(self.axis, self.partial, self.splits, self._run_check, shards)
+
+    def _run_check(self) -> None:
+        if self.check is not None:
+            self.check.run()
+            self.check = None
 
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         if not model.training:  # else hooks draw torch's numbers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -11,9 +10,7 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..reducer import ReduceOptions, Reducer
-
-if TYPE_CHECKING:
-    from .apply import TensorParallel
+from .axis import TensorAxis
 
 _LOOKS = 5  # at gradients that are zero
 _SAMPLE = 256  # elements of each gradient
@@ -25,12 +22,26 @@ class TensorGradients:
 
     Before the first updates it compares the gradients of the other whole parameters, which have to be equal: where they
     are not, the plan is wrong. A gradient of zero (before a layer that starts at zero) is looked at again.
+
+    Args:
+        partial: the parameters whose gradients are summed.
+        split: those of which a rank holds a part.
+        check: is called before gradients are completed.
+        shards: of the parameters that are trained.
     """
 
-    def __init__(self, tensor: TensorParallel, shards: Sequence[ParamShard]) -> None:
-        self._tensor = tensor
+    def __init__(
+        self,
+        axis: TensorAxis,
+        partial: Collection[nn.Parameter],
+        split: Collection[nn.Parameter],
+        check: Callable[[], None],
+        shards: Sequence[ParamShard],
+    ) -> None:
+        self._axis = axis
+        self._partial, self._split, self._check = partial, split, check
         self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
-        self._reducer = Reducer(self._of(shards), {}, tensor.axis.group, ReduceOptions(mean=False))
+        self._reducer = Reducer(self._of(shards), {}, axis.group, ReduceOptions(mean=False))
         self._whole = self._others(shards)
 
     @property
@@ -53,9 +64,7 @@ class TensorGradients:
     expect_rest = expect_last
 
     def finish(self) -> None:
-        if self._tensor.check is not None:  # before gradients are compared, which a wrong plan makes differ, too
-            self._tensor.check.run()
-            self._tensor.check = None
+        self._check()  # before gradients are compared, which a wrong plan makes differ, too
         self._reducer.finish()
         self._compare_whole()
 
@@ -69,11 +78,10 @@ class TensorGradients:
         self._reducer.close()
 
     def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [shard for shard in shards if shard.model_param in self._tensor.partial]
+        return [shard for shard in shards if shard.model_param in self._partial]
 
     def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        apart = self._tensor.splits.keys() | self._tensor.partial
-        return [shard for shard in shards if shard.model_param not in apart]
+        return [s for s in shards if s.model_param not in self._partial and s.model_param not in self._split]
 
     @torch.no_grad()
     def _compare_whole(self) -> None:
@@ -82,8 +90,8 @@ class TensorGradients:
         shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
-        samples = torch.stack([_sample(shard.param.grad, self._tensor.axis.device) for shard in shards])
-        everyone = torch.stack(self._tensor.axis.gathered(samples))
+        samples = torch.stack([_sample(shard.param.grad, self._axis.device) for shard in shards])
+        everyone = torch.stack(self._axis.gathered(samples))
         if not bool(everyone.isfinite().all()):
             return  # an overflow is not comparable; the next update is
         sizes = everyone.norm(dim=-1).amax(0)
