@@ -14,6 +14,7 @@ from halfmesh.amp import optimizer as amp_optimizer
 from halfmesh.amp.loss_scales import LossScales
 from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
+from halfmesh.division import Division
 from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.parallel.pipeline.cut import StageCut
@@ -21,7 +22,6 @@ from halfmesh.parallel.pipeline.runner import Pipeline
 from halfmesh.parallel.pipeline.ties import TiedGradients
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.tensor import collectives
-from halfmesh.parallel.tensor.apply import TensorParallel
 from halfmesh.parallel.tensor.gradients import TensorGradients
 from halfmesh.parallel.tensor.layers import RowwiseLinear, VocabEmbedding
 from halfmesh.shard import OneRank
@@ -60,7 +60,7 @@ def data_divided_twice(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_every_replica(patch: pytest.MonkeyPatch) -> None:
     """What several ranks hold counts several times."""
-    patch.setattr(TensorParallel, "weight", lambda self, param, dp_size: 1.0)
+    patch.setattr(Division, "_weight", lambda self, param: 1.0)
 
 
 def scale_moved_first(patch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def scale_not_in_stage_loss(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_every_stage(patch: pytest.MonkeyPatch) -> None:
     """What several stages hold counts several times."""
-    patch.setattr(StageCut, "weight", lambda self, param: 1.0)
+    patch.setattr(StageCut, "replicas", lambda self, param: 1)
 
 
 def reduced_too_early(patch: pytest.MonkeyPatch) -> None:
