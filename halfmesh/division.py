@@ -4,9 +4,10 @@ computed again in backward."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn, optim
 from .amp.recipe import Recipe
 from .compilation import uncompile
 from .division_plans import Plans, data_strategy
+from .errors import InputError
 from .parallel.activations.checkpoint import Checkpointed
 from .parallel.activations.offload import Offload
 from .parallel.axis import AppliedAxis, AxisInputs
@@ -43,6 +45,16 @@ def reduce_options(config: Config, data_ranks: int) -> ReduceOptions:
         max_inflight=data.max_inflight,
         mean=config.loss_reduction == "mean",
     )
+
+
+def refuse_common_splits(axes: Mapping[str, AppliedAxis]) -> None:
+    """Raise InputError if two axes split the same parameter: where its parts lie would be wrong for one of them."""
+    for (one, mine), (other, theirs) in combinations(axes.items(), 2):
+        if both := mine.splits.keys() & theirs.splits.keys():
+            raise InputError(
+                f"parallel.{one} and parallel.{other} both split {len(both)} parameter(s); leave one of them out, or "
+                "give them other layers"
+            )
 
 
 class Division:
@@ -87,6 +99,7 @@ class Division:
             random, is_split = self.random or CommonRandom(0, context.device), plans.partition is not None
             inputs = AxisInputs(model, optimizer, plan, context, random, self.host_random, is_split)
             self.axes[name] = AXES.get(name).apply(inputs)
+        refuse_common_splits(self.axes)
 
     def make_shards(self, model: nn.Module, optimizer: optim.Optimizer, recipe: Recipe) -> Sequence[ParamShard]:
         """The parameters of `model`, which goes to this rank's device, each with 1 / (number of ranks that hold the

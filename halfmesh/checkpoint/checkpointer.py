@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import HalfmeshError, InputError, bullet_list
+from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
 from ..log import get_logger
 from ..parallel.context import ParallelContext
 from ..parallel.rng import CPU, SharedRNG, random_state, set_random_state
@@ -72,6 +72,7 @@ class Checkpointer:
 
     def save(self, directory: Path, keep: int | None, in_background: bool) -> Path:
         """`Engine.save`."""
+        refuse_below(1, keep=keep)  # 0 would remove an older checkpoint with each save
         parts, context = self._parts, self._parts.context
         parts.statistics.look()
         self.wait()

@@ -122,7 +122,8 @@ class LinearWarmupLR(_WarmupLR):
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def _decayed(self, base_lr: Any, progress: float) -> Any:
-        return base_lr * (1 - progress)
+        left = max(0, self.total_steps - self.last_epoch)  # with 1 - progress the last bit would be another
+        return base_lr * left / max(1, self.total_steps - self.warmup_steps)
 
 
 class CosineAnnealingWarmupLR(_WarmupLR):

@@ -134,6 +134,15 @@ def test_saves_that_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a_keep_that_would_remove_older_checkpoints_is_refused(tmp_path, keep):
+    engine = make_small()
+    place = engine.save(tmp_path)
+    with pytest.raises(InputError, match=f"keep={keep}: expected a whole number, 1 or more"):
+        engine.save(tmp_path, keep=keep)
+    assert place.is_dir()
+
+
 def test_keep(tmp_path):
     engine = make_small()
     for _ in range(4):

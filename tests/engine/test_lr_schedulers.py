@@ -48,6 +48,8 @@ def test_linear() -> None:
     assert first_group(CASES["linear"], 15) == pytest.approx(up + down)
     rates = first_group(lambda opt: LinearWarmupLR(opt, warmup_steps=0, total_steps=4), 6, rate=2.0)
     assert rates == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
+    rates = first_group(lambda opt: LinearWarmupLR(opt, warmup_steps=3, total_steps=50), 50, rate=3e-4)
+    assert rates[3:] == [3e-4 * (50 - step) / 47 for step in range(3, 50)], "to the bit, as the formula is written"
     within_warmup = first_group(lambda opt: LinearWarmupLR(opt, warmup_steps=5, total_steps=3), 7)
     assert within_warmup == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 0, 0])
 
