@@ -44,7 +44,7 @@ class Activations:
             is_here: whether this rank computes the module of this name.
 
         Returns:
-            What stands in for their forwards; `remove` undoes it.
+            The replacements of their forwards; `remove` undoes them.
         """
         saving = nullcontext if offload is None else offload.inputs
         modules = dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name))
@@ -90,7 +90,7 @@ def _find_matches(
         names = {name for name in called if fnmatchcase(name, pattern)}
         if not names:
             rows = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-            why = f"only {shorten(rows)}, which nobody calls as a whole" if rows else "no module"
+            why = f"only {shorten(rows)}, which is never called as a whole" if rows else "no module"
             near = near_names(f"{pattern}.*" if rows else pattern, called)
             problems.append(f"activation_checkpoint: the pattern {pattern!r} matches {why}{near}")
         if names and names <= passed_by:

@@ -88,7 +88,7 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
     candidates = {
         name
         for name, child in children.items()
-        if type(child).forward is not nn.Module.forward  # a list or dict, which nobody calls
+        if type(child).forward is not nn.Module.forward  # a list or dict, which is never called
         and next(child.children(), None) is not None
         and not (isinstance(child, _ROWS) and within[name])
     }

@@ -48,7 +48,7 @@ def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
 def make_plans(
     model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int = 1
 ) -> Plans:
-    """How `model` is divided and compiled by the config, on so many ranks.
+    """How the config shards and compiles `model` on this many ranks.
 
     Raises:
         IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so, or the model

@@ -366,7 +366,7 @@ class Engine:
             directory: a folder that all ranks share; it is made if it is not there.
             keep: how many checkpoints to leave there, this one included; the oldest go. None: all.
             in_background: copy the state to the host (its size once more, kept for the next save), return, and write it
-                while training goes on. The next `save`, `load`, `wait_for_save` or `close` waits for it.
+                while training continues. The next `save`, `load`, `wait_for_save` or `close` waits for it.
 
         Raises:
             InputError: inside an accumulation cycle, whose gradients would be lost; or state that cannot be saved.
@@ -383,7 +383,7 @@ class Engine:
         """Go on from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
 
         `directory` is a checkpoint, or a folder of which the newest complete one is taken; the checkpoint's folder is
-        returned. In the layout in which it was saved, training goes on exactly, with the next batch.
+        returned. In the layout in which it was saved, training resumes exactly, with the next batch.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -437,10 +437,10 @@ class Engine:
         self._checkpointer.load_weights(Path(path))
 
     def averaged_model(self, decay: float) -> AveragedModel:
-        """Begin an exponential moving average (EMA) of the weights, of which each update keeps the share `decay`.
+        """Start an exponential moving average (EMA) of the weights; each update keeps the fraction `decay` of it.
 
         It begins with the present weights, or with the average of a checkpoint that was loaded; loading a checkpoint
-        without one begins it anew. All ranks together.
+        without one restarts it. All ranks together.
         """
         self._parts.refuse_if_closed()
         average = self._parts.average

@@ -1,4 +1,4 @@
-"""What a config's keys say to each other, beside the composition table: pipeline, data, losses, checkpoints."""
+"""Checks between a config's keys, beyond the composition table: pipeline, data, losses, checkpoints."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _check_activations(config: Config) -> Iterator[tuple[str, str]]:
 def _check_resume(config: Config) -> Iterator[tuple[str, str]]:
     if config.resume == "auto" and config.checkpoint is None:
         message = (
-            "'auto' goes on from the newest checkpoint of checkpoint.directory, which is not set; set "
+            "'auto' resumes from the newest checkpoint of checkpoint.directory, which is not set; set "
             "checkpoint='checkpoints', or give resume a folder"
         )
         yield "resume", message

@@ -40,7 +40,7 @@ class StateBytes:
 
     @property
     def known(self) -> int:
-        """The sum, without what is not known."""
+        """The sum of the known parts."""
         return self.parameters + self.masters + self.gradients + (self.optimizer or 0)
 
 
@@ -48,7 +48,7 @@ def state_bytes(
     model: nn.Module, update: MixedPrecisionOptimizer, reduce_dtype: torch.dtype | None = None
 ) -> StateBytes:
     """Count the bytes of `model` and `update` on this rank; `reduce_dtype`: gradients are reduced over dp in it."""
-    parts: dict[torch.Tensor, torch.Tensor] = {  # of parameters that are held in parts
+    parts: dict[torch.Tensor, torch.Tensor] = {  # of sharded parameters
         shard.source.param: shard.param
         for shard in update.master_weights.trained
         if shard.source is not None and shard.original is not None

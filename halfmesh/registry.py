@@ -105,7 +105,7 @@ class Registry(Generic[T]):
         return found.target if isinstance(found, _Reference) else found
 
     def each(self) -> Iterator[tuple[str, T]]:
-        """All names with their objects. A package's object that cannot be used is dropped with a warning: nobody asked
+        """All names with their objects. A package's object that cannot be used is dropped with a warning: no one asked
         for it by name."""
         for name in self.names():
             try:

@@ -28,12 +28,12 @@ class ParamShard:
     start: int = 0
     """Where the part begins in the memory of `source`, in elements."""
     original: nn.Parameter | None = field(default=None, repr=False)
-    """The parameter that the model came with, if it now uses another one (fsdp: a DTensor with `param` as its local
+    """The user's original parameter, if the model now uses another one (fsdp: a DTensor with `param` as its local
     part)."""
 
     @property
     def model_param(self) -> nn.Parameter:
-        """The parameter that the model came with."""
+        """The user's original parameter."""
         if self.original is not None:
             return self.original
         return self.param if self.source is None else self.source.param

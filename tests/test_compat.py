@@ -230,7 +230,7 @@ def test_weighted_losses_are_of_one_kind():
 
 def test_resume_needs_a_folder():
     [line] = find({"resume": "auto"})
-    assert line.startswith("resume: 'auto' goes on from the newest checkpoint of checkpoint.directory, which is not")
+    assert line.startswith("resume: 'auto' resumes from the newest checkpoint of checkpoint.directory, which is not")
     assert find({"resume": "auto", "checkpoint": "x"}) == find({"resume": "x"}) == []
 
 

@@ -1,4 +1,4 @@
-"""The hooks of an optimizer, of which torch has no public list."""
+"""An optimizer's hooks, which torch does not list publicly."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ INITIAL_SCALE = 2.0**16
 
 @dataclass(frozen=True)
 class Properties:
-    """What an opt level stands for."""
+    """The settings of an opt level."""
 
     cast_model_type: Literal["float32", "float16"] | None
     """The dtype of parameters, buffers and inputs; None leaves them as they are."""
@@ -163,7 +163,7 @@ class ApexAMP(AMPPlugin):
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         assert isinstance(options, ApexOptions)
         if not options.enabled:
-            return Recipe(num_losses=options.num_losses)  # a script that passes loss_id goes on
+            return Recipe(num_losses=options.num_losses)  # a script that passes loss_id keeps working
         properties = options.properties
         param_dtype = _dtype(properties.cast_model_type)
         casts_model = param_dtype == torch.float16

@@ -77,7 +77,7 @@ class ApexBackend(Backend):
 
 
 class ApexPrecision(Precision):
-    """O1 by apex: in the scopes of `autocast` and `backward`, its replacements stand in the place of torch's functions.
+    """O1 by apex: in the scopes of `autocast` and `backward`, its replacements are patched over torch's functions.
 
     They do so for the whole process, so a model that runs in another thread meanwhile is cast, too.
     """

@@ -32,7 +32,7 @@ def convert(
 ) -> MixedPrecisionOptimizer:
     """Cast `model` in place and re-point `optimizer` to fp32 masters where the recipe keeps them.
 
-    Masters are taken before the cast, from the full precision that the model came with; they take over its memory.
+    Masters are taken before the cast, from the model's full-precision parameters, whose memory they take over.
     `close` of what is returned undoes the conversion.
 
     Args:
@@ -140,7 +140,7 @@ def _add_state_hooks(
 
 @torch.no_grad()
 def _save_full(full: _FullPrecision, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put the masters and originals of `module` into `state`; other tensors get the dtypes that they came with."""
+    """Put the masters and originals of `module` into `state`; other tensors get their original dtypes."""
     own = dict(_named_tensors(module, recurse=False))
     for name in {**full.dtypes, **own}:  # torch.nn.utils.prune gives them other names
         key, dtype = prefix + name, full.dtypes.get(name)
@@ -160,7 +160,7 @@ def _load_full(
     """Take what is loaded into `module` to its masters and originals too, in full precision.
 
     Raises:
-        InputError: `assign=True`, after which the optimizer would step parameters that nobody uses.
+        InputError: `assign=True`, after which the optimizer would step parameters that the model no longer uses.
     """
     if full.master_weights is None:
         return
@@ -171,7 +171,7 @@ def _load_full(
         if value is not None and shard is not None and assigns(metadata):
             raise InputError(
                 "load_state_dict(..., assign=True) would replace parameters that the optimizer holds, and it would "
-                "go on stepping the old ones; load without assign, or load before initialize"
+                "keep stepping the old ones; load without assign, or load before initialize"
             )
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue

@@ -54,7 +54,7 @@ def switch_to_fused(optimizer: optim.Optimizer) -> set[int]:
 
 
 def switch_back(optimizer: optim.Optimizer, switched: set[int]) -> None:
-    """Leave the choice to torch again in the groups at these places, unless somebody else has made it."""
+    """Return the choice to torch in these groups, unless someone else has made it."""
     for index, group in enumerate(optimizer.param_groups):  # loading a state makes new ones in their places
         if index in switched and group["fused"] is True and group["foreach"] is False:
             group["fused"] = group["foreach"] = None

@@ -134,7 +134,7 @@ def _local_norm(grads: Grads, device: torch.device, norm_type: float) -> torch.T
 
 def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
     if (grad.numel() <= _CHUNK and grad.is_contiguous()) or grad.device.type != "cpu":
-        return (grad,)  # CUDA's kernel works in chunks by itself
+        return (grad,)  # CUDA's kernel already works in chunks
     return in_memory_order(grad).split(_CHUNK)  # the CPU's is fast and exact on contiguous pieces only
 
 

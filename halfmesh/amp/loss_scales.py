@@ -97,7 +97,7 @@ class LossScales:
             self._log.record(before, [scaler.scale for scaler in self.scalers])
 
     def check_id(self, loss_id: object) -> None:
-        """Raise InputError if `loss_id` is not that of one of the losses."""
+        """Raise InputError if `loss_id` is not one of the losses."""
         if type(loss_id) is int and 0 <= loss_id < self._num_losses:
             return
         if self._num_losses == 1:

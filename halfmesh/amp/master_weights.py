@@ -54,7 +54,9 @@ class MasterWeights:
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.originals = Originals()
         self._model_params = {shard.param: shard.model_param for shard in shards}
-        self._written: list[nn.Parameter] = []  # what the model came with for each of `masters`: users write into these
+        self._written: list[
+            nn.Parameter
+        ] = []  # the model's original parameter for each of `masters`: users write into these
         self._stamps: list[tuple[int, int]] = []  # of these, at the last publish
         self.add(masters or {})
         self.sync()

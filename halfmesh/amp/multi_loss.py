@@ -18,7 +18,7 @@ from .recipe import HALF
 class MultiLoss:
     """Adds up the gradients of losses that have different scales.
 
-    After each backward its gradients are divided by that loss's scale and added in fp32 to those of the other losses.
+    After each backward its gradients are divided by that loss's scale and added in fp32 to the other losses' gradients.
     An overflow in any of them skips the update; only the scale of the loss that overflowed is lowered, and a loss
     without a backward in this update leaves its scale as it was.
     """
@@ -37,7 +37,7 @@ class MultiLoss:
         clear_grads([shard.param for shard in self._stash])
 
     def merge_grads(self, loss_id: int, shards: Sequence[ParamShard]) -> None:
-        """After the backward of loss `loss_id`: unscale its gradients and add them to those of the others."""
+        """After the backward of loss `loss_id`: unscale its gradients and add them to the others'."""
         grads = {shard: grad for shard in shards if (grad := shard.param.grad) is not None}
         self._nonfinite[loss_id] = self._nonfinite.get(loss_id, 0) + count_nonfinite(grads, self._device)
         factor = 1 / self._scalers[loss_id].scale

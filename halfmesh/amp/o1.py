@@ -119,7 +119,7 @@ class CastTable:
         return getattr(function, _MARK, None) if cast is None and type(function) is FunctionType else cast
 
     def forget_weights(self) -> None:
-        """Cast weights anew in all scopes: they have changed, or a backward has freed their graph."""
+        """Drop cached casts in all scopes: weights have changed, or a backward has freed their graph."""
         self.generation += 1
 
     def register_half_function(self, module: Any, name: str) -> None:
@@ -275,7 +275,7 @@ class O1Casts(TorchFunctionMode):
             self._inlined.discard(func)
 
     def _apply(self, cast: Cast | None, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments in the dtypes that `cast` asks for, or in that of `out`, which is written in place."""
+        """The arguments in the dtypes that `cast` requires, or in the dtype of `out`, which is written in place."""
         out = kwargs.get("out")
         if isinstance(out, torch.Tensor) and self._is_eligible(out) and not hasattr(func, _MARK):
             return self._to(out.dtype, args, kwargs)

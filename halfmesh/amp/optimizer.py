@@ -35,7 +35,7 @@ class MixedPrecisionOptimizer:
         shards: every parameter that this rank holds, cast to the recipe's dtype.
         ranks: the ranks that take this update together.
         masters: fp32 masters made before the cast; others are made from the parameters as they are.
-        device: of the norm, the verdict and the loss scale; by default that of the parameters.
+        device: of the norm, the verdict and the loss scale; by default the parameters' device.
 
     Attributes:
         found_inf: 1.0 if the last update was skipped, else 0.0 (0-dim fp32, on the device); None: it could not be.
@@ -271,7 +271,7 @@ class MixedPrecisionOptimizer:
         self.skip_counter.load_state_dict(state["skips"])
 
     def close(self, undo: bool = True) -> None:
-        """Give model and optimizer back: the optimizer may step by itself again. Without `undo` they stay as they were
+        """Give model and optimizer back, for use without this class. Without `undo` they stay as they were
         converted."""
         if self.on_close is not None and undo:
             self.on_close()

@@ -1,4 +1,4 @@
-"""What the model came with, of tensors that are cast and not trained: frozen parameters and buffers."""
+"""Full-precision originals of tensors that are cast but not trained: frozen parameters and buffers."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Precision:
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Raise InputError if the gradient of `loss`, which is the loss scale, is inf in its dtype at every step. (A
-        dynamic scale that is too large backs off by itself.)"""
+        dynamic scale that is too large backs off automatically.)"""
         scale = self.recipe.loss_scale
         if loss.dtype != torch.float16 or scale is None or scale.dynamic or scale.initial <= FP16_MAX_SCALE:
             return

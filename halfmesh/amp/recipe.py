@@ -22,7 +22,7 @@ class LossScale:
     growth_interval: int = 2000
     """Steps without overflow after which the scale grows."""
     hysteresis: int = 1
-    """Overflows that are tolerated before the scale is lowered, counted anew after each growth."""
+    """Overflows that are tolerated before the scale is lowered; the count restarts after each growth."""
     min_scale: float = 0.0
     max_scale: float = 2.0**127
     verbose: bool = False

@@ -25,7 +25,7 @@ class Stepper:
         allow_fused: use torch's fused implementation where the user left the choice open and it is exact.
 
     Attributes:
-        takes_grad_scale: whether its step can divide the gradients and skip by itself.
+        takes_grad_scale: whether its step can unscale the gradients and skip on its own.
         switched: the places of the groups that were made fused here.
     """
 
@@ -49,7 +49,7 @@ class Stepper:
         return self._settings != fused.group_settings(self.optimizer)
 
     def sync(self) -> None:
-        """Choose the implementation anew."""
+        """Choose the implementation again."""
         fused.switch_back(self.optimizer, self.switched)  # it may not be exact any more
         self.switched = fused.switch_to_fused(self.optimizer) if self.allow_fused else set()
         fused.place_step_counters(self.optimizer)
@@ -80,7 +80,7 @@ class Stepper:
         """What is stepped together: not all, where gradients are copied to fp32 (few copies then exist at a time), or
         new weights are published to other ranks (which overlaps the rest of the update).
 
-        Of one bucket the copies are made now: norms of fp32 gradients are faster than those of half ones.
+        With one bucket the copies are made now: norms are faster in fp32 than in half precision.
         """
         masters = bool(self._masters.masters)
         buckets = [list(grads)]  # also without gradients: the optimizer's hooks run then, too
@@ -174,7 +174,7 @@ class Stepper:
         self._used = []
 
     def close(self) -> None:
-        """The optimizer may step by itself again, with the implementation that it came with."""
+        """Give the optimizer back with its original implementation."""
         fused.switch_back(self.optimizer, self.switched)
         fused.place_step_counters(self.optimizer)
         self.guard.remove()

@@ -1,11 +1,11 @@
-"""Checkpoints: complete or not there, of the whole model's tensors, and loaded into any layout.
+"""Atomic checkpoints of the whole model's tensors, which load into any layout.
 
 checkpointer.py   saves and loads for one engine
-state.py          which part of which whole tensor this rank holds
-validate.py       does a checkpoint fit, before anything changes
+state.py          which shard of which tensor this rank holds
+validate.py       whether a checkpoint fits, checked before anything changes
 storage.py        the files of one checkpoint; dcp.py: those of tensors
-folder.py         the folder of all checkpoints, which one job saves into
-background.py     the thread that writes while training goes on
+folder.py         the folder of all checkpoints, locked by the one job that saves into it
+background.py     the thread that writes while training continues
 preemption.py     automatic checkpoints: periodic, and when a signal ends the run
 export.py         weights alone, for other programs
 averaged_model.py  the model with an average of its weights

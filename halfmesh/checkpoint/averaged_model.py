@@ -52,7 +52,7 @@ class AveragedModel:
     def applied(self) -> Iterator[None]:
         """A scope in which the model computes with the averaged weights, for evaluation. All ranks together.
 
-        The weights are kept aside and put back, bit for bit: 4 bytes for each that this rank steps. In the scope
+        The weights are saved and restored bit for bit, at 4 bytes for each that this rank steps. In the scope
         `backward`, `step` and what saves or loads training raise InputError.
         """
         parts, average = self._parts, self._average

@@ -1,4 +1,4 @@
-"""A thread that writes a checkpoint while training goes on."""
+"""A thread that writes a checkpoint while training continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BackgroundWriter:
         return self._copies
 
     def start(self, write: Callable[[], object]) -> None:
-        """Call `write` in a thread, which the end of the process waits for. The one before must be done."""
+        """Call `write` in a thread that the process joins at exit. The previous one must have ended."""
         self._thread = threading.Thread(target=self._run, args=(write,), name="halfmesh save")
         self._thread.start()
 
@@ -57,4 +57,4 @@ class BackgroundWriter:
             write()
         except Exception as error:  # the same on all ranks, unless they can no longer be reached
             self._error = error
-            _log.warning("%s", error)  # now: it may take a while until somebody waits
+            _log.warning("%s", error)  # logged now: the next call that waits may be far away

@@ -1,4 +1,4 @@
-"""Saving and loading for one engine: checkpoints for any layout, state dicts, and weights for other programs."""
+"""Saves and loads for one engine: checkpoints for any layout, state dicts, and weights for other programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AutomaticSaves(Protocol):
         """Save at the next boundary, and end the loop."""
 
     def forget(self) -> None:
-        """A checkpoint was loaded: what was asked for before it is void."""
+        """A checkpoint was loaded: forget saves that were requested before."""
 
 
 class Checkpointer:
@@ -77,7 +77,7 @@ class Checkpointer:
         parts.statistics.look()
         self.wait()
         step = parts.global_step
-        what = f"saving step {step} to {directory} failed, and what was saved before is as it was"
+        what = f"saving step {step} to {directory} failed; earlier checkpoints are unchanged"
 
         def begin() -> Path:
             folder.lock(directory, self.locks)
@@ -98,7 +98,7 @@ class Checkpointer:
         return folder.final_place(place)
 
     def wait(self) -> None:
-        """Until nothing is being saved in the background; raises CheckpointError if that failed."""
+        """Wait for a save in the background; raises CheckpointError if it failed."""
         self._writer.wait()
 
     def _snapshot(self) -> Snapshot:
@@ -229,7 +229,7 @@ class Checkpointer:
             average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 
     def _load_rest(self, stored: Stored, shared: SharedRNG) -> Iterator[str]:
-        """Load all but the tensors of model and optimizer. Yields what begins anew.
+        """Load everything but the tensors of model and optimizer. Yields a line for whatever starts fresh.
 
         Args:
             shared: rank 0's random numbers as they are now. In another layout, ranks that have the same go on with
@@ -242,9 +242,9 @@ class Checkpointer:
         if len(scalers) == len(losses.scalers):
             losses.load_state_dict(scalers)
         elif losses.scalers:
-            yield f"it has {len(scalers)} loss scale(s), and this run {len(losses.scalers)}: they begin anew"
+            yield f"it has {len(scalers)} loss scale(s), and this run {len(losses.scalers)}: they start from the config"
         if parts.lr.scheduler is not None and common["lr_scheduler"] is None:
-            yield "it has no learning-rate scheduler: this run's stays where it is"
+            yield "it has no learning-rate scheduler: this run's keeps its state"
         parts.lr.load_state_dict(common["lr_scheduler"])
         same_layout = about["layout"] == self._layout and stored.own is not None
         same = same_layout and about["device"] == context.device.type
@@ -254,16 +254,16 @@ class Checkpointer:
             with shared:
                 set_random_state(stored.first["random"], CPU)
             where = "on another kind of device" if same_layout else "in another layout"
-            yield f"it was saved {where}: random numbers (dropout) are seeded anew"
+            yield f"it was saved {where}: random numbers (dropout) are reseeded"
         if parts.dataloader is not None:
-            note: str | None = "it has no place in the data: the data begin anew"
+            note: str | None = "it has no position in the data: the data start from the beginning"
             if own["dataloader"] is not None:
                 note = parts.dataloader.load_state_dict(own["dataloader"], own=same)
             yield from [] if note is None else [note]
         if same:
             rank_state.set_rank_random(own["random"], context, parts.division)
         if parts.average.decay is not None and not any(name.startswith(AVERAGE) for name in stored.tensors):
-            yield "it has no average of the weights (engine.averaged_model): that begins anew, with these weights"
+            yield "it has no average of the weights (engine.averaged_model): the average restarts from these weights"
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
 
     def _after_load(self) -> None:
@@ -337,7 +337,7 @@ class Checkpointer:
             load_weights(self.sharded_state, parts.context, path)
         if parts.average.values:
             parts.average.begin_anew()
-            _log.info("the average of the weights begins anew, with those of %s", path)
+            _log.info("the average of the weights restarts from those of %s", path)
         self._note_buffers()
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class Checkpointer:
         return WholeModel(self.sharded_state, self._parts.context)
 
     def close(self) -> None:
-        """Let other jobs save into the folders."""
+        """Unlock the folders for other jobs."""
         for file in self.locks.values():
             file.close()
         self.locks.clear()
@@ -372,7 +372,7 @@ def _write(
     what: str,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write a checkpoint into `place`, and give it its name. All ranks together, perhaps in a thread of each."""
+    """Write a checkpoint into `place`, then rename it. All ranks together, perhaps each in a thread."""
 
     def finish() -> None:
         folder.finish(place, keep)
@@ -388,5 +388,5 @@ def _write(
 
 
 def _merge(by_rank: Any) -> dict[str, Any]:
-    """What the ranks have; of what several have, the first one's."""
+    """The ranks' values merged; where several have one, the first rank's."""
     return {key: value for mine in reversed(by_rank) for key, value in mine.items()}

@@ -1,4 +1,4 @@
-"""Work that all ranks do together: it succeeds on all of them, or all raise the same error."""
+"""Work that all ranks do together: it succeeds on every rank, or all raise the same error."""
 
 from __future__ import annotations
 

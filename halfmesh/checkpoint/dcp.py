@@ -1,4 +1,4 @@
-"""The files of tensors, by torch.distributed.checkpoint (DCP). Each rank writes and reads boxes by itself."""
+"""Tensor files, through torch.distributed.checkpoint (DCP). Each rank writes and reads its own boxes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What `finish` wrote. (DCP itself uses a plain `pickle.load`, which runs what stands in the file.)"""
+    """What `finish` wrote. (DCP itself uses a plain `pickle.load`, which can run code from the file.)"""
     with open(folder / METADATA, "rb") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
     return metadata

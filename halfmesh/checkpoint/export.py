@@ -1,4 +1,4 @@
-"""The whole model's weights alone, in files that other programs read and write."""
+"""The whole model's weights, without training state, in files that other programs read and write."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _places(path: Path, count: int) -> list[Path]:
 
 
 def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
-    """Write CPU tensors; the file has its name when it is complete and on disk."""
+    """Write CPU tensors; renamed into place when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.tmp")
     if format == "torch":
@@ -105,7 +105,7 @@ def _write_file(tensors: Mapping[str, Any], path: Path, format: str) -> None:
 
 
 def _complete(path: Path, places: Sequence[Path], weight_map: Mapping[str, str], total: int) -> None:
-    """Write the index of several files, and remove what an earlier save to the same place has left."""
+    """Write the index of several files, and remove files of an earlier save to the same place."""
     index, kept = path.with_name(f"{path.name}.index.json"), {place.name for place in places}
     if len(places) > 1:
         content = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
@@ -154,7 +154,7 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
             for _, target, values in boxes(list(targets)):
                 target.copy_(values)
 
-        run_on_all_ranks(context, f"{what} after some weights had changed; make the engine anew", read)
+        run_on_all_ranks(context, f"{what} after some weights had changed; create the engine again", read)
     state.tell()
 
 
@@ -171,7 +171,7 @@ def _find_files(path: Path) -> list[Path]:
 
 @contextmanager
 def _open_file(path: Path) -> Iterator[Readers]:
-    """The tensors of a file; what is not a tensor is left out."""
+    """The tensors of a file; other values are left out."""
     if path.suffix == ".safetensors":
         with _import_safetensors().safe_open(path, framework="pt") as file:
             found: Readers = {}

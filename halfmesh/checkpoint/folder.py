@@ -1,4 +1,4 @@
-"""A folder of checkpoints: each is complete under its name, or not there.
+"""A folder of checkpoints. A checkpoint gets its name only when it is complete.
 
 checkpoints/
     .lock                 which job saves here
@@ -78,7 +78,7 @@ def finish(unfinished: Path, keep: int | None) -> None:
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:
-    """The model that a checkpoint is of, and its engine's name. None: none of ours."""
+    """Which model a checkpoint is of, and its engine's name. None: not one of ours."""
     try:
         manifest = storage.read_manifest(path)
     except (CheckpointError, OSError):
@@ -92,7 +92,7 @@ def engine_name(manifest: Mapping[str, Any]) -> Any:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is no longer needed. That this fails is no reason for a complete save to fail."""
+    """Remove what is no longer needed. A failure here does not fail a complete save."""
     try:
         if not _UNFINISHED.fullmatch(path.name):  # first, so that no half of it has the name of a complete one
             path = path.rename(path.with_name(f".{path.name}.tmp"))
@@ -118,13 +118,13 @@ def find(directory: Path, context: ParallelContext) -> tuple[Path, dict[str, Any
                 raise
             damaged.append(str(error).removeprefix(f"{what}: "))
             continue
-        if manifest["format"] != storage.FORMAT:  # an older checkpoint beside it is not what was asked for
+        if manifest["format"] != storage.FORMAT:  # an older checkpoint beside it is not the one requested
             raise CheckpointError(
                 f"{what}: {place} has the format {manifest['format']!r}, and this version of halfmesh reads format "
                 f"{storage.FORMAT}; load it with the version that wrote it, or a later one"
             )
         if damaged:
-            _log.warning("%s", bullet_list(f"{place} is loaded, because what is newer is damaged:", damaged))
+            _log.warning("%s", bullet_list(f"{place} is loaded, because newer checkpoints are damaged:", damaged))
         return place, manifest
     raise CheckpointError(bullet_list(f"{what}: all of its checkpoints are damaged:", damaged))
 
@@ -144,7 +144,7 @@ def _candidates(directory: Path) -> list[Path]:
 
 
 def lock(folder: Path, held: dict[Path, IO[str]]) -> None:
-    """Lock `folder`, which is made if it is not there, for this process: a second job would remove the unfinished saves
+    """Lock `folder`, which is created if missing, for this process: a second job would remove the unfinished saves
     and the checkpoints of the first. Call it before each save: another engine of this process may have let it go.
 
     A POSIX lock belongs to a process, however that ends: several engines of one process share a folder, and forked

@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 
 
 class PreemptionHook(EngineHook):
-    """Saves at step boundaries: every so many steps, and when a signal tells the run to end.
+    """Saves at step boundaries: periodically, and when a signal tells the run to end.
 
     The boundary of a step is the first of these after it: the loop asks `engine.dataloader` for its next batch; without
     that loader (or before its first batch), the next forward in training; or `engine.close`. By then the loop has done
@@ -68,11 +68,11 @@ class PreemptionHook(EngineHook):
             )
 
     def ask(self) -> None:
-        """The run is to end, as if a signal had come. May be called by a signal handler."""
+        """End the run as if a signal had come. May be called by a signal handler."""
         self._signals.came.append("engine.preempt()")
 
     def forget(self) -> None:
-        """The state was loaded: what comes next is not a boundary."""
+        """A checkpoint was loaded: the next event is not a step boundary."""
         self._read_flag()
         self._step = self._saved = self._parts.global_step
 
@@ -89,7 +89,7 @@ class PreemptionHook(EngineHook):
                 self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
-        """The loop is over. After an error nothing is saved, because other ranks may be elsewhere; nor while one is in
+        """The loop ended. After an error nothing is saved, because other ranks may be elsewhere; nor while one is in
         flight that was not when the engine was made (`finally: engine.close()`)."""
         try:
             if error is None and not self._preempted and sys.exception() in (None, self._handled):
@@ -146,7 +146,7 @@ class PreemptionHook(EngineHook):
         reason = _describe([came for came, _ in everyone])
         if any(holds_gradients for _, holds_gradients in everyone):
             if reason:
-                _log.warning("told to end (%s), but not saved: gradients are left that no step has used", reason)
+                _log.warning("told to end (%s), but not saved: some gradients have not been used by a step yet", reason)
         elif reason and parts.global_step != self._saved:
             self._save_last(reason)
         else:
@@ -196,7 +196,7 @@ def find_resumed(config: Config, context: ParallelContext) -> Path | None:
     directory = folder_of(options)
     if run_on_rank_zero(context, "resume='auto'", lambda: directory.is_dir() and bool(folder.checkpoints(directory))):
         return directory
-    _log.info("resume='auto': there is no checkpoint in %s yet, and training begins anew", directory)
+    _log.info("resume='auto': there is no checkpoint in %s yet; training starts from scratch", directory)
     return None
 
 
@@ -230,17 +230,17 @@ class StopSignals:
     def replace(self, handler: signal.Handlers) -> None:
         """Take back these handlers for SIG_DFL, which was there before, or SIG_IGN."""
         for number in self.handled if _in_main_thread() else ():
-            if signal.getsignal(number) is self:  # else somebody has taken its place
+            if signal.getsignal(number) is self:  # else another handler has replaced it
                 signal.signal(number, handler)
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody in Python handles the signal."""
+    """Whether no Python handler is set for the signal."""
     return _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL
 
 
 def _in_main_thread() -> bool:
-    """Python allows handlers nowhere else."""
+    """Python allows signal handlers only here."""
     return threading.current_thread() is threading.main_thread()
 
 

@@ -1,4 +1,4 @@
-"""What only this rank has: its random numbers, and state of the loop's own objects."""
+"""State of this rank alone: its random numbers, and objects that the loop attached."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """What has state of its own, of plain values and tensors."""
+    """An object with a state dict of plain values and tensors."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 class AttachedState:
-    """What `Engine.attach` was given, by name; and what was loaded for names that nobody has attached yet."""
+    """The objects attached with `Engine.attach`, by name, and loaded state whose object is not attached yet."""
 
     def __init__(self) -> None:
         self._holders: dict[str, Stateful] = {}
@@ -52,11 +52,11 @@ class AttachedState:
             self._unclaimed[name] = copy.deepcopy(dict(holder.state_dict()))
 
     def state_dict(self) -> dict[str, Any]:
-        """By name; what nobody has attached is saved, too."""
+        """By name; loaded state whose object is not attached is saved again."""
         return self._unclaimed | {name: dict(holder.state_dict()) for name, holder in self._holders.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """Yields what stays as it is, because the state of it was not saved."""
+        """Yields a line for each object without saved state, which keeps its own."""
         self._unclaimed = dict(state)
         for name, holder in self._holders.items():
             if name in self._unclaimed:
@@ -78,7 +78,7 @@ def rank_random(context: ParallelContext, division: Division) -> dict[str, Any]:
 
 
 def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division: Division) -> None:
-    """Go on with `rank_random` of the same rank. (Another rank's would repeat its dropout: nothing happens.)"""
+    """Restore the random state that the same rank saved. (Another rank's would repeat its dropout: it is ignored.)"""
     if state["rank"] != context.rank:
         return
     set_random_state(state, context.device)

@@ -1,4 +1,4 @@
-"""What a rank holds of the model and of the optimizer's state, under the names of the whole model."""
+"""A rank's shards of the model and of the optimizer's state, under the names of the whole model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 MODEL = "model."
 STATE = "optimizer."
-"""Optimizer state with one element for each of the parameter's: `optimizer.exp_avg.blocks.0.weight`."""
+"""Optimizer state shaped like its parameter: `optimizer.exp_avg.blocks.0.weight`."""
 COUNTERS = "counters."
-"""Its other tensors, which each rank has whole: `counters.step.blocks.0.weight`."""
+"""Other optimizer tensors, which every rank holds whole: `counters.step.blocks.0.weight`."""
 AVERAGE = "average."
 """The moving average of a parameter: `average.blocks.0.weight`."""
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of a group that say how a step is computed: this run's stay."""
+"""Group settings that select an implementation: this run keeps its own."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What this rank holds of one tensor, and where in the whole tensor that lies."""
+    """This rank's shard of one tensor, and its position in the whole tensor."""
 
     tensor: torch.Tensor
     placement: Placement
@@ -94,7 +94,7 @@ def find_tensors(by_rank: Sequence[Mapping[str, Any]], spread: bool) -> dict[str
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What an engine's state is collected from, and loaded into."""
+    """Where an engine's state is collected from and loaded into."""
 
     model: nn.Module
     update: MixedPrecisionOptimizer

@@ -68,7 +68,7 @@ class Stored:
     @property
     def too_late(self) -> str:
         """The beginning of an error message after the first change."""
-        return f"loading {self.folder} failed after some weights had changed; make the engine anew"
+        return f"loading {self.folder} failed after some weights had changed; create the engine again"
 
 
 def write(place: Path, snapshot: Snapshot, context: ParallelContext, what: str, group: dist.ProcessGroup | None) -> int:

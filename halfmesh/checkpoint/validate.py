@@ -1,4 +1,4 @@
-"""Whether a state or a checkpoint fits this engine: compared before anything changes."""
+"""Whether a state dict or a checkpoint fits this engine, checked before anything changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def class_name(value: object) -> str:
 
 
 def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
-    """Raise InputError if `update` is not what an `owner` with so many loss scalers has saved."""
+    """Raise InputError if `update` was not saved by an `owner` with this many loss scalers."""
     if "scalers" not in update:
         raise InputError(
             f"this is not the state of an {owner}: pass what {owner}.state_dict() gave (a model's own state goes into "

@@ -1,4 +1,4 @@
-"""Whole tensors in host memory, of what the ranks hold in parts: for files of weights, and when an engine closes."""
+"""Gathers sharded tensors to host memory: for files of weights, and for `close(restore=True)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state import MODEL, ShardedState, Shards, TensorShard, WholeTensor, descri
 def gather_tensor(
     name: str, tensor: WholeTensor, shards: Shards, context: ParallelContext, everywhere: bool = False
 ) -> torch.Tensor | None:
-    """The whole tensor on the CPU of rank 0, or of all ranks with `everywhere`. All ranks together, box by box.
+    """The whole tensor on the CPU of rank 0, or of every rank with `everywhere`. All ranks together, box by box.
 
     Args:
         shards: what this rank holds of tensors, by name.
@@ -54,13 +54,13 @@ def slices(at: Shape, sizes: Shape) -> tuple[slice, ...]:
 
 
 class WholeModel:
-    """Gives a model whole to the host memory of every rank, with the optimizer's state, one tensor at a time.
+    """Gathers the whole model and optimizer state to the host memory of every rank, one tensor at a time.
 
     It is made before anything is closed, of what the ranks hold then, in full precision; `restore` follows when the
     model has its modules and parameters again. All ranks together.
 
     Raises:
-        InputError: the optimizer has state of which nothing says where in the whole it belongs.
+        InputError: the optimizer has state whose position in the whole tensor is unknown.
     """
 
     def __init__(self, state: ShardedState, context: ParallelContext) -> None:

@@ -12,17 +12,17 @@ from ..options import Names, Options, PositiveInt
 
 
 class CheckpointConfig(Options):
-    """`activation_checkpoint`: of which modules the activations are computed again in backward. None, if no key is set.
+    """`activation_checkpoint`: the modules whose activations are recomputed in backward. Off if no key is set.
 
     The shorthand "full" is `every=1`, and "selective" that with `selective=True`.
     """
 
     every: PositiveInt | None = None
-    """Every so many of the model's repeated blocks, from the first on."""
+    """Every N-th of the model's repeated blocks, starting with the first."""
     patterns: Names = ()
     """Patterns of names of modules, in place of the blocks."""
     selective: bool = False
-    """Keep what matrix products and attention return."""
+    """Keep the outputs of matrix products and attention."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -32,7 +32,7 @@ class CheckpointConfig(Options):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to compute again."""
+        """Whether anything is recomputed."""
         return self.every is not None or bool(self.patterns)
 
     @property
@@ -65,4 +65,4 @@ def expand_checkpoint(value: Any) -> Any:
         return given
     near = did_you_mean(value, ["full", "selective"]) if isinstance(value, str) else ""
     hint = f"; for every second block write dict(every={show(value)})" if type(value) is int else near
-    raise ValueError(f"{show(value)} does not say what is computed again; use {forms}{hint}")
+    raise ValueError(f"{show(value)} does not say what to recompute; use {forms}{hint}")

@@ -48,7 +48,7 @@ class AutomaticConfig(Options):
     keep: PositiveInt | None = 3
     """How many checkpoints to leave there; None: all."""
     in_background: bool = True
-    """Whether training goes on while they are written. That of a run that is told to end is waited for."""
+    """Whether training continues while they are written. The last one of a run that is told to end is waited for."""
     signals: Annotated[Names, AfterValidator(_refuse_signals)] = ("SIGTERM", "SIGUSR1")
     """Those that tell a run to end: it saves after the current step, and ends with status 75."""
 

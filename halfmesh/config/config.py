@@ -1,4 +1,4 @@
-"""The config as a value: cannot be changed, compares, prints, pickles, and can be written as YAML."""
+"""The config as an immutable value: it compares, prints, pickles, and converts to YAML."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _without(raw: Mapping[Any, Any], problems: list[Problem]) -> dict[str, Any]:
 
 
 def _find_mode(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The mode by itself, which can be checked against the layout even where a key beside it is wrong."""
+    """The mode alone, which can be checked against the layout even where another key is wrong."""
     given = {key: raw[key] for key in PRECISION_KEYS if raw.get(key) is not None}
     if len(given) != 1:
         return {}

@@ -1,4 +1,4 @@
-"""What other libraries call things: a key of theirs in a config gets the key to use here."""
+"""Keys of other libraries: one of these in a config is answered with the key to use here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "gradient_accumulation_steps": "set gradient_accumulation instead",
         "train_batch_size": "set global_batch_size instead",
         "zero_optimization": "set parallel.data = 'zero1' or 'fsdp' instead",
-        "gradient_handler": "remove it: halfmesh reduces gradients by itself; see parallel.data",
+        "gradient_handler": "remove it: halfmesh reduces gradients automatically; see parallel.data",
         "fsdp": "set parallel.data = 'fsdp' instead",
         "tensor_parallel": "set parallel.tensor instead",
         "pipeline_parallel": "set parallel.pipeline instead",

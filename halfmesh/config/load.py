@@ -1,4 +1,4 @@
-"""From a file, a dict or a config to a config."""
+"""Loads a config from a file, a dict or another config."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _SHORT = MappingProxyType(
         "checkpoint": "directory",
     }
 )
-"""What a value that is not a dict stands for, so that a key beside it can be set: tensor=2 is tensor=dict(size=2)."""
+"""The key that a shorthand value sets, so that another key can be added: tensor=2 is tensor=dict(size=2)."""
 
 
 def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:

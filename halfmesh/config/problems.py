@@ -1,4 +1,4 @@
-"""pydantic's errors in plain words: where, what was given, what is allowed, and which key was meant."""
+"""pydantic's errors in plain words: the key, the value, what is allowed, and the likely intended key."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def validate(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Ma
 
 
 def get_plugin(mode: object) -> type[AMPPlugin]:
-    """The plugin that `mode` (an AMP_TYPE, or a registered name in any case) stands for.
+    """The plugin for `mode` (an AMP_TYPE, or a registered name in any case).
 
     Raises:
         ValueError: there is none; the message lists the modes.
@@ -291,7 +291,7 @@ class CompileConfig(Options):
 
     enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """What is compiled: the model as a whole, its repeated blocks each by itself, or what suits the layout: blocks
+    """What is compiled: the whole model, each repeated block, or what suits the layout: blocks
     where there are several ranks, the whole model in one process."""
     backend: Annotated[str, AfterValidator(_known_backend)] = "inductor"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None

@@ -1,4 +1,4 @@
-"""`global_batch_size`: how many batches an update of so many samples takes."""
+"""`global_batch_size`: how many batches make up an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def batch_size(loader: Any) -> int | None:
 
 
 def accumulate(config: Config, size: int | None, data_ranks: int) -> Config:
-    """`config` with the `gradient_accumulation` that its `global_batch_size` comes to; the same if it has none.
+    """`config` with `gradient_accumulation` set from its `global_batch_size`; unchanged if it has none.
 
     Args:
         size: samples of a batch on each data rank.

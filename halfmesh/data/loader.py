@@ -1,4 +1,4 @@
-"""The dataloader of an engine: sharded over dp, on the device, and it knows where an epoch ends."""
+"""The engine's dataloader: sharded over the data ranks, on the device, aware of the end of an epoch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EngineDataLoader:
 
     An epoch ends when the loop asks for a batch after the last one, or drops the iterator after training on the last.
 
-    Other attributes are those of the loader that was given: `dataset`, `batch_size`, `sampler`, `num_workers`.
+    Other attributes are those of the user's loader: `dataset`, `batch_size`, `sampler`, `num_workers`.
 
     Args:
         seed: on several ranks, what the dataset draws without workers depends on it, the data rank, epoch and batch.
@@ -145,7 +145,7 @@ class EngineDataLoader:
             self.next_epoch += 1
             return (
                 f"{state['trained']} batches of epoch {state['epoch']} were trained on, which is not a place in this "
-                f"run's order of the data: the data go on with epoch {self.next_epoch}"
+                f"run's order of the data: training continues with epoch {self.next_epoch}"
             )
         self._loaded = {**state, "trained": trained, "share": tuple(order)}
         return None

@@ -43,7 +43,7 @@ class EpochState:
     loader_states: dict[int, Any] = field(default_factory=dict)
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        """What `epoch_batches` needs to go on with the first batch that was not trained on; `loader` is iterated."""
+        """What `epoch_batches` needs to resume at the first batch that was not trained on; `loader` is iterated."""
         state: dict[str, Any] = {
             "epoch": self.epoch,
             "trained": self.trained,

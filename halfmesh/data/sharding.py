@@ -1,4 +1,4 @@
-"""Which part of the data a rank reads: its share of the order that the user's loader draws in one process."""
+"""Data sharding: each data rank reads its share of the order that the user's loader draws in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COUNTED = (*_IN_ORDER, RandomSampler, SubsetRandomSampler, WeightedRandomSample
 
 
 class DataOrder(NamedTuple):
-    """In what units the order of the data is counted. The order is the same in every layout, batches of a rank are not.
+    """The units in which the order of the data is counted. The order is the same in every layout; batches are not.
 
     Attributes:
         unit: "samples", or "batches" of a batch sampler; with the number of ranks where the user's sampler shards it.
@@ -96,7 +96,7 @@ class ShardedLoader:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its length is certainly right."""
+        """Whether its length is exact."""
         return type(self.given) is DataLoader and not self.is_stream and type(self._sampler) in _COUNTED
 
     @property
@@ -124,7 +124,7 @@ class ShardedLoader:
         return len(BatchSampler(range(count), batches.batch_size, batches.drop_last)) if self.splits_samples else count
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell whoever wants to know which epoch begins."""
+        """Call `set_epoch` on the sampler and the dataset that have it."""
         for part in (self.loader, self.given.dataset, self._sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -220,14 +220,14 @@ class ShardedLoader:
         if self._agree is not None and not self._agree(f"epoch {epoch}: {data.hexdigest()}"):
             raise InputError(
                 f"the {type(source).__name__} gives different data on each rank, or was iterated on some ranks only, "
-                "so some samples would be seen twice and others never. Seed what it draws alike on all ranks "
+                "so some samples would be seen twice and others never. Seed it the same on all ranks "
                 "(initialize shards the data), and iterate engine.dataloader on all of them; if it shards itself, do "
                 "not pass it to initialize but iterate its loader in the loop"
             )
 
 
 class _Indices:
-    """Stands in the place of a loader's own index sampler; its items are set for each epoch."""
+    """Replaces the loader's own index sampler; its items are set for each epoch."""
 
     items: Iterator[Any] = iter(())
 
@@ -247,7 +247,7 @@ def copy_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether `loader` can say where it is by itself, as torchdata's StatefulDataLoader."""
+    """Whether `loader` saves its own position, as torchdata's StatefulDataLoader does."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

@@ -1,4 +1,4 @@
-"""Where inf and nan come from, what half precision does to each layer, FLOPs, and ranks that drift apart.
+"""Finds the source of inf and nan, measures half precision per layer, counts FLOPs, and detects ranks that diverge.
 
 `probes.py` puts hooks on the modules in real updates, and measures tensors. On it stand `nonfinite.py` (the message of
 NonFiniteError), `precision.py` (engine.precision_report) and `flops.py` (engine.count_flops). `sync_check.py` is

@@ -41,7 +41,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 class FlopCounter(TorchDispatchMode, EngineHook):
-    """Counts products of matrices, convolutions and attention, by the dtype of what is multiplied; not those of an
+    """Counts matrix products, convolutions and attention by the dtype of their inputs; not those of an
     optimizer (`before_step` ends the count), nor what backward computes again for activation checkpointing. (torch's
     FlopCounterMode counts both, and knows no dtypes.)
 
@@ -87,7 +87,7 @@ def counted(parts: EngineParts, counter: FlopCounter) -> Iterator[dict[str, int]
         this data rank's batch.
 
     Raises:
-        InputError: with tensor parallelism, where several ranks compute some layers alike; an operator has no formula.
+        InputError: with tensor parallelism, where several ranks compute the same layers; an operator has no formula.
     """
     flops: dict[str, int] = {}
     context = parts.context

@@ -1,4 +1,4 @@
-"""Where inf or nan came from: the first tensor of an update that holds one, for NonFiniteError."""
+"""Finds the first tensor of an update that holds inf or nan, for NonFiniteError."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fault:
         name: of the module or parameter.
         label: the same for messages, with the module's class.
         stats: of the tensor, with its dtype.
-        key: in which order it was computed, to compare over ranks.
+        key: the order in which it was computed, to compare over ranks.
         inputs: of an "output" or "loss", the largest finite magnitude that went into it.
         caller: the label of the module whose forward called that module; "" for the loop.
         ranks: where it is.
@@ -61,7 +61,7 @@ class Fault:
         counts = [f"{count} {kind}" for count, kind in ((stats.inf, "inf"), (stats.nan, "nan")) if count]
         text = f"{what}, in {name_of(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
         if self.inputs is not None:
-            text += f"; what it was given reaches {self.inputs:.3g}"
+            text += f"; its inputs reach {self.inputs:.3g}"
         return text + (f"; float16 ends at {largest_number(torch.float16):g}" if stats.dtype == torch.float16 else "")
 
 
@@ -71,7 +71,7 @@ class Diagnosis:
 
     Attributes:
         scales: the loss scales (of the first loss) of the last updates, oldest first, each with the number of updates
-            that it was used for; the last one is that of the update that failed. Empty without loss scaling.
+            that used it; the last one belongs to the update that failed. Empty without loss scaling.
         skipped, updates: how many of the last updates were skipped, of how many.
         was_watched: whether the modules were watched in the update that failed.
         fault: the first inf or nan in that update; None if the modules were not watched, or all was finite in them.
@@ -108,20 +108,20 @@ class Diagnosis:
 
 _UNWATCHED = (
     "set debug='nonfinite' in the config: the first module with inf or nan is named then, in each update (every module "
-    "is looked at, which is slow). max_consecutive_skips does that by itself in the last updates before it stops"
+    "is looked at, which is slow). max_consecutive_skips does that automatically in the last updates before it stops"
 )
 _SUMS = (
     "the gradient of a parameter, or its sum over microbatches or ranks, left the dtype's range: lower the loss scale, "
     "or use bf16"
 )
 _RANGE = (
-    "use bf16, which has the range of fp32, or make what goes in smaller (a norm before it). In mode 'torch' a layer "
+    "use bf16, which has the range of fp32, or make its inputs smaller (a norm before it). In mode 'torch' a layer "
     "may compute in fp32: within its forward, `with torch.autocast(x.device.type, enabled=False)` on x.float()"
 )
-_SCALE = "lower the loss scale (a dynamic one falls by itself), or use bf16. If that does not help, "
+_SCALE = "lower the loss scale (a dynamic one backs off automatically), or use bf16. If that does not help, "
 _ADVICE: dict[Kind, str] = {
     "weight": (
-        "the model was bad before this batch; go on from an older checkpoint, with a lower learning rate or "
+        "the model was bad before this batch; resume from an older checkpoint, with a lower learning rate or "
         "clip_grad_norm (on_nonfinite='raise' stops at the first inf or nan)"
     ),
     "input": "look at the data, or in that forward for a division by 0, a logarithm, root or exponential",

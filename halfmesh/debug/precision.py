@@ -1,4 +1,4 @@
-"""`engine.precision_report()`: measures the numbers of each layer in a real update, and says what is worth a change."""
+"""`engine.precision_report()`: measures the range of each layer in a real update, and reports what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`debug="sync"`: after each step, whether the ranks have in common what they should.
+"""`debug="sync"`: compares after each step what all ranks should share.
 
 For finding mistakes, not for speed: everything is read once more, brought to the host and digested.
 """
@@ -66,7 +66,7 @@ class SyncCheck(EngineHook):
             yield Common("the place in engine.dataloader (epoch, batches trained on)", self._parts.dataloader.place)
 
     def _random(self) -> Iterator[Common]:
-        """The model's own random numbers, where a tensor group draws alike."""
+        """The model's own random numbers, where a tensor group draws the same."""
         division, stage = self._parts.division, (self._context.pp_rank, self._context.dp_rank)
         if division.random is not None:
             yield Common("the model's random numbers (torch)", division.random.state, stage)

@@ -49,7 +49,7 @@ TIMEOUTS = (
 )
 POLL_S = 1.0  # how often the thread of each rank looks at the store
 ANSWER_S = 3.0  # how long a rank that has lost another one waits to learn who failed first
-GRACE_S = 5.0  # how long a rank may take to end by itself when another one has failed
+GRACE_S = 5.0  # how long a rank may take to exit on its own after another one has failed
 LINGER_S = 2.0  # how long the rank that hosts the store stays for the others to read it
 EXIT_LIMIT_S = 8  # how long the end of a failed process may take: destructors of a broken process group may block
 DUMP_AT = 0.9  # part of the time limit without an update after which a rank writes its stacks: before torch ends it
@@ -123,7 +123,7 @@ class FailureWatch:
         self._names = names
         self._timeout_s = timeout_s
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._ending = threading.Event()  # this rank ends by itself
+        self._ending = threading.Event()  # this rank is exiting on its own
         self._hook = self._on_error
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
@@ -251,7 +251,7 @@ class FailureWatch:
         return any(status not in well for rank, status in told.items() if rank != self._rank)
 
     def _end_after_grace(self) -> None:
-        """End this process, unless it ends by itself in time."""
+        """End this process unless it exits on its own in time."""
         if not self._ending.is_set():
             self._statuses.exchange(RankStatus.RUNNING)
         until = time.monotonic() + GRACE_S
@@ -260,7 +260,7 @@ class FailureWatch:
             if self._ending.wait(POLL_S):
                 return
         reason = self._statuses.reason or self._guess()
-        self._dump(f"ended, because another rank has failed and this one went on for {GRACE_S:g} s; {reason}")
+        self._dump(f"ended, because another rank failed and this one was still running after {GRACE_S:g} s; {reason}")
         os._exit(1)
 
     def _dump(self, why: str) -> None:

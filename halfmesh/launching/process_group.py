@@ -26,7 +26,7 @@ class Address:
     port: int
 
 
-_numbers = itertools.count()  # of the groups that this process has made; all ranks count alike
+_numbers = itertools.count()  # of the groups that this process has created; the same count on all ranks
 _hosted: dict[Address, dist.Store] = {}
 """The stores that rank 0 keeps, to the end of the program: who comes first to the next group could not tell a store
 that is about to close from the next one at the same address, and would wait in it."""

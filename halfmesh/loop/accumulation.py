@@ -45,7 +45,7 @@ class Accumulation:
         same: compares over ranks what is trained.
 
     Attributes:
-        index: microbatches of this cycle that are over.
+        index: finished microbatches of this cycle.
         seed_divisor: what each loss is divided by in backward.
         has_backward: a backward ran since the last `count_microbatch`.
         is_last_microbatch: the microbatch of the last backward is the last of the cycle.
@@ -80,12 +80,12 @@ class Accumulation:
 
     @property
     def in_progress(self) -> bool:
-        """Whether microbatches of this cycle are over, and their update is not."""
+        """Whether this cycle has finished microbatches whose update has not run."""
         return self.index > 0
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there are gradients that no update has used."""
+        """Whether there are gradients that no update has used yet."""
         return self.in_progress or self.has_backward
 
     @property
@@ -129,7 +129,7 @@ class Accumulation:
                 error.add_note(
                     f"this was microbatch {self.position}; the gradients of those before it are cleared, too"
                 )
-            self.clear()  # half a gradient is worse than none: the next backward begins a new cycle
+            self.clear()  # a partial gradient is worse than none: the next backward begins a new cycle
             raise
 
     def check_loss(self, loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -161,7 +161,7 @@ class Accumulation:
             self._weight = weight if self._weight is None else self._weight + weight
 
     def count_microbatch(self) -> None:
-        """The current microbatch is over."""
+        """End the current microbatch."""
         self.index += self.has_backward
         self.has_backward = False
 
@@ -202,7 +202,7 @@ class Accumulation:
         self._weight = None
         self.has_backward = self.is_last_microbatch = self.is_last_batch = False
 
-    # -- what may not happen in a cycle ------------------------------------------------------------------------
+    # -- what a cycle does not allow ------------------------------------------------------------------------
 
     def refuse_unfinished(self, call: str) -> None:
         """Raise InputError if `call` would lose gradients, or take averaged weights for the model's own."""

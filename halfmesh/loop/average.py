@@ -17,7 +17,7 @@ _log = get_logger(__name__)
 
 
 class WeightAverage:
-    """The average of what this rank steps: masters, or parameters where there are none.
+    """The average of the weights that this rank steps: masters, or parameters where there are no masters.
 
     Attributes:
         values: the average of each trained shard, in fp32 (fp64 of fp64); empty until it is asked for or loaded.
@@ -31,7 +31,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin_anew(self, besides: Container[ParamShard] = ()) -> None:
-        """Set the average to the present weights, except of the shards in `besides`."""
+        """Restart the average from the current weights, except for the shards in `besides`."""
         masters = self._update.master_weights
         if masters.masters:
             masters.adopt_external_writes()
@@ -49,10 +49,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Follow an update, unless it was skipped. Nothing is read on the host."""
+        """Include the last update unless it was skipped. No host read."""
         if self.decay is None:
             _log.warning(
-                "the checkpoint has an average of the weights, with which this run does not go on; call "
+                "the checkpoint has an average of the weights, which this run does not continue; call "
                 "engine.averaged_model(decay) before the first step"
             )
             self.values.clear()
@@ -73,7 +73,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state_dict` gave; the average of other shards begins anew."""
+        """Load what `state_dict` gave; the average of other shards restarts from their weights."""
         found = {shard: state[shard.name] for shard in self._update.master_weights.trained if shard.name in state}
         for shard, value in found.items():
             self.make(shard).copy_(value)

@@ -1,4 +1,4 @@
-"""Forward, criterion and backward of the loop: at once in this process, or put off until the pipeline runs."""
+"""Forward, criterion and backward of the loop: immediate in this process, or deferred until the pipeline runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Executor(Backward, Protocol):
     """How an engine computes.
 
     Attributes:
-        stages: those of a pipeline that this rank has.
+        stages: the pipeline stages on this rank.
     """
 
     @property
@@ -44,7 +44,7 @@ class Executor(Backward, Protocol):
 
 
 class DirectBackward:
-    """At once, from a loss with a graph."""
+    """Immediate, from a loss with a graph."""
 
     is_single = True
 
@@ -66,7 +66,7 @@ class DirectBackward:
 
 
 class DirectExecutor(DirectBackward):
-    """At once: this process has all of the model.
+    """Immediate: this process holds the whole model.
 
     Args:
         scope: around each forward.
@@ -102,7 +102,7 @@ class DirectExecutor(DirectBackward):
         return self._precision.criterion(criterion, *args, **kwargs)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 def make_executor(
@@ -114,7 +114,7 @@ def make_executor(
     context: ParallelContext,
     options: PipelineConfig,
 ) -> Executor:
-    """How the engine computes with a model that was cast and divided."""
+    """The executor for a model that was cast and parallelized."""
     cut = division.axes.get("pipeline")
     if cut is None:
         return DirectExecutor(model, precision, update, accumulation, division.around_call(model), division.same)

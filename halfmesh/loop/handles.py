@@ -1,4 +1,4 @@
-"""What stands for an output or a loss that a pipeline has not computed yet."""
+"""Placeholders for an output or a loss that a pipeline has not computed yet."""
 
 from __future__ import annotations
 

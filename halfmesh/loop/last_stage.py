@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline does with the outputs of the microbatches: their losses, and whether these make the
+"""The last stage of a pipeline: the losses of the microbatches, and whether they add up to the
 loss of the whole batch, which one process trains on."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LastStage:
     """Computes the loss of each microbatch, and keeps what is sent to the other stages.
 
     Args:
-        params: those of this rank; the first loss is refused if it depends on them otherwise than through the output.
+        params: this rank's; the first loss is refused if it depends on them other than through the output.
             None: not checked.
     """
 
@@ -121,7 +121,7 @@ class LastStage:
 
 
 def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int]) -> None:
-    """Raise InputError if `loss` depends on parameters (by their ids) or activations otherwise than through `output`:
+    """Raise InputError if `loss` depends on parameters (by their ids) or activations other than through `output`:
     other stages' parts of that would be missing."""
     ends = {tensor.grad_fn for tensor in tensors_of(output)}
     todo, seen = [loss.grad_fn], set()
@@ -174,7 +174,7 @@ class WholeBatch:
                 value = precision.criterion(self._criterion, *args, **kwargs)
             total, weight = (value, 1.0) if isinstance(value, torch.Tensor) else value
             whole = float(total) / float(weight)
-        except Exception as error:  # the criterion may be for so many samples only
+        except Exception as error:  # the criterion may accept microbatches of this size only
             _log.info("the criterion could not be compared on the whole batch (%s)", error)
             return nan
         finally:
@@ -213,7 +213,7 @@ def refuse_other_loss(made: float, whole: float, count: int, reduction: LossRedu
 
 
 def _batch_dim(parts: Sequence[torch.Tensor], whole: torch.Size) -> int:
-    """The dim in which a whole batch's tensor is larger than that of one of its microbatches."""
+    """The dim in which a whole batch's tensor is larger than that of a microbatch."""
     part = parts[0].shape
     dims = [dim for dim, (mine, all_) in enumerate(zip(part, whole, strict=True)) if mine != all_]
     if len(dims) != 1 or whole[dims[0]] != len(parts) * part[dims[0]]:

@@ -13,7 +13,7 @@ _log = get_logger(__name__)
 
 
 class CountedBatches(EngineHook):
-    """Warns, at the second `step` that came after several batches, of a loop that counts its batches itself.
+    """Warns of a loop that counts its microbatches itself, at the second `step` that follows several batches.
 
     Several losses of one batch are no batches: one is counted for each that `engine.dataloader` gave or, where that is
     not iterated, for each training forward with a backward.

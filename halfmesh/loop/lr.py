@@ -1,4 +1,4 @@
-"""Learning rates: who advances the scheduler, and Colossal-AI's schedulers with a warm-up, as formulas of the step.
+"""Learning rates: when the scheduler advances, and Colossal-AI's warm-up schedulers as closed formulas of the step.
 
 A schedule with a warm-up gives each parameter group's rate as a function of its base rate `lr` and of the step `s`,
 counted from 0 in calls of `scheduler.step()`. Groups keep their ratio, and resuming needs `s` only. After `total_steps`
@@ -37,7 +37,7 @@ class LRAdvance:
         self._position = self._get_position()
 
     def after(self, result: StepResult) -> None:
-        """An update was made."""
+        """An update ran, taken or skipped."""
         if self.scheduler is None or self._interval != "step":
             return
         self._pending = result
@@ -51,7 +51,7 @@ class LRAdvance:
             self._advance()
 
     def end_epoch(self) -> None:
-        """An epoch of the engine's dataloader is over."""
+        """An epoch of the engine's dataloader has ended."""
         self.settle()
         if self.scheduler is not None and self._interval == "epoch":
             self._advance()
@@ -105,7 +105,7 @@ class _WarmupLR(LRScheduler):
         return [self._decayed(lr, progress) for lr in self.base_lrs]
 
     def _decayed(self, base_lr: Any, progress: float) -> Any:
-        """The rate when the share `progress` of the decay is over."""
+        """The rate after the fraction `progress` of the decay."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What the user's loop calls on its own model and optimizer, where the engine's calls are meant."""
+"""Catches calls on the user's own model and optimizer where the engine's should be used."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class ModelGuard:
         division: Division,
     ) -> None:
         self.own_calls = 0
-        """Above 0 while the engine itself calls model or optimizer."""
+        """Above 0 while the engine itself calls the model or the optimizer."""
         self._removers: list[Callable[[], Any]] = []
-        self._warnings: list[RemovableHandle] = []  # of state that is in parts
+        self._warnings: list[RemovableHandle] = []  # of state dicts that hold only this rank's shards
         if "zero_grad" not in vars(model) and type(model).zero_grad is nn.Module.zero_grad:
             model.zero_grad = _ZeroGrad(model, accumulation)  # type: ignore[method-assign]
             self._removers.append(lambda: vars(model).pop("zero_grad", None))
@@ -62,7 +62,7 @@ class ModelGuard:
         self.own_calls -= 1
 
     def remove(self, warnings: bool) -> None:
-        """Take the hooks off; those that warn of state in parts only with `warnings`."""
+        """Remove the hooks; those that warn of sharded state dicts only with `warnings`."""
         for remove in self._removers:
             remove()
         for hook in self._warnings if warnings else ():
@@ -87,7 +87,7 @@ class _ZeroGrad:
 
 
 class _Warning:
-    """A hook that warns once of a call that the engine has not made."""
+    """A hook that warns once of a call that the engine did not make."""
 
     def __init__(self, guard: ModelGuard) -> None:
         self._guard = guard
@@ -135,4 +135,4 @@ class _PartialState(_Warning):
 
 
 def _do_nothing(*_: Any) -> None:
-    """In place of a hook, in a copy."""
+    """Replaces a hook in a copy of the model."""

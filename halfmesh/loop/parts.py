@@ -1,4 +1,4 @@
-"""What an engine is made of, and what may take part in its loop."""
+"""The parts of an engine, and the hooks of its loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..division import Division
 
 RESULT_HISTORY = 60
-"""How many step results an engine keeps."""
+"""Step results that an engine keeps."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class EngineParts:
 
 
 class EngineHook:
-    """Takes part in an engine's loop. Events that a class does not override cost nothing.
+    """A hook on an engine's loop. Events that a class does not override cost nothing.
 
     All ranks reach the events in the same order, so a hook may communicate; in `close` only without an error.
     """
@@ -91,10 +91,10 @@ class EngineHook:
         """`engine.step` was called; it may be inside an accumulation cycle."""
 
     def after_step(self, result: StepResult) -> None:
-        """An update is over, taken or skipped."""
+        """An update has ended, taken or skipped."""
 
     def on_error(self, error: NonFiniteError) -> None:
         """An update raised `error`, on all ranks."""
 
     def close(self, error: BaseException | None) -> None:
-        """The engine ends, because of `error` if there is one; other ranks may be gone then."""
+        """The engine closes, because of `error` if there is one; other ranks may already be gone."""

@@ -48,7 +48,7 @@ class _Forward:
 
 
 class PipelineExecutor:
-    """`halfmesh.loop.executor.Executor` of a rank that has some stages of the model.
+    """The `Executor` of a rank that holds some stages of the model.
 
     Args:
         over_tensor: compares calls over this rank's tensor group, if it has one.
@@ -114,7 +114,7 @@ class PipelineExecutor:
         return PipelineLoss(output, CriterionCalls(criterion, calls, _stamps(calls), whole))
 
     def check(self, loss: Any) -> PipelineLoss:
-        """Refuse what is no loss of this pipeline's, or has been used."""
+        """Refuse anything but an unused loss of this pipeline."""
         if not isinstance(loss, PipelineLoss):
             raise InputError(
                 f"backward under a pipeline takes what engine.criterion(output, ...) returned, but a "
@@ -160,19 +160,19 @@ class PipelineExecutor:
             loss.output.drop()
 
     def close(self) -> None:
-        """Wait for what is still on its way: nothing may be, when a process ends."""
+        """Wait for sends in flight: none may be left when a process ends."""
         _wait(self._sent)
         self._sent = []
 
     # -- before backward ---------------------------------------------------------------------------------------
 
     def _compare_output(self, output: Any) -> None:
-        """On the last stage: an output that is divided over the tensor group is not the model's."""
+        """On the last stage: refuse an output that is still sharded over the tensor group."""
         if self._over_tensor is not None:
             self._over_tensor.compare_outputs(self._model.training, output)
 
     def _compare_inputs(self, of: str, args: Any, kwargs: Any) -> None:
-        """Over the ranks that compute one batch."""
+        """Compare the call over the ranks that compute one batch."""
         for ranks in (self._over_pipeline, self._over_tensor):
             if ranks is not None:
                 ranks.compare_inputs(self._model.training, args, kwargs, of)
@@ -222,7 +222,7 @@ class PipelineExecutor:
             return None
 
     def _count(self, rows: int) -> int:
-        """Into how many microbatches a batch is split: the config's, but for a last batch that this does not divide."""
+        """The number of microbatches of a batch: the config's, except for a last batch that it does not divide."""
         wanted = self._options.microbatches or 1
         if rows % wanted == 0:
             self._most_rows = max(self._most_rows, rows // wanted)

@@ -1,4 +1,4 @@
-"""What is trained changes in the middle of a run: on all ranks that hold the same parameters alike."""
+"""Parameters that are frozen or unfrozen during a run: the same ones on every rank that holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..parallel.trained import ADVICE, refuse_unlike
 
 
 class SameTrained:
-    """Compares what is trained over the ranks of a pipeline stage, which hold the same parameters, or parts of them.
+    """Compares `requires_grad` over the ranks of a pipeline stage, which hold the same parameters or shards of them.
 
     All ranks of `context` make this together.
     """

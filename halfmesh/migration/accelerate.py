@@ -30,7 +30,7 @@ ACCELERATE = Origin(
             "*": done("see parallel"),
         },
         "debug": on(to({"debug": "sync"})),
-        "use_cpu cpu": on(no("initialize(device='cpu') says it; without a GPU it is so by itself")),
+        "use_cpu cpu": on(no("pass initialize(device='cpu'); without a GPU it is the default")),
         "num_* machine_rank main_* rdzv_backend same_network gpu_ids enable_cpu_affinity commands command_file mpirun* "
         "ipex* max_restarts monitor_interval compute_environment *hostfile *launcher": done("torchrun or halfmesh run"),
         "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_reshard_after_forward": _SHARDING,

@@ -43,7 +43,7 @@ DEEPSPEED = Origin(
         "tensor_parallel.autotp_size": TENSOR,
         "*.cpu_checkpointing": on(to({"activation_offload": True, "activation_checkpoint.every": 1})),
         "activation_checkpointing.partition_activations": lost("parallel.tensor.sequence_parallel is nearest"),
-        "pipeline.* tensor_parallel.* activation_checkpointing.*": no("halfmesh divides the model by itself"),
+        "pipeline.* tensor_parallel.* activation_checkpointing.*": no("halfmesh partitions the model automatically"),
         "optimizer.* scheduler.*": no("make it in your script; Adam is torch.optim.AdamW, unless adam_w_mode is false"),
         "compile.deepcompile": on(to({"compile.enabled": True})),
         "dataloader_drop_last": on(no("give your DataLoader drop_last=True")),

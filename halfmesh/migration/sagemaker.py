@@ -2,7 +2,7 @@
 
 from .table import AS_HERE, FSDP, MICROBATCHES, STAGES, TENSOR, ZERO1, Origin, Values, done, lost, no, on, to
 
-_SHARDED = to(FSDP, "with more data ranks than this write parallel.data.hybrid: so many share the weights")
+_SHARDED = to(FSDP, "with more data ranks than this, write parallel.data.hybrid: that many ranks share the weights")
 _SCHEDULE = "parallel.pipeline.schedule"
 _DIVIDE = "without a pipeline a batch is not split: divide the dataloader's batch size by it"
 

@@ -1,6 +1,6 @@
 """What a table of another engine's keys is made of: a row for each key.
 
-Keys that share a row stand in one string; `*` is anything, and a key that is named goes before. A row is
+Keys that share a row are in one string; `*` matches anything, and an exact key takes precedence. A row is
 
 - one of our keys, for the same value (a `*` in it is the last part of their key); or (our key, what to look at);
 - an `Outcome`: to, done, no, lost;
@@ -42,7 +42,7 @@ def on(row: Any) -> dict[Any, Any]:
 
 
 def matches(name: str, patterns: str) -> bool:
-    """Whether one of the patterns stands for that key; `section.*` does for the section, too."""
+    """Whether one of the patterns matches that key; `section.*` also matches the section."""
     return any(fnmatchcase(name, one) or f"{name}.*" == one for one in patterns.split())
 
 

@@ -30,10 +30,10 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path, caplog):
     with caplog.at_level("INFO"):
         engine.load(tmp_path)
     for words in (
-        "it has 0 loss scale(s), and this run 1: they begin anew",
-        "it has no learning-rate scheduler: this run's stays where it is",
-        "it has no place in the data: the data begin anew",
-        "it was saved on another kind of device: random numbers (dropout) are seeded anew",
+        "it has 0 loss scale(s), and this run 1: they start from the config",
+        "it has no learning-rate scheduler: this run's keeps its state",
+        "it has no position in the data: the data start from the beginning",
+        "it was saved on another kind of device: random numbers (dropout) are reseeded",
     ):
         assert words in caplog.text
     assert engine.loss_scale == 256

@@ -121,7 +121,7 @@ def test_a_loop_with_a_loader_of_its_own_goes_on_exactly(tmp_path):
 def test_resume_auto_begins_anew_where_there_is_nothing(tmp_path, caplog):
     with caplog.at_level("INFO", "halfmesh"):
         engine = made(tmp_path / "runs" / "first")
-    assert "and training begins anew" in caplog.text
+    assert "training starts from scratch" in caplog.text
     assert engine.global_step == 0
     engine.close()
 

@@ -256,7 +256,7 @@ def test_an_epoch_goes_on_at_the_same_sample_in_every_layout(tmp_path):
             assert joined(target, results) == whole[2:], (source, target)
             said = results[0][-1]
             assert not [words for words in said if "change during training" in words], "of a buffer that the load wrote"
-            anew = "it was saved in another layout: random numbers (dropout) are seeded anew" in said[-1]
+            anew = "it was saved in another layout: random numbers (dropout) are reseeded" in said[-1]
             assert anew == (source != target)
             if anew and target != "one":
                 repeated = [mask for masks in dropped[target] for mask in masks]

@@ -51,7 +51,7 @@ def test_a_second_job_is_refused_by_name_on_all_ranks(tmp_path):
     places.append(first.save(folder))  # the lock that went with `second` is taken again
     who = f"another job saves into {folder} (process {os.getpid()} on {socket.gethostname()})"
     for by_hand, automatic in run_ranks(second_job, 2, str(folder)):
-        assert by_hand.startswith(f"saving step 0 to {folder} failed, and what was saved before is as it was:")
+        assert by_hand.startswith(f"saving step 0 to {folder} failed; earlier checkpoints are unchanged:")
         assert automatic.startswith(f"checkpoint.directory={str(folder)!r}:")
         assert who in by_hand
         assert who in automatic

@@ -114,14 +114,16 @@ def disk_is_full(rank, world_size, folder, in_background):
 def test_a_full_disk_on_one_rank_is_told_on_all(in_background, tmp_path):
     (words, *there), other = run_ranks(disk_is_full, 2, str(tmp_path), in_background)
     assert (words, *there) == other
-    assert f"saving step 2 to {tmp_path} failed, and what was saved before is as it was:\n  - rank 1 (tp 1): " in words
+    assert f"saving step 2 to {tmp_path} failed; earlier checkpoints are unchanged:\n  - rank 1 (tp 1): " in words
     assert os.strerror(errno.EFBIG) in words
     assert there == [["step-00000001"], "step-00000001"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"saving step 0 to .*file failed, and what was saved before is .*: Fil"):
+    with pytest.raises(
+        CheckpointError, match=r"saving step 0 to .*file failed; earlier checkpoints are unchanged: Fil"
+    ):
         make_small().save(tmp_path / "file")
 
 

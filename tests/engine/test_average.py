@@ -217,13 +217,16 @@ def test_loads_where_only_one_side_has_an_average(tmp_path, caplog):
     again = start(seed=1)
     average = again.averaged_model(DECAY)
     again.load(tmp_path / "without")
-    assert "it has no average of the weights (engine.averaged_model): that begins anew" in caplog.text
+    assert (
+        "it has no average of the weights (engine.averaged_model): the average restarts from these weights"
+        in caplog.text
+    )
     assert equal(saved(average, tmp_path / "again.pt"), full_weights(again))
     again.load(tmp_path / "with")
     assert equal(saved(average, tmp_path / "again.pt"), expected)
     advance(again, 1)
     again.load_weights(tmp_path / "weights.pt")
-    assert "the average of the weights begins anew, with those of" in caplog.text
+    assert "the average of the weights restarts from those of" in caplog.text
     assert equal(saved(average, tmp_path / "again.pt"), full_weights(engine))
 
     resumed = start({"resume": str(tmp_path / "with")}, seed=1)  # loads before anybody can ask for an average

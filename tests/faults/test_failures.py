@@ -86,7 +86,11 @@ def test_a_rank_that_waits_for_its_device_is_ended_by_a_thread(tmp_path):
     blocks = "rank == 0 and step == 4 and ctypes.CDLL(None).pause()"
     case = Case("time.sleep(1); " + RAISE, then=f"import ctypes; {blocks}")
     outcome = run_case(case, tmp_path)
-    check(case, outcome, "ended, because another rank has failed and this one went on for 5 s; the first error was:\n")
+    check(
+        case,
+        outcome,
+        "ended, because another rank failed and this one was still running after 5 s; the first error was:\n",
+    )
     assert "[rank 1] Traceback" in outcome.said[0]
     assert "ValueError: boom" in outcome.said[0]
     assert "This rank is at:" in outcome.said[0]

@@ -279,7 +279,7 @@ CHECKPOINT = (
         ("tests/checkpoint/test_weights.py", RESUME),
     ),
     Fault(
-        "optimizer settings begin anew",
+        "optimizer settings start fresh",
         "checkpoint/state.py",
         'return next((group for group in saved if names and names[0] in group["params"]), saved[index])',
         'return {"params": list(names)}',

@@ -90,8 +90,8 @@ def test_a_block_that_is_there_twice():
     [
         ("Full", r"'Full' does not say .* use 'full', 'selective', dict\(every=2\), .*; did you mean 'full'\?"),
         (2, r"for every second block write dict\(every=2\)"),
-        (["blocks.*"], r"does not say what is computed again"),
-        ({}, r"does not say what is computed again"),
+        (["blocks.*"], r"does not say what to recompute"),
+        ({}, r"does not say what to recompute"),
         ({"patterns": "blocks"}, r"activation_checkpoint.patterns: 'blocks' should be a valid tuple"),
         ({"pattern": ["blocks"]}, r"activation_checkpoint.pattern: unknown key; did you mean 'patterns'\?"),
         ({"every": 0}, r"activation_checkpoint.every: 0 should be greater than or equal to 1"),
@@ -112,7 +112,7 @@ def refused(form, model: nn.Module | None = None, **config) -> str:
 def test_patterns_that_match_nothing():
     assert "'block.*.mlp' matches no module; did you mean 'blocks.*.mlp'?" in refused({"patterns": ["block.*.mlp"]})
     assert "it has blocks.*, blocks.*.mlp, blocks.*.mlp.*, blocks.*.norm, first" in refused({"patterns": ["zzz"]})
-    words = "the pattern 'blocks' matches only blocks, which nobody calls as a whole; did you mean 'blocks.*'?"
+    words = "the pattern 'blocks' matches only blocks, which is never called as a whole; did you mean 'blocks.*'?"
     assert words in refused({"patterns": ["blocks"]})
 
 
