@@ -233,9 +233,9 @@ def test_loads_where_only_one_side_has_an_average(tmp_path, caplog):
     resumed.save(tmp_path / "saved on")
     assert equal(saved(resumed.averaged_model(DECAY), tmp_path / "resumed.pt"), expected)
     ignored = start({"resume": str(tmp_path / "saved on")}, seed=1)
-    assert "has an average of the weights, with which this run does not go on" not in caplog.text
+    assert "has an average of the weights, which this run does not continue" not in caplog.text
     advance(ignored, 2)
-    assert caplog.text.count("has an average of the weights, with which this run does not go on") == 1
+    assert caplog.text.count("has an average of the weights, which this run does not continue") == 1
 
 
 def test_state_dict(tmp_path):
