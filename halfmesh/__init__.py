@@ -1,4 +1,4 @@
-"""halfmesh: a training engine for PyTorch. Any precision mode with any parallel layout, from one config.
+"""halfmesh: a training engine for PyTorch. Precision modes and parallel layouts from one config.
 
 The public names are imported when first used, so that `import halfmesh` costs little more than `import torch`.
 """

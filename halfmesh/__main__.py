@@ -1,4 +1,4 @@
-"""`python -m halfmesh`, for where the console script is not on the path."""
+"""`python -m halfmesh`: the same as the console script."""
 
 from .cli import main
 

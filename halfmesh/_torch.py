@@ -1,4 +1,4 @@
-"""Private names of torch that several rooms need, where there is no public form.
+"""Private torch names that several packages need, because torch has no public form.
 
 `tests/test_torch_names.py` fails when one of them changes.
 """
@@ -46,17 +46,17 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """How often each tensor was written in place; 0 of None, and where torch does not count (inference mode)."""
+    """How often each tensor was written in place; 0 for None, and where torch does not count (inference mode)."""
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def edit_stamps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Of each tensor what changes whenever it is written in place or gets other memory (`tensor.data = ...`)."""
+    """A stamp of each tensor that changes when it is written in place or gets other memory (`tensor.data = ...`)."""
     return [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 def edit_stamp(tensor: torch.Tensor) -> tuple[int, int]:
-    """As `edit_stamps`, of one tensor."""
+    """`edit_stamps` of one tensor."""
     return edit_stamps([tensor])[0]
 
 
@@ -77,7 +77,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward runs and calls this: from a hook, or where activations are computed again."""
+    """Whether this is called from a running backward: from a hook, or during recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -89,7 +89,7 @@ def assigns(local_metadata: dict[str, Any]) -> bool:
 # -- tensors with a shape and no memory ------------------------------------------------------------------------------
 
 FakeTensorMode: Any = fake_tensor.FakeTensorMode
-"""Within it operators make tensors with shape, dtype and device, and without memory; autograd and autocast work."""
+"""A mode in which operators make tensors with shape, dtype and device but no memory; autograd and autocast work."""
 
 DATA_NEEDED = (
     fake_tensor.DataDependentOutputException,
@@ -100,12 +100,12 @@ DATA_NEEDED = (
 
 
 class _ShapesOnly(fake_tensor.FakeTensorMode):
-    """Told apart from the mode of a dry run, which does all that a run does."""
+    """Distinct from the mode of a dry run, which does everything that a run does."""
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Find shapes: tensors made within have no memory, collectives send nothing, and no random numbers are drawn."""
+    """Infer shapes: tensors made within have no memory, collectives send nothing, and no random numbers are drawn."""
     with _ShapesOnly(allow_non_fake_inputs=True):
         yield
 

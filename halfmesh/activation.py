@@ -1,4 +1,4 @@
-"""The key `activation_checkpoint`: which modules are computed again in backward, and whether that can work here."""
+"""The key `activation_checkpoint`: which modules are recomputed in backward, and whether that works here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from .parallel.pipeline.partition import Partition
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""By these Hugging Face's and timm's modules know that they are to checkpoint themselves."""
+"""Attributes by which Hugging Face's and timm's modules checkpoint themselves."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Which modules' activations are computed again.
+    """The modules whose activations are recomputed.
 
     Attributes:
-        names: of the modules; none is in another.
+        names: of the modules; none contains another.
         options: the config's.
     """
 
@@ -37,10 +37,10 @@ class Activations:
     options: CheckpointConfig
 
     def apply(self, model: nn.Module, offload: Offload | None, is_here: Callable[[str], bool]) -> list[Checkpointed]:
-        """Change those modules of `model` in place that this rank computes.
+        """Wrap, in place, the modules of `model` that this rank computes.
 
         Args:
-            offload: moves to the host what is kept of them, if it is to be moved.
+            offload: moves what is saved to the host; None: nothing is moved.
             is_here: whether this rank computes the module of this name.
 
         Returns:
@@ -54,11 +54,11 @@ class Activations:
 def resolve(
     model: nn.Module, options: CheckpointConfig, partition: Partition | None, compiled: Compilation | None
 ) -> tuple[Activations | None, list[str]]:
-    """Of which modules of `model` the activations are computed again, or every reason why they cannot be.
+    """The modules of `model` to recompute, or every reason why that is not possible.
 
     Args:
-        partition: how a pipeline cuts the model, if one does.
-        compiled: what of it is compiled.
+        partition: how a pipeline splits the model, if one does.
+        compiled: its compiled modules.
     """
     problems = list(_find_own(model))
     if options.patterns:
@@ -72,7 +72,7 @@ def resolve(
     inside = [name for name in names if compiled is not None and _is_within(name, compiled.names)]
     if inside:
         problems.append(
-            f"activation_checkpoint: {shorten(inside)} would be within compiled code, which is entered and left as a "
+            f"activation_checkpoint: {shorten(inside)} would be inside compiled code, which is entered and left as a "
             "whole; choose whole blocks ('full', or patterns of blocks), or leave compile out"
         )
     return (None, problems) if problems else (Activations(tuple(names), options), [])
@@ -81,7 +81,7 @@ def resolve(
 def _find_matches(
     model: nn.Module, patterns: Sequence[str], partition: Partition | None
 ) -> tuple[list[str], list[str]]:
-    """Names of the modules that match, without those in others that do, too; and what is wrong."""
+    """Names of the outermost modules that match; and what is wrong."""
     called = {name: module for name, module in model.named_modules() if name and _is_called(module)}
     passed_by = _not_called(model, partition)
     found: set[str] = set()
@@ -116,12 +116,12 @@ def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
 
 
 def _find_own(model: nn.Module) -> Iterator[str]:
-    """Modules that would be computed a third time."""
+    """Modules that would be recomputed twice."""
     own = [n or "the model" for n, m in model.named_modules() if any(getattr(m, flag, None) is True for flag in _FLAGS)]
     if own:
         yield (
-            f"activation_checkpoint: the model checkpoints itself already ({shorten(own)}), and would compute these a "
-            "third time; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
+            f"activation_checkpoint: the model already checkpoints itself ({shorten(own)}), and would recompute these "
+            "twice; switch that off with model.gradient_checkpointing_disable() (Hugging Face) or "
             "model.set_grad_checkpointing(False) (timm), or leave activation_checkpoint out"
         )
 

@@ -54,7 +54,7 @@ _log = get_logger(__name__)
 
 @dataclass
 class _Given:
-    """The caller's objects."""
+    """The user's objects."""
 
     model: Any
     optimizer: Any
@@ -128,7 +128,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     engine.context.begin_calls(owner)
     _resume(engine)
     if group is not None:
-        group.join(engine.context)  # not before: who was refused closes nothing
+        group.join(engine.context)  # not earlier: a refused call closes nothing
     return engine
 
 
@@ -167,7 +167,7 @@ def _convert(
     plans: Plans,
     late: Late | None,
 ) -> tuple[EngineParts, EffectivePlan]:
-    """Divide and cast the model, and build the parts. From here on the caller's objects change."""
+    """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
     context.start_equal(given.model, given.optimizer)
     # Before the model goes to the device, which may not have room for all of it.
     division = Division(given.model, given.optimizer, plans, config, context, late)
@@ -216,7 +216,7 @@ def _convert(
 
 
 def _make_engine(parts: EngineParts, plan: EffectivePlan) -> Engine:
-    """Add the hooks that the config asks for. Modules of other features are not imported."""
+    """Add the hooks that the config needs; modules of unused features are not imported."""
     config, context, hooks = parts.config, parts.context, list[EngineHook]()
     checkpointer = Checkpointer(parts)
     if config.debug == "sync" and context.size > 1 and not is_alone():  # a dry run is alone
@@ -243,7 +243,7 @@ def _make_reduction(
     config: Config,
     division: Division,
 ) -> Reduction | None:
-    """What completes gradients: over the data ranks, and over the other axes."""
+    """The reducer that completes gradients over the data ranks and the other axes."""
     reductions: list[Reduction] = []
     if context.dp_size > 1:
         withholds = update.loss_scales.scale is not None or bool(division.axes) or config.loss_reduction == "weighted"
@@ -296,7 +296,7 @@ def _build(given: _Given, adoption: Adoption) -> _Given:
 
 
 def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torch.device, ranks: int) -> Plans:
-    """Raise if anything is wrong with what was given. Returns how the model is divided."""
+    """Raise if anything is wrong with the arguments. Returns how the model will be parallelized."""
     device_problem = inputs.find_device_problem(device, recipe) or _backend(config).find_problem(device)
     if device_problem:
         raise IncompatibleConfigError([device_problem])

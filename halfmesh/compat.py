@@ -1,7 +1,7 @@
-"""What composes with what: one source for the check before a run, the table in the docs, and the tests.
+"""The composition table: one source for the check before a run, the docs and the tests.
 
 Everything here is decided from the config, the number of ranks and the kind of device. Nothing is started, no GPU is
-asked, no process group is needed. What depends on the model is checked where the model is cut.
+asked, no process group is needed. What depends on the model is checked when the model is parallelized.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
 def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding]:
     """Everything that keeps `config` from running on `world_size` ranks with devices of kind `device`.
 
-    `device` may carry an index ("cuda:1"). An empty list means that nothing is known against it.
+    `device` may carry an index ("cuda:1"). An empty list: the combination is supported.
     """
     findings, kind = list(_check_world(config, world_size)), device.partition(":")[0]
     if kind not in DEVICES:
@@ -77,7 +77,7 @@ def get_layout(config: Config, world_size: int) -> Layout:
 
 
 def composition_table() -> dict[str, dict[str, Cell]]:
-    """Row to column to cell, for all registered modes, axes and strategies, third parties' too."""
+    """Row -> column -> cell, for all registered modes, axes and strategies, including third parties'."""
     return {str(row): {column: _verdict(row, column) for column in get_columns()} for row in get_rows()}
 
 
@@ -114,13 +114,13 @@ def _row_of(config: Config) -> Row:
 
 
 def _is_switched_off(config: Config) -> bool:
-    """`enabled=False`, in a mode that then does nothing at all, composes like no mode."""
+    """`enabled=False` in a mode that then does nothing composes like no mode."""
     options = config.precision.options if config.precision else None
     return getattr(options, "enabled", True) is False and replace(recipe_of(config), num_losses=1) == FP32
 
 
 def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
-    """The columns that the config uses: an axis larger than 1, and a strategy that was asked for or has ranks."""
+    """The columns that the config uses: axes larger than 1, and the strategy if it was set or has several ranks."""
     yield from (name for name, size in config.parallel.sizes.items() if size > 1)
     strategy = config.parallel.data.strategy
     if layout.data > 1 or strategy != "replicate":
@@ -128,7 +128,7 @@ def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> Iterator[Finding]:
-    """What the mode does not compose with: its own half precision, the kind of device, and columns of the table."""
+    """What the mode does not compose with: its half precision, the kind of device, and columns of the table."""
     if row.plugin is None or row.key is None:
         return
     mode, composes, dtype = f"mode {row.mode!r}", row.plugin.composes, HALF_DTYPES[row.key]

@@ -1,6 +1,6 @@
 """The key `compile`: which modules are compiled, and compiling them in place.
 
-`module.compile()` changes no module and no name, and copies of the model are not compiled. Hooks, random numbers and
+`module.compile()` keeps modules and their names, and copies of the model are not compiled. Hooks, random numbers and
 what is sent between ranks stay outside of the compiled code (`torch.compiler.disable`).
 """
 
@@ -50,7 +50,7 @@ class Compilation:
 def resolve(
     model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None, checkpoints: bool = False
 ) -> tuple[Compilation | None, list[str]]:
-    """What is compiled of `model`, or every reason why it cannot be.
+    """Which modules of `model` are compiled, or every reason why they cannot be.
 
     Under several ranks the blocks, if there are any: the gradients of one graph come when all of its backward has run,
     and with a graph for each block they are sent meanwhile.
@@ -75,7 +75,7 @@ def resolve(
 
 
 def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, ...]:
-    """The repeated blocks of `model`, without those that no stage of a pipeline calls."""
+    """The repeated blocks of `model`, except those that no stage of a pipeline calls."""
     passed_by = set() if partition is None else {name for name, _ in partition.not_called(model)}
     return tuple(name for name in find_blocks(model) if name not in passed_by)
 

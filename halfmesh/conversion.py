@@ -130,7 +130,7 @@ class AMPModel(nn.Module):
         return self._precision.casts
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own; masters are updated, too. Messages have the model's own names."""
+        """As the model's own; updates masters, too. Messages use the model's names."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +251,7 @@ class AMPOptimizer(optim.Optimizer):
         return self._update.clip_grad_norm_(max_norm)
 
     def master_params(self) -> Iterator[nn.Parameter]:
-        """What is stepped: the fp32 masters where there are any, else the model's parameters.
+        """The stepped parameters: fp32 masters if there are any, else the model's parameters.
 
         Raises:
             InputError: between backward and step, where masters have no gradients yet.
@@ -282,7 +282,7 @@ class AMPOptimizer(optim.Optimizer):
         self._update.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Give model and optimizer back as they came, with the trained weights. The wrappers compute in fp32 then."""
+        """Restore model and optimizer, with the trained weights. The wrappers then compute in fp32."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""How a model will be divided, compiled and computed again: all of it found out before anything is changed."""
+"""How a model will be sharded, compiled and recomputed, decided before anything changes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Plans:
     """How a model will be divided over each axis larger than 1, in the order in which that is done; and what is
-    compiled and computed again, if anything."""
+    compiled and recomputed, if anything."""
 
     axes: Mapping[str, Any] = field(default_factory=dict)
     partition: Partition | None = None
-    """The plan of the axis that takes modules away, if there is one."""
+    """The plan of the axis that removes modules, if there is one."""
     compilation: Compilation | None = None
     blocks: tuple[str, ...] = ()
     """Names of the repeated blocks, where the data ranks may gather weights block by block."""
@@ -40,7 +40,7 @@ class Plans:
 
 
 def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
-    """What the data ranks hold, by the config; one of them holds everything."""
+    """The config's data strategy; a single data rank holds everything."""
     strategy: type[DataStrategy] = DATA_STRATEGIES.get(config.parallel.data.strategy)
     return strategy if data_ranks > 1 else DataStrategy
 

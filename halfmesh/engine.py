@@ -74,7 +74,7 @@ class Engine:
     def criterion(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's value for these arguments, in the config's precision.
 
-        Of a handle it is a handle, too: the loss of the whole batch, on every rank, after `backward`.
+        For a handle it returns a handle: the loss of the whole batch, on every rank, after `backward`.
         """
         parts = self._parts
         if parts.criterion is None:
@@ -110,7 +110,7 @@ class Engine:
             loader.note_training()
 
     def step(self, last: bool = False) -> StepResult | None:
-        """Count one microbatch, and at the end of a cycle take one optimizer step.
+        """Count one microbatch; at the end of an accumulation cycle take one optimizer step.
 
         Args:
             last: end the cycle here, also without a new backward: after the last batch of a loader of your own, or
@@ -122,7 +122,7 @@ class Engine:
         Raises:
             InputError: no backward since the last step.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
-            SyncError: with `debug="sync"`: the ranks differ where they should be equal.
+            SyncError: with `debug="sync"`: the ranks differ where they should agree.
         """
         parts = self._parts
         parts.refuse_if_closed()
@@ -207,7 +207,7 @@ class Engine:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler given to initialize; who advances it is `config.lr_interval`."""
+        """The scheduler given to initialize; `config.lr_interval` says when it advances."""
         self._parts.lr.settle()
         return self._parts.lr.scheduler
 
@@ -218,7 +218,7 @@ class Engine:
 
     @property
     def eval_dataloader(self) -> EngineDataLoader:
-        """The same for evaluation, without padding: each sample once. Raises InputError without one."""
+        """The evaluation loader, sharded without padding: each sample once. Raises InputError without one."""
         return _required(self._parts.eval_dataloader, "eval_dataloader")
 
     @property
@@ -247,7 +247,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains."""
+        """The device that this rank trains on."""
         return self.context.device
 
     @property
@@ -259,7 +259,7 @@ class Engine:
     def casts(self) -> CastTable:
         """O1's lists of functions, to which a model's own can be added. Raises InputError outside O1."""
         if self._parts.precision.casts is None:
-            raise InputError("this engine casts by no lists of its own; only mode='apex' with opt_level='O1' does")
+            raise InputError("this engine has no cast lists; only mode='apex' with opt_level='O1' has")
         return self._parts.precision.casts
 
     @property
@@ -380,7 +380,7 @@ class Engine:
         self._checkpointer.wait()
 
     def load(self, directory: str | Path) -> Path:
-        """Go on from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
+        """Resume from a checkpoint of `save`, in this engine's layout and precision. All ranks together.
 
         `directory` is a checkpoint, or a folder of which the newest complete one is taken; the checkpoint's folder is
         returned. In the layout in which it was saved, training resumes exactly, with the next batch.
@@ -403,7 +403,7 @@ class Engine:
         self._checkpointer.attached.attach(name, holder)
 
     def detach(self, name: str, *, keep: bool = True) -> None:
-        """Undo `attach`. With `keep` the last state is still saved, and given to what is attached by that name next."""
+        """Undo `attach`. With `keep` the last state is still saved, for the next holder of that name."""
         self._checkpointer.attached.detach(name, keep)
 
     def preempt(self) -> None:
@@ -430,7 +430,7 @@ class Engine:
     def load_weights(self, path: str | Path) -> None:
         """Load the model's weights, and masters, from a file with the same names. All ranks together.
 
-        The optimizer's state stays as it is. Raises CheckpointError if the file cannot be read, and InputError if
+        The optimizer's state is not changed. Raises CheckpointError if the file cannot be read, and InputError if
         names or shapes do not fit; nothing has changed then.
         """
         self._parts.before_call("engine.load_weights()")
@@ -458,7 +458,7 @@ class Engine:
     def close(self, restore: bool = False) -> None:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
-        A model that this rank has whole is given back as it came, in its own dtype, with the trained weights; the
+        A model that this rank holds whole is restored to its own dtype, with the trained weights; the
         optimizer holds its parameters again. What is divided over ranks stays in parts, which are of no more use, and
         nothing is sent: save before. `restore` has no meaning where nothing is divided.
 
@@ -545,7 +545,7 @@ class Engine:
 
     @contextmanager
     def _with_hook(self, hook: EngineHook) -> Iterator[None]:
-        """A scope in which `hook` takes part in the loop, too."""
+        """A scope in which `hook` also runs."""
         self._set_hooks([*self._hooks, hook])
         try:
             yield

@@ -41,7 +41,7 @@ class ConfigError(HalfmeshError, ValueError):
 
 
 class IncompatibleConfigError(ConfigError):
-    """Each key is valid by itself, but not in this combination, or not with this device or model.
+    """Each key is valid alone, but not in this combination, or not with this device or model.
 
     What to do: each line names what to use instead. Raised before anything is changed, on every rank.
     """
@@ -77,7 +77,7 @@ class CheckpointError(HalfmeshError, RuntimeError):
 
 
 class NonFiniteError(HalfmeshError, RuntimeError):
-    """Training met inf or nan, and `on_nonfinite="raise"` or `max_consecutive_skips` says to stop.
+    """Training hit inf or nan, and `on_nonfinite="raise"` or `max_consecutive_skips` says to stop.
 
     What to do: read `diagnosis`, which names the layer and what to change.
 

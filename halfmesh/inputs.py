@@ -1,4 +1,4 @@
-"""Checks of what is passed to `initialize`, before any of it is changed: every problem at once."""
+"""Checks of the arguments of `initialize`, before any is changed: all problems at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
-    """What is wrong with the model for this recipe."""
+    """Problems of the model under this recipe."""
     if not isinstance(model, nn.Module):
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
         return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
-        yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module), halfmesh reduces"
+        yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module)"
         return
     owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
     if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):
@@ -73,7 +73,7 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
 
 
 def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Iterator[str]:
-    """What is wrong with the optimizer for this model."""
+    """Problems of the optimizer with this model."""
     if not isinstance(optimizer, optim.Optimizer):
         yield (
             "optimizer: a torch.optim.Optimizer over model.parameters() (or a callable `params -> Optimizer`) is "
@@ -112,7 +112,7 @@ def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
 
 
 def find_criterion_problems(criterion: Any) -> Iterator[str]:
-    """What is wrong with the criterion."""
+    """Problems of the criterion."""
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         yield f"criterion: the class {criterion.__name__} was given, not a criterion; write {criterion.__name__}()"
     if criterion is not None and not callable(criterion):
@@ -122,7 +122,7 @@ def find_criterion_problems(criterion: Any) -> Iterator[str]:
 def find_other_problems(
     criterion: Any, dataloader: Any, eval_dataloader: Any, lr_scheduler: Any, optimizer: Any, config: Config
 ) -> Iterator[str]:
-    """What is wrong with the rest."""
+    """Problems of the other arguments."""
     yield from find_criterion_problems(criterion)
     for name, loader in (("dataloader", dataloader), ("eval_dataloader", eval_dataloader)):
         if loader is None:
@@ -151,8 +151,8 @@ def find_other_problems(
 
 
 def overflow_check(model: nn.Module, recipe: Recipe) -> Callable[[str, torch.Tensor], None]:
-    """A function of a tensor's name in `model` and a value for it, which raises InputError if the dtype that the recipe
-    casts the tensor to cannot hold the value."""
+    """A function (name, value) that raises InputError if the recipe casts the tensor `name` to a dtype that cannot hold
+    the value."""
     cast = {name for name, _ in tensors_to_cast(model, recipe)}
 
     def check(name: str, value: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""From the environment of a launcher (torchrun, SLURM, Open MPI) to device, seeds and process group."""
+"""Reads a launcher's environment (torchrun, SLURM, Open MPI) and sets device, seeds and process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _shared: list[OwnedGroup] = []
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch function found and made; `initialize` takes it as its config.
+    """What a launch function set up; `initialize` takes it as its config.
 
     Attributes:
         config: as loaded.
@@ -59,7 +59,7 @@ class Launch:
         return self.rank // math.prod(size for axis, size in sizes.items() if axis != "pp") % self.dp_size
 
     def close(self) -> None:
-        """Destroy the process group, if this launch made it, and restore the exception hook. May be called twice."""
+        """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
         if self.group is not None:
             self.group.close()
 

@@ -90,7 +90,7 @@ def _state_tensors(optimizer: optim.Optimizer) -> int | None:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that `text` says: "80GB" (of 1000**3), "80 GiB" (of 1024**3), "80e9".
+    """The number of bytes in `text`: "80GB" (of 1000**3), "80 GiB" (of 1024**3), "80e9".
 
     Raises:
         InputError: it is no number with a unit.

@@ -16,7 +16,7 @@ _log = get_logger(__name__)
 
 
 class _Reference(NamedTuple):
-    """An object that is not imported yet: "module:attribute", and the package that brings it (None: halfmesh)."""
+    """An object that has not been imported yet: "module:attribute", and the package that brings it (None: halfmesh)."""
 
     target: str
     package: str | None = None

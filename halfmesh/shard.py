@@ -1,4 +1,4 @@
-"""What the rooms `amp` and `parallel` share: the parameters that a rank holds, their gradients, and the other ranks."""
+"""What `amp` and `parallel` share: a rank's shards of the parameters, their gradients, and the other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensors import in_memory_order
 
 @dataclass(eq=False, slots=True)
 class ParamShard:
-    """What one rank holds of one parameter. `parallel` makes them, `amp` turns their gradients into new weights."""
+    """One rank's shard of one parameter. `parallel` makes them, `amp` turns their gradients into new weights."""
 
     name: str
     """The parameter's name in the whole model."""
@@ -107,13 +107,13 @@ class Publisher(Protocol):
     """Sends the weights that a rank has stepped to the ranks that use them: an all-gather (zero1, fsdp)."""
 
     def begin(self) -> None:
-        """An update is about to write weights."""
+        """Called before an update writes weights."""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
         """Start to send the new weights of `shards`; need not wait for it."""
 
     def finish(self) -> None:
-        """All shards were given to `stepped`: return when this rank has all new weights."""
+        """Called after the last `stepped`: return when this rank has all new weights."""
 
 
 class Ranks(Protocol):

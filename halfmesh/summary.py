@@ -1,4 +1,4 @@
-"""The effective plan: what a config came down to, printed once at the start."""
+"""The effective plan: the resolved configuration, printed once at the start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EffectivePlan:
-    """What an engine came down to.
+    """The resolved configuration of an engine.
 
     Attributes:
         name: the engine's, if it has one.
@@ -38,7 +38,7 @@ class EffectivePlan:
 
 
 def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
-    """The plan of an engine whose model is divided and cast; `loader` is the user's."""
+    """The plan of an engine whose model is parallelized and cast; `loader` is the user's."""
     config, context, division = parts.config, parts.context, parts.division
     size, cycle = batch_size(loader), config.gradient_accumulation
     reduced = getattr(torch, config.parallel.data.reduce_dtype) if context.dp_size > 1 else None
@@ -99,7 +99,7 @@ def _loss_scale(recipe: Recipe) -> str:
 
 
 def _layout(parts: EngineParts) -> dict[str, str]:
-    """The mesh and what this rank holds; and what else the axes say of themselves."""
+    """The mesh, this rank's place in it, and notes of the axes."""
     context, division, parallel = parts.context, parts.division, parts.config.parallel
     mesh = " x ".join(f"{axis} {size}" for axis, size in context.sizes.items()) + f" on {context.device.type}"
     if context.size == 1:
@@ -121,7 +121,7 @@ def _layout(parts: EngineParts) -> dict[str, str]:
 
 
 def _compile(parts: EngineParts) -> str | None:
-    """What of this rank's part is compiled, and how."""
+    """What is compiled on this rank, and how."""
     options, compiled = parts.config.compile, parts.division.compiled
     if parts.division.plans.compilation is None:
         return None
@@ -135,7 +135,7 @@ def _compile(parts: EngineParts) -> str | None:
 
 
 def _activations(parts: EngineParts) -> str | None:
-    """What of this rank's part is computed again in backward, and what waits on the host."""
+    """Which modules of this rank are recomputed in backward, and what is offloaded to the host."""
     division, options = parts.division, parts.config.activation_checkpoint
     words = []
     if division.plans.activations is not None:
