@@ -175,7 +175,13 @@ def test_the_options_of_each_command():
 
 
 def default_of_option(option):
-    return "required" if option.required else "-" if option.default in (None, False) else str(option.default)
+    return (
+        "required"
+        if option.required
+        else "-"
+        if option.default is None or option.default is False
+        else str(option.default)
+    )
 
 
 @pytest.mark.parametrize(
