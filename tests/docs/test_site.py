@@ -61,14 +61,6 @@ def test_every_page_is_in_the_navigation():
     assert not missing, f"put these into nav of mkdocs.yml: {sorted(missing)}"
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "migration").glob("*.md")), ids=name_of)
-def test_migration_pages_say_that_step_is_called_for_each_batch(page):
-    """Beside gradient_accumulation, a loop's own `if` makes one update of N * N batches."""
-    text = page.read_text()
-    assert "delete the `if`" in text.replace("Delete", "delete")
-    assert "call `engine.step()` for each batch" in text
-
-
 def anchors(text):
     """What headings can be linked by."""
     found = set()
