@@ -11,7 +11,7 @@
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
 #   make bench-overlap    how many bytes are sent while ranks compute
 #   make soak     20,000 steps of a tiny model on 2 ranks: whether anything grows: benchmarks/results/soak.md
-#   make docs     the documentation, into site/       make pages   write the generated pages in docs/ again
+#   make docs     the documentation, into site/       make names   write tests/frozen_names.txt again
 #   make lint     ruff and mypy        make format   put the code into shape
 #   make clean    remove what these made, but not .venv
 
@@ -25,7 +25,7 @@ WORKERS ?= 2
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak docs pages lint format clean
+.PHONY: demo test test-all test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -68,8 +68,8 @@ docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
-pages: $(INSTALLED)
-	$(BIN)/python -m docs_tools
+names: $(INSTALLED)
+	$(BIN)/python -m docs_tools.public_names
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

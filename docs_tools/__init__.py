@@ -1,1 +1,1 @@
-"""What writes and builds the documentation: generated pages, and the links of the site."""
+"""The list of public names that a test freezes, and the links of the documentation site."""

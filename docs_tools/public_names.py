@@ -1,6 +1,7 @@
 """Writes tests/frozen_names.txt, every public name with its signature: `python -m docs_tools.public_names`.
 
-It is read from the source, and nothing is imported: the list is the same under every version of Python and torch.
+It is read from the source, and nothing is imported: the list is the same under every version of Python and torch. The
+commands and their options are in docs/cli.md, which a test compares.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Place:
 
 def render() -> str:
     """The list."""
-    return "\n".join([*_names("halfmesh"), *_names("halfmesh.hooks"), *_commands()]) + "\n"
+    return "\n".join([*_names("halfmesh"), *_names("halfmesh.hooks")]) + "\n"
 
 
 def public_places(package: str = "halfmesh") -> dict[str, Place]:
@@ -39,42 +40,6 @@ def public_places(package: str = "halfmesh") -> dict[str, Place]:
 def _names(package: str) -> Iterator[str]:
     for name, place in public_places(package).items():
         yield from _describe(f"{package}.{name}", place)
-
-
-def _commands() -> Iterator[str]:
-    """Arguments and options of what `halfmesh` can do."""
-    registered = [node.args[0] for node in ast.walk(_tree("halfmesh.cli")) if _is_registration(node)]  # type: ignore[attr-defined]
-    for command in sorted(ast.unparse(function) for function in registered):
-        place = _find("halfmesh.cli", command)
-        if place is None or not isinstance(place.node, ast.FunctionDef):
-            continue
-        arguments = place.node.args
-        defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
-        for argument, default in zip(arguments.args, defaults, strict=True):
-            if argument.annotation is not None and "Context" not in ast.unparse(argument.annotation):
-                value = "" if default is None else f" = {ast.unparse(default)}"
-                yield f"$ halfmesh {command.replace('_', '-')} {_option(argument)}{value}"
-
-
-def _is_registration(node: ast.AST) -> bool:
-    """Whether it is `app.command(...)(function)`."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Call)
-        and ast.unparse(node.func.func) == "app.command"
-        and isinstance(node.args[0], ast.Name)
-    )
-
-
-def _option(argument: ast.arg) -> str:
-    """How an argument of a command's function is called on the command line."""
-    annotation = argument.annotation
-    assert annotation is not None
-    texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
-    named = [text for text in texts if isinstance(text, str) and text.startswith("--") and " " not in text]
-    if named:
-        return str(named[0])
-    return argument.arg if "Argument(" in ast.unparse(annotation) else f"--{argument.arg.replace('_', '-')}"
 
 
 def _describe(name: str, place: Place) -> Iterator[str]:

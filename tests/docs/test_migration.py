@@ -1,4 +1,4 @@
-"""docs/migration/: our side of each page runs, theirs where it is installed, and then the weights are the same."""
+"""docs/migration/: our side runs, theirs where it is installed, and then the weights are the same."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-SIDES = {  # page: its config, and our side
-    "accelerate": (snippet("migration/accelerate.md", "config.py"), snippet("migration/accelerate.md", "ours.py")),
-    "colossal-ai": (snippet("migration/colossal-ai.md", "config.py"), snippet("migration/colossal-ai.md", "train.py")),
-    "deepspeed": (snippet("migration/deepspeed.md", "config.py"), snippet("migration/deepspeed.md", "ours.py")),
-    "fabric": (snippet("migration/fabric.md", "config.py"), snippet("migration/fabric.md", "ours.py")),
-    "fsdp": (snippet("migration/fsdp.md", "config.py"), snippet("migration/fsdp.md", "ours.py")),
-    "sagemaker": (snippet("migration/sagemaker.md", "config.py"), snippet("migration/sagemaker.md", "ours.py")),
+OUR_LOOP = snippet("migration/libraries.md", "ours.py")
+CONFIGS = {  # of another library, in docs/migration/libraries.md
+    "accelerate": snippet("migration/libraries.md", "accelerate_config.py"),
+    "lightning_fabric": snippet("migration/libraries.md", "fabric_config.py"),
+    "deepspeed": snippet("migration/libraries.md", "deepspeed_config.py"),
+    "fsdp": snippet("migration/libraries.md", "fsdp_config.py"),
+    "colossal": snippet("migration/libraries.md", "colossal_config.py"),
+    "sagemaker": snippet("migration/libraries.md", "sagemaker_config.py"),
 }
-OTHERS = {  # package: config, our side, theirs
-    "accelerate": (*SIDES["accelerate"], snippet("migration/accelerate.md", "theirs.py")),
-    "lightning_fabric": (*SIDES["fabric"], snippet("migration/fabric.md", "theirs.py")),
+OTHERS = {  # package: their loop
+    "accelerate": snippet("migration/libraries.md", "accelerate.py"),
+    "lightning_fabric": snippet("migration/libraries.md", "fabric.py"),
 }
 OURS = snippet("migration/pytorch.md", "ours.py")
 GUIDE = {  # loops of PyTorch's guide, and the config that takes their place: on one process, and on two
@@ -80,20 +81,16 @@ def difference(one, other):
     return max(((one[name] - other[name]).abs().max() / other[name].abs().max()).item() for name in one)
 
 
-@pytest.mark.parametrize("page", SIDES)
-def test_our_side_trains(page, tmp_path, monkeypatch):
-    config, ours = SIDES[page]
-    if "save_weights" in ours:
-        pytest.importorskip("safetensors")
-    monkeypatch.chdir(tmp_path)
-    assert difference(train(ours, tmp_path, config), stand_ins()["model"].state_dict()) > 1e-2
+@pytest.mark.parametrize("library", CONFIGS)
+def test_our_side_trains(library, tmp_path):
+    assert difference(train(OUR_LOOP, tmp_path, CONFIGS[library]), stand_ins()["model"].state_dict()) > 1e-2
 
 
 @pytest.mark.parametrize("package", OTHERS)
 def test_the_other_side_gives_the_same_weights(package, tmp_path):
     pytest.importorskip(package)
-    config, ours, theirs = OTHERS[package]
-    assert difference(train(ours, tmp_path, config), train(theirs, tmp_path)) < 1e-6
+    ours = train(OUR_LOOP, tmp_path, CONFIGS[package])
+    assert difference(ours, train(OTHERS[package], tmp_path)) < 1e-6
 
 
 def compare(rank, world_size, loops, folder):
@@ -172,24 +169,23 @@ def test_apexs_casts_of_functions(run):
 # --- configs of others ----------------------------------------------------------------------------------------------
 
 
-def test_the_configs_of_others_become_the_configs_of_the_pages(tmp_path):
-    (block,) = find_blocks(read_page("migration/deepspeed.md"), "json")
-    (tmp_path / "config.py").write_text(SIDES["deepspeed"][0])
+def test_the_configs_of_others_become_the_configs_of_the_page(tmp_path):
+    (block,) = find_blocks(read_page("migration/libraries.md"), "json")
+    (tmp_path / "config.py").write_text(CONFIGS["deepspeed"])
     _, config = convert(ORIGINS["deepspeed"], dict(flatten(json.loads(block))))
     assert load_config(config) == load_config(tmp_path / "config.py")
 
     given = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 1000}}
-    (tmp_path / "config.py").write_text(SIDES["sagemaker"][0])
+    (tmp_path / "config.py").write_text(CONFIGS["sagemaker"])
     _, config = convert(ORIGINS["sagemaker"], dict(flatten(given)))
     assert load_config(config) == load_config(tmp_path / "config.py").replace(clip_grad_norm=0.0)
 
 
 @pytest.mark.parametrize(("name", "header"), [("deepspeed", "ds_config.json"), ("sagemaker", "SageMaker")])
-def test_keys_that_a_page_explains_are_converted(name, header):
-    text = read_page(f"migration/{name}.md")
+def test_keys_that_the_page_explains_are_converted(name, header):
     known = [key for keys in ORIGINS[name].rows for key in keys.split()]
     sections = {f"{key.rpartition('.')[0]}." for key in known if "." in key} | {""}
-    rows = find_rows(text[text.index("## Key by key") :], header)
+    rows = find_rows(read_page("migration/libraries.md"), header)
     keys = [key for row in rows for key in re.findall(r"`([a-z_.0-9]+)[^`]*`", row[0]) if not key.startswith("smp.")]
     assert len(keys) > 15
     assert [key for key in keys if not any(matches(part + key, row) for part in sections for row in known)] == []

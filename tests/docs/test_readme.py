@@ -1,4 +1,4 @@
-"""README.md, the first page of docs/ and CONTRIBUTING.md: their Python runs, their messages and tables are real."""
+"""README.md, docs/quickstart.md and CONTRIBUTING.md: their Python runs, their messages and tables are real."""
 
 from __future__ import annotations
 
@@ -61,22 +61,9 @@ def test_the_division_of_a_model():
     assert get_layout(config, 8) == Layout(pipeline=2, data=2, tensor=2)
 
 
-def test_precision_without_the_engine():
-    names = stand_ins()
-    exec(snippet("README.md", "alone.py"), names)
-    assert names["optimizer"].loss_scale >= 2.0**13
-    assert names["loss"] < 0.7
-    assert names["model"].state_dict()["0.weight"].dtype == torch.float32
-
-
-def test_the_check_of_the_config(folder):
-    ((command, expected),) = [shown for shown in shown_commands("README.md") if "can run" in shown[1]]
-    assert check(command) == expected
-
-
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_the_mistakes(number, folder):
-    assert len(MISTAKES) == README.count("# mistake") == 3
+    assert len(MISTAKES) == README.count("# mistake") == 2
     config, shown = MISTAKES[number]
     (folder / "config.py").write_text(config)
     command, expected = shown.split("\n", 1)
@@ -87,38 +74,51 @@ def test_the_composition_table():
     assert f"\n{render_table()}\n" in README
 
 
-# --- docs/index.md: five minutes -------------------------------------------------------------------------------------
+# --- docs/quickstart.md ---------------------------------------------------------------------------------------------
 
 
-def run_first_loop(rank, world_size, folder):
+def run_loop(rank, world_size, folder, name):
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(snippet("index.md", "train.py"), {})
+        exec(PROGRAMS[name], {})
     return printed.getvalue()
 
 
+PROGRAMS = {
+    "plain.py": snippet("quickstart.md", "plain.py"),
+    "train.py": snippet("quickstart.md", "train.py"),
+}
+
+
 @pytest.mark.distributed
-def test_the_first_page_in_one_process_and_in_two(run, tmp_path):
+def test_the_quickstart_in_one_process_and_in_two(run, tmp_path):
     """Losses depend on how a machine rounds; all else is printed as it is shown."""
-    run("index.md", files=("config.py", "divided.py"))
-    shown = dict(shown_commands("index.md"))
-    one = run_first_loop(0, 1, tmp_path)
-    two, nothing = run_ranks(run_first_loop, 2, tmp_path)
+    run("quickstart.md", files=("config.py", "sharded.py"))
+    shown = dict(shown_commands("quickstart.md"))
+    plain = find_losses(run_loop(0, 1, tmp_path, "plain.py"))
+    one = run_loop(0, 1, tmp_path, "train.py")
+    two, nothing = run_ranks(run_loop, 2, tmp_path, "train.py")
     assert nothing == ""
     torchrun = "$ torchrun --standalone --nproc-per-node 2 train.py"
     for printed, command in ((one, "$ python train.py"), (two, torchrun)):
         assert re.sub(r"loss \d\.\d+", "", printed) == re.sub(r"loss \d\.\d+", "", shown[command])
-        losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+        losses = find_losses(printed)
         assert losses[-1] < losses[0] / 2
+    assert find_losses(one) == pytest.approx(plain, abs=0.02)
     checks = [command for command in shown if command.startswith("$ halfmesh")]
     assert len(checks) == 2
     assert [check(command) for command in checks] == [shown[command] for command in checks]
 
 
-def test_the_mistakes_of_the_first_page(run):
-    run("index.md", files=("config.py",))
-    names, told = {}, find_blocks(read_page("index.md"), "")[1:]
-    exec(snippet("index.md", "train.py").replace("engine.close()", ""), names)
-    for code, message in ((snippet("index.md", "habit.py"), told[0]), (snippet("index.md", "twice.py"), told[1])):
+def find_losses(printed):
+    return [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+
+
+def test_the_mistakes_of_the_quickstart(run):
+    run("quickstart.md", files=("config.py",))
+    names, told = {}, find_blocks(read_page("quickstart.md"), "")
+    exec(snippet("quickstart.md", "train.py").replace("engine.close()", ""), names)
+    habit, twice = snippet("quickstart.md", "habit.py"), snippet("quickstart.md", "twice.py")
+    for code, message in zip((habit, twice), told, strict=True):
         with pytest.raises(halfmesh.InputError, match=re.escape(message.strip())):
             exec(code, names)
         names["engine"].close()

@@ -1,4 +1,4 @@
-"""The documentation as a whole: links lead somewhere, every snippet is run, generated pages are up to date."""
+"""The documentation as a whole: links lead somewhere, every snippet is run, every public name is documented."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_tools import picture, public_names
+from docs_tools import public_names
 from tests.support.pages import DOCS, ROOT, find_blocks, read_page
 
 PAGES = [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
@@ -59,14 +59,6 @@ def test_every_page_is_in_the_navigation():
     assert len(listed) == len(set(listed))
     missing = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - set(listed)
     assert not missing, f"put these into nav of mkdocs.yml: {sorted(missing)}"
-
-
-@pytest.mark.parametrize("page", sorted((DOCS / "migration").glob("*.md")), ids=name_of)
-def test_migration_pages_say_that_step_is_called_for_each_batch(page):
-    """Beside gradient_accumulation, a loop's own `if` makes one update of N * N batches."""
-    text = page.read_text()
-    assert "delete the `if`" in text.replace("Delete", "delete")
-    assert "call `engine.step()` for each batch" in text
 
 
 def anchors(text):
@@ -139,19 +131,7 @@ def test_every_public_name_is_in_the_reference():
             assert found, f"::: halfmesh.{reference} is missing in docs/api.md"
 
 
-# --- pages that programs write --------------------------------------------------------------------------------------
-
-
-GENERATED = {
-    "docs_tools.public_names": (public_names.FROZEN, public_names.render),
-    "docs_tools.picture": (picture.PATH, picture.render),
-}
-
-
-@pytest.mark.parametrize("module", GENERATED)
-def test_what_is_generated_is_what_would_be_written_now(module):
-    """Public names with their signatures are frozen by this, too: tests/frozen_names.txt."""
-    path, render = GENERATED[module]
-    lines = difflib.unified_diff(path.read_text().splitlines(), render().splitlines(), str(path), "now", "", "", 1, "")
-    difference = "\n".join(lines)
-    assert not difference, f"{difference}\n\nIf that is what you want: python -m {module}"
+def test_public_names_and_their_signatures_are_frozen():
+    frozen, now = public_names.FROZEN.read_text().splitlines(), public_names.render().splitlines()
+    difference = "\n".join(difflib.unified_diff(frozen, now, "frozen", "now", "", "", 1, ""))
+    assert not difference, f"{difference}\n\nIf that is what you want: python -m docs_tools.public_names"

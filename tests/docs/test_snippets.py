@@ -67,7 +67,7 @@ def test_python_and_yaml_are_one_config(run, capsys):
 def test_a_launch_under_slurm(run, monkeypatch):
     for name, value in {"SLURM_PROCID": 0, "SLURM_NPROCS": 1, "SLURM_LOCALID": 0, "HEAD": "node0"}.items():
         monkeypatch.setenv(name, str(value))
-    launch = run("before-initialize.md", "slurm.py", files=("config.py",))["launch"]
+    launch = run("nodes.md", "slurm.py", files=("config.py",))["launch"]
     assert (launch.rank, launch.world_size, launch.config.GLOBAL_BATCH) == (0, 1, 8)
 
 

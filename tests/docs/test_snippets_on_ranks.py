@@ -31,7 +31,7 @@ def say(action, error=halfmesh.InputError):
     return str(caught.value)
 
 
-# --- docs/before-initialize.md --------------------------------------------------------------------------------------
+# --- docs/nodes.md --------------------------------------------------------------------------------------------------
 
 
 def launch_first(rank, world_size, port, folder):
@@ -40,7 +40,7 @@ def launch_first(rank, world_size, port, folder):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
     x, y = samples(60)
-    names = run(snippet("before-initialize.md", "before.py"), {"x": x, "y": y})
+    names = run(snippet("nodes.md", "before.py"), {"x": x, "y": y})
     context, launch = names["engine"].context, names["launch"]
     assert (launch.rank, launch.world_size) == (context.rank, context.size)
     assert (launch.dp_rank, launch.dp_size, launch.device) == (context.dp_rank, context.dp_size, context.device)
@@ -48,7 +48,7 @@ def launch_first(rank, world_size, port, folder):
 
 
 def test_ranks_are_known_before_the_model(tmp_path):
-    (tmp_path / "config.py").write_text(snippet("before-initialize.md", "config.py"))
+    (tmp_path / "config.py").write_text(snippet("nodes.md", "config.py"))
     found = run_ranks(launch_first, 4, free_port(), tmp_path, init=False, fresh=True)
     assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1]
     assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
@@ -284,7 +284,7 @@ def test_the_parity_script_of_the_plan(tmp_path):
     run_ranks(compare_with_one_process, 2, tmp_path, fresh=True)  # the plan is registered twice else
 
 
-# --- docs/models.md, faults.md --------------------------------------------------------------------------------------
+# --- docs/models.md, nodes.md ---------------------------------------------------------------------------------------
 
 
 def train_bert(rank, world_size):
@@ -304,14 +304,14 @@ def test_a_model_of_transformers_under_a_pipeline():
 
 
 def drift(rank, world_size):
-    return say(lambda: run(snippet("faults.md", "train.py"), stand_ins() | {"torch": torch}), halfmesh.SyncError)
+    return say(lambda: run(snippet("nodes.md", "train.py"), stand_ins() | {"torch": torch}), halfmesh.SyncError)
 
 
 def test_ranks_that_drift_apart():
     def rounded(text):
         return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3f}", text)
 
-    page = read_page("faults.md")
+    page = read_page("nodes.md")
     shown = page[page.index("```\nafter step 4") + 4 :].partition("\n```")[0]
     first, second = run_ranks(drift, 2)
     assert first == second
