@@ -31,7 +31,7 @@ def say(action, error=halfmesh.InputError):
     return str(caught.value)
 
 
-# --- docs/before-initialize.md --------------------------------------------------------------------------------------
+# --- docs/loop.md ---------------------------------------------------------------------------------------------------
 
 
 def launch_first(rank, world_size, port, folder):
@@ -40,7 +40,7 @@ def launch_first(rank, world_size, port, folder):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
     x, y = samples(60)
-    names = run(snippet("before-initialize.md", "before.py"), {"x": x, "y": y})
+    names = run(snippet("loop.md", "before.py"), {"x": x, "y": y})
     context, launch = names["engine"].context, names["launch"]
     assert (launch.rank, launch.world_size) == (context.rank, context.size)
     assert (launch.dp_rank, launch.dp_size, launch.device) == (context.dp_rank, context.dp_size, context.device)
@@ -48,7 +48,7 @@ def launch_first(rank, world_size, port, folder):
 
 
 def test_ranks_are_known_before_the_model(tmp_path):
-    (tmp_path / "config.py").write_text(snippet("before-initialize.md", "config.py"))
+    (tmp_path / "config.py").write_text(snippet("loop.md", "config.py"))
     found = run_ranks(launch_first, 4, free_port(), tmp_path, init=False, fresh=True)
     assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1]
     assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
@@ -137,7 +137,7 @@ def provoke(rank, world_size):
     told["`engine.backward(loss)` again"] = say(lambda: engine.backward(loss))
     engine.close()
     engine = make_engine(make_tower(3))
-    told["different images on the stages of one copy"] = say(lambda: engine(samples(8, seed=rank)[0]))
+    told["different images on the stages of one replica"] = say(lambda: engine(samples(8, seed=rank)[0]))
     return told
 
 
@@ -155,7 +155,7 @@ def cut(rank, world_size):
     for name in ("tower", "points", "skips"):
         changes = {}
         if name == "skips":
-            model = run(snippet("pipeline.md", "my_partitioner.py"))["Skips"](8)
+            model = run(snippet("extending.md", "my_partitioner.py"))["Skips"](8)
         else:
             model = make_tower(4)
         if name == "points":
@@ -223,7 +223,7 @@ def test_the_activations_that_a_schedule_keeps():
     assert run_ranks(count_activations, 2)[0] == expected == {"gpipe": 4, "1f1b": 2, "interleaved": 2.5}
 
 
-# --- docs/tensor-parallel.md, tensor-plan.md ------------------------------------------------------------------------
+# --- docs/tensor-parallel.md ----------------------------------------------------------------------------------------
 
 
 class Layers(nn.Module):
@@ -253,31 +253,28 @@ def divide(model, parallel, x):
 def divide_all(rank, world_size):
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     patterns = divide(Layers(), run(snippet("tensor-parallel.md", "pattern_config.py"))["parallel"], x)
-    layer = run(snippet("tensor-parallel.md", "my_plan.py"))["FeedForward"]
-    plan = divide(nn.Sequential(layer(6), layer(6)), {"tensor": 2}, x)
-    blocks = nn.Sequential(run(snippet("tensor-plan.md", "my_block.py"))["Block"](16, 4))
-    config = run(snippet("tensor-plan.md", "patterns.py"))["parallel"]
-    return patterns, plan, divide(blocks, config, torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
+    blocks = nn.Sequential(run(snippet("tensor-parallel.md", "my_block.py"))["Block"](16, 4))
+    config = run(snippet("tensor-parallel.md", "patterns.py"))["parallel"]
+    return patterns, divide(blocks, config, torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
 
 
 def test_tensor_plans_divide_layers():
-    for patterns, plan, blocks in run_ranks(divide_all, 2):
+    for patterns, blocks in run_ranks(divide_all, 2):
         assert patterns["layers.0.up.weight"] == (4, 6)
         assert patterns["layers.1.down.weight"] == (6, 4)
         assert patterns["head.weight"] == (2, 6)
-        assert (plan["1.up.weight"], plan["1.norm.weight"]) == ((12, 6), (6,))
         assert blocks["0.attention.qkv.weight"] == (24, 16)
         assert (blocks["0.down.weight"], blocks["0.norm.weight"]) == ((16, 32), (16,))
 
 
 def test_the_plan_of_nano_gpt_is_the_one_that_is_proposed():
-    assert run(snippet("tensor-plan.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
+    assert run(snippet("tensor-parallel.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 
 def compare_with_one_process(rank, world_size, folder):
     (folder / str(rank)).mkdir()
-    import_snippet("tensor-plan.md", "my_block.py", folder / str(rank))
-    run(snippet("tensor-plan.md", "parity.py"))
+    import_snippet("tensor-parallel.md", "my_block.py", folder / str(rank))
+    run(snippet("tensor-parallel.md", "parity.py"))
 
 
 def test_the_parity_script_of_the_plan(tmp_path):
