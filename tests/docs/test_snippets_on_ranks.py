@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from tests.support import nano_gpt
 from tests.support.pages import find_rows, import_snippet, read_page, snippet, stand_ins
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -29,30 +29,6 @@ def say(action, error=halfmesh.InputError):
     with pytest.raises(error) as caught:
         action()
     return str(caught.value)
-
-
-# --- docs/loop.md ---------------------------------------------------------------------------------------------------
-
-
-def launch_first(rank, world_size, port, folder):
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()})
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.chdir(folder)
-    x, y = samples(60)
-    names = run(snippet("loop.md", "before.py"), {"x": x, "y": y})
-    context, launch = names["engine"].context, names["launch"]
-    assert (launch.rank, launch.world_size) == (context.rank, context.size)
-    assert (launch.dp_rank, launch.dp_size, launch.device) == (context.dp_rank, context.dp_size, context.device)
-    return launch.dp_rank, names["rows"].tolist(), names["loss"].item()
-
-
-def test_ranks_are_known_before_the_model(tmp_path):
-    (tmp_path / "config.py").write_text(snippet("loop.md", "config.py"))
-    found = run_ranks(launch_first, 4, free_port(), tmp_path, init=False, fresh=True)
-    assert [data_rank for data_rank, *_ in found] == [0, 0, 1, 1]
-    assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
-    assert all(loss < 0.6 for *_, loss in found)
 
 
 # --- docs/pipeline.md -----------------------------------------------------------------------------------------------
