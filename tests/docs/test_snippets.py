@@ -142,8 +142,7 @@ def test_several_engines(run, capsys):
     losses = {"x": torch.randn(4, 6), "f": lambda t: t.square().mean(), "g": lambda t: t.cos().mean()}
     a, b = (halfmesh.initialize(m, torch.optim.SGD(m.parameters(), lr=0.1), config={}) for m in models)
     run("loop.md", "crossing.py", given={"a": a, "b": b, **losses})
-    names = run("loop.md", "together.py", given={"first": models[0], "second": models[1], **losses})
-    assert (a.global_step, b.global_step, names["engine"].global_step) == (1, 1, 1)
+    assert (a.global_step, b.global_step) == (1, 1)
 
 
 def test_precision(run, capsys):

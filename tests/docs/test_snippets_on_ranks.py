@@ -103,14 +103,12 @@ def provoke(rank, world_size):
         "`loss.item()`, `loss / 2`": say(lambda: loss / 2),
         "`loss.backward()`": say(lambda: loss.backward()),
         "`output.loss`": say(lambda: output.loss),
-        "`engine.backward(tensor)`": say(lambda: engine.backward(torch.ones(()))),
         "`engine.backward(loss, retain_graph=True)`": say(lambda: engine.backward(loss, retain_graph=True)),
         "`engine.model(images)`": say(lambda: engine.model(images)),
     }
     engine.backward(loss)
     assert loss.item() > 0
     told["the same after backward"] = say(lambda: output.argmax(1))
-    told["`engine.backward(loss)` again"] = say(lambda: engine.backward(loss))
     engine.close()
     engine = make_engine(make_tower(3))
     told["different images on the stages of one replica"] = say(lambda: engine(samples(8, seed=rank)[0]))
@@ -230,8 +228,8 @@ def divide_all(rank, world_size):
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     patterns = divide(Layers(), run(snippet("tensor-parallel.md", "pattern_config.py"))["parallel"], x)
     blocks = nn.Sequential(run(snippet("tensor-parallel.md", "my_block.py"))["Block"](16, 4))
-    config = run(snippet("tensor-parallel.md", "patterns.py"))["parallel"]
-    return patterns, divide(blocks, config, torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
+    inputs = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    return patterns, divide(blocks, {"tensor": 2}, inputs)
 
 
 def test_tensor_plans_divide_layers():
