@@ -36,7 +36,7 @@ ACCELERATE = Origin(
         "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_reshard_after_forward": _SHARDING,
         "fsdp_config.fsdp_offload_params": OFFLOAD,
         "fsdp_config.fsdp_activation_checkpointing": on(to({"activation_checkpoint.every": 1})),
-        "fsdp_config.*": no("FSDP2 around the blocks that repeat, in shards; see parallel.data and docs/deferred.md"),
+        "fsdp_config.*": no("FSDP2 around the blocks that repeat, in shards; see parallel.data and docs/memory.md"),
         "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps": "gradient_accumulation",
         "deepspeed_config.gradient_clipping": "clip_grad_norm",
         "deepspeed_config.zero_stage": ZERO,

@@ -59,7 +59,7 @@ SAGEMAKER = Origin(
         "expert_parallel_degree context_parallel_degree": lost("parallel.tensor.sequence_parallel is nearest"),
         "optimize prescaled_batch placement_strategy memory_weight active_* activation_loading_horizon contiguous "
         "horovod *_partition ddp_* trace_* deterministic_server static_mode fast_mode partition_file sdp_* "
-        "skip_tracing _sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/deferred.md"),
+        "skip_tracing _sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/memory.md"),
         "*enabled smdistributed.dataparallel.* torch_distributed.* pytorchddp.* mpi.* instance_*": done("halfmesh run"),
     },
     needs=(

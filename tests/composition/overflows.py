@@ -17,8 +17,8 @@ from .cells import Cell
 from .training import digest, make_engine
 
 KINDS = {
-    "divided by columns": "blocks.0.mlp.up.weight",
-    "divided by rows": "blocks.1.mlp.down.weight",
+    "colwise": "blocks.0.mlp.up.weight",
+    "rowwise": "blocks.1.mlp.down.weight",
     "fused qkv": "blocks.0.attention.qkv.weight",
     "tied embedding": "tokens.weight",
     "whole": "positions.weight",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,15 +20,13 @@ from .workloads import SAMPLES, UPDATES, WORKLOADS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
 
 MODELS = {
-    "mlp": "linear layers, divided by patterns in the config (by columns, by rows, a head made whole, one left alone) "
-    "and cut at split points in it",
+    "mlp": "linear layers, sharded by patterns in the config (colwise, rowwise, a gathered head, one left whole) and "
+    "cut at split points",
     "gpt": "`examples/gpt.py`: fused qkv, embedding and head tied",
     "vit": "timm's VisionTransformer: norms of q and k, LayerScale",
     "llama": "transformers' LlamaForCausalLM, with its own plan: 8 heads on 4 key-value heads, embedding and head tied",
 }
 assert MODELS.keys() == WORKLOADS.keys()
-REDUCED = """A `reduce_dtype` below float32 rounds each gradient twice, when it is sent and when it is summed, by its
-eps together. So ways and norms may be off by eps in addition, and a weight by eps times the way that it went."""
 
 
 def render() -> str:
@@ -42,9 +39,8 @@ _INTRODUCTION = """# What composes with what
 
 <!-- Written by `python -m tests.composition.page`; a test compares the two. -->
 
-Rows are precision modes, columns are ways to use several ranks. A cell that says *yes* is trained to the same weights
-as one process in fp32, by `tests/composition/`. Every other cell raises its message before anything runs. There is no
-third outcome."""
+Rows are precision modes, columns are ways to use several ranks. *yes*: tested against single-process fp32, by
+`tests/composition/`. Every other combination is rejected at start-up, with a message that says what to use instead."""
 
 
 def _trained() -> Iterator[str]:
@@ -59,40 +55,39 @@ def _trained() -> Iterator[str]:
     yield _table(("axis", "values"), axes.items())
     yield _fill(
         f"""A pipeline is named by its ranks, schedule, microbatches (m) and chunks (v). {len(product()):,} combinations
-        of these are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them, in which each
-        possible pair of values occurs, each mode with each model on a tensor group and on a pipeline, and each mode
-        where pipeline, data and tensor parallelism meet. `make test-composition` runs {len(thorough()):,}: all without
-        a pipeline, and with one so many that each possible three values of three axes occur."""
+        are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them: every pair of values, each
+        mode with each model on a tensor group and on a pipeline, and each mode where pipeline, data and tensor
+        parallelism meet. `make test-composition` runs {len(thorough()):,}: all without a pipeline, and every triple of
+        values with one."""
     )
     yield _table(("model", "what is in it"), MODELS.items())
     yield _fill(
-        f"""Each cell takes {UPDATES} updates of SGD with momentum and a scheduler, on {SAMPLES} samples each, the same
-        in every layout. The ranks begin with different weights, of which rank 0's count. The largest differences that
-        are allowed from plain torch in one process, in fp32:"""
+        f"""Each cell makes {UPDATES} updates of SGD with momentum and a scheduler, on {SAMPLES} samples each, the same
+        in every layout. Ranks start with different weights, and must take rank 0's. Largest relative differences
+        allowed from plain torch in one process, in fp32:"""
     )
-    yield _table(("mode", "weights", "way of a parameter", "gradient norm"), map(_limits, modes))
+    yield _table(("mode", "weights", "distance moved", "gradient norm"), map(_limits, modes))
     yield _list(
-        """*weights*: the largest difference of a final weight (of a master, where there are any), relative to the
-        largest weight. *way of a parameter*: how far it ends from where it should, relative to how far it had to go;
-        this sees wrong gradients of small weights. *gradient norm*: of each update, relative.""",
-        REDUCED,
-        """Exactly the same on all ranks, bit by bit: skipped, loss scale, gradient norm and learning rate of each
-        update, and the weights in the end.""",
-        f"""In fp16 the last rank's loss is inf in update {OVERFLOW_AT}. All ranks skip it, the scale falls, the
-        scheduler waits. Later the scale grows (not in apex, which has no key for when). Where gradients are clipped,
-        some updates are and others are not.""",
-        "Matrix products run in the mode's dtype. The loss falls.",
+        """*weights*: a final weight (or master), relative to the largest weight. *distance moved*: how far a parameter
+        ends from its target, relative to how far it had to move, which shows wrong gradients of small weights.
+        *gradient norm*: of each update. A `reduce_dtype` below float32 adds its rounding.""",
+        """Bitwise equal on all ranks: skips, loss scale, gradient norm and learning rate of each update, and the final
+        weights.""",
+        f"""In fp16 the last rank's loss is inf in update {OVERFLOW_AT}: all ranks skip, the scale falls, the scheduler
+        waits. Later the scale grows again (not in apex, which has no key for when).""",
+        "Matrix products run in the mode's dtype, clipping clips some updates and not others, and the loss falls.",
     )
-    yield "Beside the cells:"
+    yield "Also tested:"
+    faults = {mutant.apply for mutant in MUTANTS}
     yield _list(
-        f"""inf in one rank's complete gradient of one parameter, of each kind ({", ".join(KINDS)}) and on each rank in
-        turn: every rank skips, and nothing changes.""",
-        "Norms of type 2, 3 and inf, to 1e-6 of one process's: what ranks or layers share counts once.",
-        "Parameters without gradients: frozen ones, layers that only one data rank uses, layers that nobody uses.",
+        f"""an inf in one rank's gradient of one parameter, of each kind ({", ".join(KINDS)}), on each rank in turn:
+        every rank skips, and nothing changes;""",
+        "norms of type 2, 3 and inf, to 1e-6 of those of one process: replicated tensors count once;",
+        "parameters without gradients: frozen layers, layers that only one data rank uses, layers that nobody uses;",
+        f"""that these tests can fail: {len(faults)} faults put into the engine on purpose
+        (`tests/composition/mutants.py`), such as a loss scale updated too early, or a norm that counts replicated
+        tensors twice, each make a cell fail.""",
     )
-    yield "And each of these faults, put into the engine on purpose, turns a cell red:"
-    faults = dict.fromkeys(mutant.apply for mutant in MUTANTS)
-    yield _list(*(inspect.getdoc(fault) or "" for fault in faults))
 
 
 def _refused() -> Iterator[str]:
@@ -104,8 +99,8 @@ def _refused() -> Iterator[str]:
 def _how_to_run() -> Iterator[str]:
     yield "## Run it"
     yield """```
-make test                # with the few cells
-make test-composition    # with many: about 40 minutes on two cores
+make test                # the covering cells
+make test-composition    # many more: about 40 minutes on two cores
 ```"""
     yield f"One cell: `.venv/bin/python -m pytest tests/composition -k {covering()[-1]}`"
 

@@ -1,4 +1,4 @@
-"""What docs/models.md, deferred.md, memory.md and planning.md show: it runs, and the numbers are measured again."""
+"""What docs/models.md, memory.md and planning.md show: it runs, and the numbers are measured again."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def test_models_that_are_built_later(run):
     images, labels = torch.randn(32, 16), torch.randint(4, (32,))
     loader = DataLoader(TensorDataset(images, labels), batch_size=8)
     given = stand_ins() | {"torch": torch, "halfmesh": halfmesh, "config": {}, "dataloader": loader}
-    first = train_and_close(run("deferred.md", "build.py", given=given)["engine"])
-    second = train_and_close(run("deferred.md", "groups.py", given=given)["engine"])
+    first = train_and_close(run("memory.md", "build.py", given=given)["engine"])
+    second = train_and_close(run("memory.md", "groups.py", given=given)["engine"])
     assert all(torch.equal(value, second[name]) for name, value in first.items()), "both ways give the same values"
 
     torch.manual_seed(3)
     ordinary = given["build"]()
     torch.manual_seed(3)
-    assert torch.equal(run("deferred.md", "from_rank0.py", given=given)["model"][0].weight, ordinary[0].weight)
+    assert torch.equal(run("memory.md", "from_rank0.py", given=given)["model"][0].weight, ordinary[0].weight)
 
     given["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.1)
-    engine = run("deferred.md", "half.py", given=given)["engine"]
+    engine = run("memory.md", "half.py", given=given)["engine"]
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
 
 

@@ -141,27 +141,20 @@ def test_the_table_of_mistakes_in_a_loop():
 
 
 def test_several_engines(run, capsys):
-    names = run("several-engines.md", "gan.py")
-    assert capsys.readouterr().out == find_blocks(read_page("several-engines.md"), "")[0]
+    names = run("loop.md", "gan.py")
+    assert capsys.readouterr().out == find_blocks(read_page("loop.md"), "")[1]
     assert {path.parent.name for path in Path("checkpoints").glob("*/step-*")} == {"generator", "discriminator"}
     assert all(param.grad is None for param in names["generator"].model.parameters())
     models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
     losses = {"x": torch.randn(4, 6), "f": lambda t: t.square().mean(), "g": lambda t: t.cos().mean()}
     a, b = (halfmesh.initialize(m, torch.optim.SGD(m.parameters(), lr=0.1), config={}) for m in models)
-    run("several-engines.md", "crossing.py", given={"a": a, "b": b, **losses})
-    names = run("several-engines.md", "together.py", given={"first": models[0], "second": models[1], **losses})
-    assert (a.global_step, b.global_step, names["engine"].global_step) == (1, 1, 1)
+    run("loop.md", "crossing.py", given={"a": a, "b": b, **losses})
+    assert (a.global_step, b.global_step) == (1, 1)
 
 
 def test_precision(run, capsys):
     run("precision.md", "scale.py", given={})
-    printed = capsys.readouterr().out
-    text = read_page("precision.md")
-    assert printed == find_blocks(text, "")[0]
-    overflows, scales = find_rows(text, "update")
-    assert [line.split() for line in printed.splitlines()] == [
-        [str(overflow == "1"), f"{float(scale)}"] for overflow, scale in zip(overflows[1:], scales[1:], strict=True)
-    ]
+    assert capsys.readouterr().out == find_blocks(read_page("precision.md"), "")[0]
 
     model = run("precision.md", "island.py", given={})["Attention"](4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -307,9 +300,9 @@ def test_the_diagnosis_and_the_precision_report(run, capsys):
 
 
 def test_an_amp_plugin(run, tmp_path):
-    careful = import_snippet("amp-plugin.md", "careful_amp.py", tmp_path)
+    careful = import_snippet("extending.md", "careful_amp.py", tmp_path)
     try:
-        run("amp-plugin.md", "test_careful.py", given=(names := {}), files=("config.py",))
+        run("extending.md", "test_careful.py", given=(names := {}), files=("config.py",))
         names["test_it_trains_like_fp32"]()
         config = halfmesh.load_config("config.py")
         assert careful.CarefulAMP.recipe(config.fp16.options, torch.float16).loss_scale.min_scale == 256.0
@@ -317,7 +310,7 @@ def test_an_amp_plugin(run, tmp_path):
             halfmesh.load_config({"bf16": {"mode": "careful", "floor": 1.0}})
         wrong = "fp16 = dict(mode='careful')\nparallel = dict(pipeline=dict(size=2, microbatches=2))\n"
         Path("wrong.py").write_text(wrong)
-        ((command, expected),) = shown_commands("amp-plugin.md")
+        ((command, expected),) = shown_commands("extending.md")
         assert check(command) == expected
         assert "| careful bf16 | yes |" in compat.render_table()
     finally:

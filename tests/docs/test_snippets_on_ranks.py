@@ -127,17 +127,15 @@ def provoke(rank, world_size):
         "`loss.item()`, `loss / 2`": say(lambda: loss / 2),
         "`loss.backward()`": say(lambda: loss.backward()),
         "`output.loss`": say(lambda: output.loss),
-        "`engine.backward(tensor)`": say(lambda: engine.backward(torch.ones(()))),
         "`engine.backward(loss, retain_graph=True)`": say(lambda: engine.backward(loss, retain_graph=True)),
         "`engine.model(images)`": say(lambda: engine.model(images)),
     }
     engine.backward(loss)
     assert loss.item() > 0
     told["the same after backward"] = say(lambda: output.argmax(1))
-    told["`engine.backward(loss)` again"] = say(lambda: engine.backward(loss))
     engine.close()
     engine = make_engine(make_tower(3))
-    told["different images on the stages of one copy"] = say(lambda: engine(samples(8, seed=rank)[0]))
+    told["different images on the stages of one replica"] = say(lambda: engine(samples(8, seed=rank)[0]))
     return told
 
 
@@ -155,7 +153,7 @@ def cut(rank, world_size):
     for name in ("tower", "points", "skips"):
         changes = {}
         if name == "skips":
-            model = run(snippet("pipeline.md", "my_partitioner.py"))["Skips"](8)
+            model = run(snippet("extending.md", "my_partitioner.py"))["Skips"](8)
         else:
             model = make_tower(4)
         if name == "points":
@@ -223,7 +221,7 @@ def test_the_activations_that_a_schedule_keeps():
     assert run_ranks(count_activations, 2)[0] == expected == {"gpipe": 4, "1f1b": 2, "interleaved": 2.5}
 
 
-# --- docs/tensor-parallel.md, tensor-plan.md ------------------------------------------------------------------------
+# --- docs/tensor-parallel.md ----------------------------------------------------------------------------------------
 
 
 class Layers(nn.Module):
@@ -253,31 +251,28 @@ def divide(model, parallel, x):
 def divide_all(rank, world_size):
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     patterns = divide(Layers(), run(snippet("tensor-parallel.md", "pattern_config.py"))["parallel"], x)
-    layer = run(snippet("tensor-parallel.md", "my_plan.py"))["FeedForward"]
-    plan = divide(nn.Sequential(layer(6), layer(6)), {"tensor": 2}, x)
-    blocks = nn.Sequential(run(snippet("tensor-plan.md", "my_block.py"))["Block"](16, 4))
-    config = run(snippet("tensor-plan.md", "patterns.py"))["parallel"]
-    return patterns, plan, divide(blocks, config, torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)))
+    blocks = nn.Sequential(run(snippet("tensor-parallel.md", "my_block.py"))["Block"](16, 4))
+    inputs = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    return patterns, divide(blocks, {"tensor": 2}, inputs)
 
 
 def test_tensor_plans_divide_layers():
-    for patterns, plan, blocks in run_ranks(divide_all, 2):
+    for patterns, blocks in run_ranks(divide_all, 2):
         assert patterns["layers.0.up.weight"] == (4, 6)
         assert patterns["layers.1.down.weight"] == (6, 4)
         assert patterns["head.weight"] == (2, 6)
-        assert (plan["1.up.weight"], plan["1.norm.weight"]) == ((12, 6), (6,))
         assert blocks["0.attention.qkv.weight"] == (24, 16)
         assert (blocks["0.down.weight"], blocks["0.norm.weight"]) == ((16, 32), (16,))
 
 
 def test_the_plan_of_nano_gpt_is_the_one_that_is_proposed():
-    assert run(snippet("tensor-plan.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
+    assert run(snippet("tensor-parallel.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 
 def compare_with_one_process(rank, world_size, folder):
     (folder / str(rank)).mkdir()
-    import_snippet("tensor-plan.md", "my_block.py", folder / str(rank))
-    run(snippet("tensor-plan.md", "parity.py"))
+    import_snippet("tensor-parallel.md", "my_block.py", folder / str(rank))
+    run(snippet("tensor-parallel.md", "parity.py"))
 
 
 def test_the_parity_script_of_the_plan(tmp_path):

@@ -46,7 +46,7 @@ def by_hand() -> list[dict[str, torch.Tensor]]:
 
 
 def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[dict[str, torch.Tensor]]]:
-    """As docs/several-engines.md has it."""
+    """As docs/loop.md has it."""
     found = {}
     size = 8 // world_size
     real, noise = (x[rank * size : (rank + 1) * size] for x in (REAL, NOISE))

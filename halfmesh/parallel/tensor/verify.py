@@ -105,7 +105,7 @@ class PlanCheck:
             error.add_note(
                 f"parallel.tensor.plan shards {names}. Between a 'colwise' and a 'rowwise' layer each rank has 1 / "
                 f"{self._axis.size} of the features: write sizes there as -1, or take them from numbers of the module "
-                "that the style 'heads(name, ...)' makes this rank's (docs/tensor-plan.md)"
+                "that the style 'heads(name, ...)' makes this rank's (docs/tensor-parallel.md)"
             )
 
     def run(self) -> None:
