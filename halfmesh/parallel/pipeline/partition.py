@@ -13,8 +13,7 @@ from torch import nn
 from ..._torch import call_hooks
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
-from .block_partition import children_of
-from .pieces import Piece
+from .pieces import Piece, children_of
 from .traced import TracedPartition, takes_any_arguments
 
 
