@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..._torch import RUNNING_STATISTICS, edit_stamp
+from ..._torch import RUNNING_STATISTICS
 from ...errors import InputError
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -27,18 +27,8 @@ _ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable": 4,
 }
 """Operators, and the place of `dropout_p` among their arguments."""
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The names by which Hugging Face's blocks take a cache before transformers 5.24. Since then it is `cache`, a name that
-models of one's own use for other things: there its class decides."""
-
 Place = tuple[str, str]
 """The path of a module, and a name of its."""
-
-
-def _is_cache(name: str, value: Any) -> bool:
-    if name == "cache":
-        return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
-    return name in _CACHES and value is not None
 
 
 class Checkpointed:
@@ -83,7 +73,7 @@ class Checkpointed:
         if not (self._module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         self._refuse_caches(kwargs)
-        before, stamps = self._look()
+        before = self._copy_changing()
         training = [module.training for module in self._module.modules()]
         again = functools.partial(self._again, training, before)
         names = tuple(kwargs)
@@ -101,7 +91,8 @@ class Checkpointed:
         with self._saving():
             # No names: torch would neither save tensors among them nor look there for the device of random numbers.
             output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
-        self._compare(before, stamps)
+        if self._changing is None:
+            self._find_changing(before)
         return output
 
     def __reduce__(self) -> Any:
@@ -111,7 +102,7 @@ class Checkpointed:
 
     def _refuse_caches(self, kwargs: dict[str, Any]) -> None:
         for name, value in kwargs.items():
-            if _is_cache(name, value):
+            if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
                 raise InputError(
                     f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would "
                     "add its keys and values twice; training needs none: call the model with use_cache=False, or set "
@@ -120,32 +111,23 @@ class Checkpointed:
 
     # -- buffers -----------------------------------------------------------------------------------------------
 
-    def _look(self) -> tuple[dict[Place, torch.Tensor], dict[Place, Any]]:
-        """Before a forward: copies of the buffers that it changes, and stamps of the others.
+    def _copy_changing(self) -> dict[Place, torch.Tensor]:
+        """Before a forward: copies of the buffers that it changes; which these are is found out in the first call.
 
-        Which these are is found out in the first call. Statistics of norms are left out: while a norm trains, what it
-        returns does not depend on them.
+        Statistics of norms are left out: while a norm trains, what it returns does not depend on them.
         """
-        watched = {place: buffer for place, buffer in self._buffers() if not self._is_statistic(place)}
-        copied = watched.keys() if self._changing is None else self._changing & watched.keys()
-        before = {place: watched[place].detach().clone() for place in copied}
-        return before, {place: edit_stamp(watched[place]) for place in watched.keys() - copied}
+        return {
+            place: buffer.detach().clone()
+            for place, buffer in self._buffers()
+            if not self._is_statistic(place) and (self._changing is None or place in self._changing)
+        }
 
-    def _compare(self, before: dict[Place, torch.Tensor], stamps: dict[Place, Any]) -> None:
-        """After it: keep the copies of those that it has changed."""
+    def _find_changing(self, before: dict[Place, torch.Tensor]) -> None:
+        """After the first call: keep the copies of those that it has changed."""
         after = dict(self._buffers())
-        if self._changing is None:
-            self._changing = {p for p in before if p not in after or not torch.equal(before[p], after[p])}
-            for place in before.keys() - self._changing:
-                del before[place]
-        for place, stamp in stamps.items():
-            if place not in after or edit_stamp(after[place]) != stamp:
-                raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer "
-                    f"{'.'.join(filter(None, place))} in some calls and not in others, and computing it again would "
-                    "start from another value; leave this module out, with activation_checkpoint = "
-                    "dict(patterns=[...])"
-                )
+        self._changing = {p for p in before if p not in after or not torch.equal(before[p], after[p])}
+        for place in before.keys() - self._changing:
+            del before[place]
 
     @contextmanager
     def _again(self, training: Sequence[bool], before: dict[Place, torch.Tensor]) -> Iterator[None]:

@@ -1,10 +1,10 @@
-"""transformers: the tensor plans that its models bring, those of GPT-2, BERT and T5, which bring none, and the stages of
-Llama, GPT-2 and BERT."""
+"""transformers: the tensor plans that its models bring, those of GPT-2, BERT and T5, which bring none, and the stages
+of Llama, GPT-2 and BERT."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf
 
 import torch
 from torch import nn
@@ -13,8 +12,8 @@ from torch import nn
 from ..._torch import call_hooks
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
+from .fx_split import split_at, takes_any_arguments
 from .pieces import Piece, children_of
-from .traced import TracedPartition, takes_any_arguments
 
 
 class UnknownModelError(InputError):
@@ -70,6 +69,13 @@ class Partition:
                         stages.append(index)
         return {entry: stages or [0] for entry, stages in users.items()}
 
+    def holders(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        """For each parameter and buffer, by its id, the ranks of the pipeline that use it, wherever it is."""
+        users, ranks = self.entries(model), dict[int, set[int]]()
+        for entry, tensor in all_entries(model):
+            ranks.setdefault(id(tensor), set()).update(stage % self.size for stage in users[entry])
+        return {key: tuple(sorted(found)) for key, found in ranks.items()}
+
 
 def count_parameters(model: nn.Module, piece: Piece) -> float:
     """The number of elements of the parameters that a piece uses."""
@@ -88,7 +94,7 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Pi
         InputError: no partitioner knows the model, or it cannot be cut so.
     """
     if not isinstance(partition, str):
-        return TracedPartition(partition).pieces_of(model)
+        return split_at(model, partition)
     try:
         known = PARTITIONERS.each() if partition == "auto" else [(partition, PARTITIONERS.get(partition))]
     except RegistryError as error:
@@ -125,48 +131,29 @@ def resolve(
             f"{stages_text} needs {count} stages, but {type(model).__name__} has {len(pieces)} pieces only ({names}); "
             f"use fewer stages ({len(pieces)} at most), or a model with more blocks"
         ]
-    found = _deal(pieces, [count_parameters(model, piece) for piece in pieces], count, size)
-    return found, list(_find_problems(model, found))
-
-
-def _deal(pieces: Sequence[Piece], costs: Sequence[float], count: int, size: int) -> Partition:
-    """`pieces` in `count` stages."""
+    costs = [count_parameters(model, piece) for piece in pieces]
     runs = list(pairwise(divide(costs, count)))
     stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
-    return Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))
+    found = Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))
+    return found, list(_find_problems(model, found))
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
     """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible; of those that are equal
-    in this, the ones with the smallest sum of squares."""
+    in this, the more even ones."""
     sums = [0.0, *accumulate(costs)]
-    largest, _ = _search(sums, count, max, inf)
-    _, bounds = _search(sums, count, lambda squares, cost: squares + cost * cost, largest)
-    return bounds
-
-
-def _search(
-    sums: Sequence[float], count: int, add: Callable[[float, float], float], limit: float
-) -> tuple[float, list[int]]:
-    """The smallest value that `add` gives over all runs, none of which costs more than `limit`; and their bounds.
-
-    Args:
-        sums: of the first 0, 1, ... costs.
-        add: the value of some runs and the cost of the next one to the value of all of them; it grows with both.
-    """
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # by its end: largest sum, squares, bounds
     for run in range(1, count + 1):
-        following = {}
-        for end in range(run, len(sums) - (count - run)):
-            options = [
-                (add(value, sums[end] - sums[begin]), [*bounds, end])
-                for begin, (value, bounds) in best.items()
-                if begin < end and sums[end] - sums[begin] <= limit
-            ]
-            if options:
-                following[end] = min(options)
-        best = following
-    return best[len(sums) - 1]
+        best = {
+            end: min(
+                (max(largest, cost), squares + cost * cost, [*bounds, end])
+                for begin, (largest, squares, bounds) in best.items()
+                for cost in [sums[end] - sums[begin]]
+                if begin < end
+            )
+            for end in range(run, len(sums) - (count - run))
+        }
+    return best[len(costs)][2]
 
 
 def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
@@ -189,10 +176,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
-    users = partition.entries(model)
-    ranks: dict[int, set[int]] = {}  # of a tensor, wherever it is: by its id
-    for entry, tensor in all_entries(model):
-        ranks.setdefault(id(tensor), set()).update(stage % partition.size for stage in users[entry])
+    ranks = partition.holders(model)
     shared = [
         ".".join(filter(None, entry))
         for entry, tensor in all_entries(model)

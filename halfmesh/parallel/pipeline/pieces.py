@@ -38,9 +38,9 @@ class Piece:
     Attributes:
         name: how messages and the plan call it; the name of its module where it is one.
         uses: names of the modules, parameters and buffers that it works with; what is below them belongs to it, too.
-        run: called as run(model, call, activations): takes what the piece before returned (None in the first) and returns
-            what the next one takes, the model's output in the last. Tensors may be anywhere in lists, tuples, dicts
-            and dataclasses. It must take modules from `model`, never from where else: it runs on copies, too.
+        run: called as run(model, call, activations): takes what the piece before returned (None in the first) and
+            returns what the next one takes, the model's output in the last. Tensors may be anywhere in lists, tuples,
+            dicts and dataclasses. It must take modules from `model`, never from where else: it runs on copies, too.
         looks_into: names of modules whose plain attributes (numbers, flags, words) count in `prepare`.
         prepare: called as prepare(model, call) with a whole model, before calls of a new kind.
     """

@@ -1,4 +1,4 @@
-"""A model without memory, from which every rank learns what crosses between stages that other ranks have."""
+"""A model without memory, from which every rank learns what is sent between stages that other ranks have."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..._torch import DATA_NEEDED, shapes_only
 from ...errors import InputError, shorten
 from ...tensors import map_tensors
 from ..modules import meta_copy
-from .boundary import Crossing
+from .fx_trace import unchanged
 from .partition import Partition
 from .pieces import Call
-from .stage import Surroundings
-from .tracing import unchanged
+from .stage import ForwardContext
+from .transport import StageMetadata
 
 
-class Skeleton:
+class MetaModel:
     """A copy of a whole model on the meta device.
 
     Args:
@@ -42,15 +42,15 @@ class Skeleton:
                 "take out of the model what copy.deepcopy refuses"
             ) from error
 
-    def crossings(
-        self, partition: Partition, call: Call, source: nn.Module, device: torch.device, around: Surroundings
-    ) -> list[Crossing]:
+    def infer(
+        self, partition: Partition, call: Call, source: nn.Module, device: torch.device, context: ForwardContext
+    ) -> list[StageMetadata]:
         """What each stage returns when the model is called so. Nothing is computed, and nothing sent.
 
         Args:
             call: as on this device, or with other tensors of the same shapes.
             source: the model that runs, whose modules may be in training mode or not.
-            around: what the stages' forward runs in.
+            context: what the stages' forward runs in.
 
         Raises:
             InputError: the forward asks for values.
@@ -72,9 +72,9 @@ class Skeleton:
             weights = {f"model.{name}": _fake(tensor, device) for name, tensor in names.items()}
             faked = Call(*map_tensors(lambda tensor: _fake(tensor, device), (call.args, dict(call.kwargs))))
             run = _Run(self.model)
-            trees = torch.func.functional_call(run, weights, (partition, faked, around))
+            trees = torch.func.functional_call(run, weights, (partition, faked, context))
             self._refuse_kept(before)
-        return [Crossing(map_tensors(_without_memory, tree)) for tree in trees]
+        return [StageMetadata(map_tensors(_without_memory, tree)) for tree in trees]
 
     def _refuse_kept(self, before: Collection[tuple[int, str]]) -> None:
         """Within the run: activations that a module keeps, for a criterion that cannot reach those of other ranks."""
@@ -115,36 +115,22 @@ class _Run(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, partition: Partition, call: Call, around: Surroundings) -> list[Any]:
-        carry, trees = None, []
-        for index, stage in enumerate(partition.stages):
+    def forward(self, partition: Partition, call: Call, context: ForwardContext) -> list[Any]:
+        activations, trees = None, []
+        for stage in partition.stages:
             here = call.afresh()
-            with around.scope():
+            with context.autocast():
                 for piece in stage:
-                    carry = piece.run(self.model, here, carry)
-            if index < len(partition.stages) - 1:
-                _refuse_numbers(carry)
-            trees.append(carry)
-            carry = map_tensors(_cross, carry)
+                    activations = piece.run(self.model, here, activations)
+            trees.append(activations)
+            activations = map_tensors(_receive, activations)
         return trees
 
 
-def _refuse_numbers(carry: Any) -> None:
-    """A float that the next stage gets is known to it from this run, and not from the stage's own."""
-    if isinstance(carry, float):
-        raise InputError(
-            f"a stage returns the number {carry:g}, which the next one would get once and for all; return it as a "
-            "tensor, or let each stage read it where it needs it"
-        )
-    if isinstance(carry, (list, tuple, dict)):
-        for item in carry.values() if isinstance(carry, dict) else carry:
-            _refuse_numbers(item)
-
-
-def _cross(tensor: torch.Tensor) -> torch.Tensor:
+def _receive(tensor: torch.Tensor) -> torch.Tensor:
     """As the next stage gets it: contiguous, and no leaf, so that it may be changed in place."""
-    crossed = tensor.detach().contiguous()
-    return crossed.requires_grad_().clone() if tensor.requires_grad else crossed
+    received = tensor.detach().contiguous()
+    return received.requires_grad_().clone() if tensor.requires_grad else received
 
 
 def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -166,7 +152,7 @@ def _without_data() -> Iterator[None]:
     except DATA_NEEDED as error:
         raise InputError(
             "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
-            f"crosses between stages has to be known from shapes alone: {str(error).splitlines()[0]}"
+            f"is sent between stages has to be known from shapes alone: {str(error).splitlines()[0]}"
         ) from error
     except RuntimeError as error:
         raise InputError(
@@ -176,18 +162,5 @@ def _without_data() -> Iterator[None]:
 
 
 def signature_of(call: Call) -> str:
-    """The same for calls between which nothing that crosses can differ."""
-    return repr(map_tensors(_shape, _without_floats((call.args, dict(call.kwargs)))))
-
-
-def _without_floats(tree: Any) -> Any:
-    """Shapes do not follow from floats, which may be others in each step."""
-    if isinstance(tree, float):
-        return "a float"
-    if type(tree) in (list, tuple):
-        return type(tree)(map(_without_floats, tree))
-    return {key: _without_floats(value) for key, value in tree.items()} if type(tree) is dict else tree
-
-
-def _shape(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    """The same for calls between which nothing that is sent can differ."""
+    return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
