@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ..._torch import FakeTensorMode, has_grad_hooks, has_no_memory
+from ..._torch import FakeTensorMode, has_grad_hooks
 from ...errors import InputError, bullet_list, shorten
 from ...tensors import map_tensors
 from .operations import View
@@ -21,7 +21,7 @@ _MARK = "_halfmesh_recorded"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Where the value of a tensor is written down."""
+    """Where the value of a tensor is recorded."""
 
     recording: Recording
     view: View
@@ -62,7 +62,7 @@ class MetaConversion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What is done to them is written down again."""
+        """What is done to them is recorded again."""
         while self._swapped and kind is not None:
             torch.utils.swap_tensors(*self._swapped.pop())
 
@@ -119,9 +119,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What somebody has set on `tensor`; one without memory has attributes of torch's, too."""
-    if not has_no_memory(tensor):
-        return dict(vars(tensor))
+    """What somebody has set on `tensor`, which has attributes of torch's, too."""
     with FakeTensorMode():
         of_torch = vars(nn.Parameter(torch.empty(0))).keys()
     return {name: value for name, value in vars(tensor).items() if name not in of_torch}

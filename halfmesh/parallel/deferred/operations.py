@@ -80,7 +80,7 @@ class Op:
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """What decides on dtypes is as it was when this was written down, below autograd and autocast."""
+        """What decides on dtypes is as it was when this was recorded, below autograd and autocast."""
         now = torch.get_default_dtype()
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(False))

@@ -20,7 +20,7 @@ from .operations import Constant, Op, Operations, View, find
 
 
 class Recording(FakeTensorMode):
-    """A mode in which tensors have no memory. What is done to them is written down, also after the mode was left.
+    """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left.
 
     Args:
         from_rank0: values will not be made from it where rank 0 has them.

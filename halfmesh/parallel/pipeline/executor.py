@@ -15,13 +15,12 @@ from torch import nn
 from ...errors import InputError
 from ..context import ParallelContext
 from .fx_trace import plain_values
-from .partition import all_entries
 from .pieces import Call
 from .schedules import Schedule
 from .shape_inference import signature_of
 from .stage import Batch, ForwardContext, StageModule, make_stage
 from .stage_params import StageParameters
-from .transport import StageMetadata, from_wire, pack
+from .transport import StageMetadata, pack
 
 MOST_SHAPES = 64
 """For so many shapes of batches metadata and schedules are kept, which hold no memory of the device."""
@@ -76,11 +75,8 @@ class Pipeline:
             index: StageModule(model, partition.stages[index], index, self._count, forward_context)
             for index in partition.of_rank(context.pp_rank)
         }
-        entries, tensors = partition.entries(model), dict(all_entries(model))
-        self._params = {
-            index: [t for e, t in tensors.items() if index in entries[e] and isinstance(t, nn.Parameter)]
-            for index in self._modules
-        }
+        named = list(model.named_parameters(remove_duplicate=False))
+        self._params = {i: [p for name, p in named if i in partition.stages_of(name)] for i in self._modules}
         self._error = ""
         self._traced = [model.get_submodule(name) for piece in partition.pieces for name in piece.looks_into]
         self._known: dict[str, CallMetadata] = {}  # the last used last
@@ -186,7 +182,7 @@ class Pipeline:
                     tensors = self._empty(stages[index - 1])
                     for tensor in tensors:
                         dist.recv(tensor, group_src=(index - 1) % size, group=self._group)
-                    received = _unpack(tensors, stages[index - 1])
+                    received = stages[index - 1].restore(tensors)
                 output = module.compute(call, received)
                 if module.is_last:
                     look(output)
@@ -198,7 +194,7 @@ class Pipeline:
             tensors = pack(output, stages[-1]) if self.has_last else self._empty(stages[-1])
             for tensor in tensors:
                 self._context.broadcast(tensor, "pp", self.last_rank)
-            return output if self.has_last else _unpack(tensors, stages[-1])
+            return output if self.has_last else stages[-1].restore(tensors)
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:
@@ -217,12 +213,6 @@ class Pipeline:
 
     def _empty(self, metadata: StageMetadata) -> list[torch.Tensor]:
         return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in metadata.wire()]
-
-
-def _unpack(tensors: Sequence[torch.Tensor], metadata: StageMetadata) -> Any:
-    """What a stage works with without gradients."""
-    pairs = zip(tensors, metadata.tensors, strict=True)
-    return metadata.fill([from_wire(tensor, meta.dtype) for tensor, meta in pairs])
 
 
 def refuse_own_loss(output: StageMetadata) -> None:

@@ -20,10 +20,6 @@ class UnknownModelError(InputError):
     """No partitioner knows the model."""
 
 
-Entry = tuple[str, str]
-"""Where a parameter or buffer is: its module's name, and its own there."""
-
-
 @dataclass(frozen=True)
 class Partition:
     """Which pieces make which stage, in the order of the forward. Stage i is on rank i % size of the pipeline."""
@@ -59,21 +55,16 @@ class Partition:
             if not any(_is_used(name, piece) for piece in self.pieces)
         ]
 
-    def entries(self, model: nn.Module) -> dict[Entry, list[int]]:
-        """For each parameter and buffer of `model` the stages that use it; what no piece uses is in the first."""
-        users: dict[Entry, list[int]] = {entry: [] for entry, _ in all_entries(model)}
-        for index, stage in enumerate(self.stages):
-            for piece in stage:
-                for entry, stages in users.items():
-                    if index not in stages and _is_used(".".join(filter(None, entry)), piece):
-                        stages.append(index)
-        return {entry: stages or [0] for entry, stages in users.items()}
+    def stages_of(self, name: str) -> list[int]:
+        """The stages that use the parameter or buffer of that name; the first, if no piece uses it."""
+        found = [i for i, stage in enumerate(self.stages) if any(_is_used(name, piece) for piece in stage)]
+        return found or [0]
 
     def holders(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
-        """For each parameter and buffer, by its id, the ranks of the pipeline that use it, wherever it is."""
-        users, ranks = self.entries(model), dict[int, set[int]]()
-        for entry, tensor in all_entries(model):
-            ranks.setdefault(id(tensor), set()).update(stage % self.size for stage in users[entry])
+        """For each parameter and buffer, by its id, the ranks of the pipeline that use it under any of its names."""
+        ranks: dict[int, set[int]] = {}
+        for name, tensor in all_tensors(model):
+            ranks.setdefault(id(tensor), set()).update(stage % self.size for stage in self.stages_of(name))
         return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
 
@@ -156,31 +147,24 @@ def divide(costs: Sequence[float], count: int) -> list[int]:
     return best[len(costs)][2]
 
 
-def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """Every parameter and buffer at each place where it is."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield (path, name), value
-        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield (path, name), value
+def all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter or buffer the first one that the same tensor has."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(tensor), name)
-        for entry, tensor in all_entries(model)
-        for name in [".".join(filter(None, entry))]
-    }
+    return {name: first.setdefault(id(tensor), name) for name, tensor in all_tensors(model)}
 
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
     ranks = partition.holders(model)
     shared = [
-        ".".join(filter(None, entry))
-        for entry, tensor in all_entries(model)
-        if entry[1].startswith("running_") and len(ranks[id(tensor)]) > 1
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name.rpartition(".")[2].startswith("running_") and len(ranks[id(buffer)]) > 1
     ]
     if shared:
         yield (

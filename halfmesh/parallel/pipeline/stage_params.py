@@ -18,7 +18,7 @@ from ..context import ParallelContext
 from ..gradient_sums import CompleteGradients
 from ..reducer import ReduceOptions, Reducer
 from ..registries import SCHEDULES
-from .partition import Partition, all_entries, first_names
+from .partition import Partition, all_tensors, first_names
 from .shape_inference import MetaModel
 
 
@@ -51,7 +51,7 @@ class StageParameters(AppliedAxis):
         self._shared_names = sorted(name for name, _, _ in shared)
         self._shared_by = sorted({ranks for _, _, ranks in shared})
         self.ties: dict[nn.Parameter, tuple[int, ...]] = {p: ranks for _, p, ranks in shared if self.rank in ranks}
-        self._foreign = {e: t for e, t in all_entries(model) if self.rank not in holders[id(t)]}
+        self._foreign = {name: t for name, t in all_tensors(model) if self.rank not in holders[id(t)]}
         self._shapes = {id(t): torch.empty_like(t, device="meta") for t in self._foreign.values()}
         self._drop()
         self._hooks = [
@@ -90,19 +90,17 @@ class StageParameters(AppliedAxis):
         on the CPU."""
         for hook in self._hooks:
             hook.remove()
-        modules = dict(self._model.named_modules(remove_duplicate=False))
-        for (path, name), tensor in self._foreign.items():
+        for name, tensor in self._foreign.items():
             replace_data(tensor, torch.empty_like(self._shapes[id(tensor)], device="cpu"))
-            setattr(modules[path], name, tensor)
+            self._set(name, tensor)
         for group, came in zip(self._optimizer.param_groups, self._groups, strict=False):
             known = set(map(id, came))
             group["params"] = [*came, *(param for param in group["params"] if id(param) not in known)]
 
     @torch.no_grad()
     def _drop(self) -> None:
-        modules = dict(self._model.named_modules(remove_duplicate=False))
-        for (path, name), tensor in self._foreign.items():
-            setattr(modules[path], name, None)
+        for name, tensor in self._foreign.items():
+            self._set(name, None)
             replace_data(tensor, torch.empty(0, dtype=tensor.dtype))
             tensor.grad = None
         for group in self._optimizer.param_groups:
@@ -111,11 +109,15 @@ class StageParameters(AppliedAxis):
                     self._optimizer.state.pop(param, None)
             group["params"] = [param for param in group["params"] if id(param) not in self._shapes]
 
+    def _set(self, name: str, tensor: torch.Tensor | None) -> None:
+        path, _, own = name.rpartition(".")
+        setattr(self._model.get_submodule(path), own, tensor)
+
     # -- hooks on the model ------------------------------------------------------------------------------------
 
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         """Whole state dicts can be loaded, too: each rank takes its part."""
-        foreign = {prefix + name for name in self._foreign_names()} & state.keys()
+        foreign = {prefix + name for name in self._foreign} & state.keys()
         if assigns(metadata) and foreign:
             raise InputError(
                 "load_state_dict(..., assign=True) would put parameters into this rank's model that it does not hold "
@@ -126,11 +128,7 @@ class StageParameters(AppliedAxis):
 
     def _expect_own(self, module: nn.Module, keys: Any) -> None:
         """BatchNorm adds its counter to states without versions, on ranks that do not hold it, too."""
-        foreign = self._foreign_names()
-        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in foreign]
-
-    def _foreign_names(self) -> set[str]:
-        return {".".join(filter(None, entry)) for entry in self._foreign}
+        keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in self._foreign]
 
     def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:
         raise InputError(

@@ -42,6 +42,10 @@ class StageMetadata:
         following: Iterator[torch.Tensor] = iter(tensors)
         return map_tensors(lambda _: next(following), self.tree)
 
+    def restore(self, received: Sequence[torch.Tensor]) -> Any:
+        """The tree of what was received, without gradients."""
+        return self.fill([_from_wire(t, meta.dtype) for t, meta in zip(received, self.tensors, strict=True)])
+
 
 def pack(tree: Any, metadata: StageMetadata) -> list[torch.Tensor]:
     """The tensors of a stage's result as they are sent.
@@ -72,7 +76,7 @@ def unpack(received: Sequence[torch.Tensor], metadata: StageMetadata) -> tuple[A
     *tensors, link = _Unpack.apply(*needing) if needing else (None,)
     unpacked: Iterator[torch.Tensor] = iter(tensors)
     values = [
-        next(unpacked) if meta.requires_grad else from_wire(tensor.detach(), meta.dtype)
+        next(unpacked) if meta.requires_grad else _from_wire(tensor.detach(), meta.dtype)
         for tensor, meta in zip(received, metas, strict=True)
     ]
     anchors = [tensor for tensor, meta in zip(received, metas, strict=True) if not meta.requires_grad]
@@ -138,7 +142,7 @@ def _to_wire(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if tensor.dtype.itemsize == 8 else tensor.to(torch.int32)).view(wire)
 
 
-def from_wire(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _from_wire(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
         return tensor
     return tensor.view(dtype) if dtype.itemsize == 8 else tensor.view(torch.int32).to(dtype)
