@@ -118,6 +118,25 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             (now.extend if isinstance(now, list) else now.update)(then)
 
 
+def run_without_data(run: nn.Module, device: torch.device, *args: Any) -> Any:
+    """What `run` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent, and what
+    it leaves on its modules is taken away.
+
+    Raises:
+        Exception: it asks for values.
+    """
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+
+    tensors = dict(run.named_parameters()) | dict(run.named_buffers())
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(run.modules()), shapes_only():
+        weights = {name: fake(tensor) for name, tensor in tensors.items()}
+        return torch.func.functional_call(run, weights, map_tensors(fake, args))
+
+
 class _Proxy(fx.Proxy):
     """Keeps `x += y` as it is, which changes a tensor of other names, too. (fx makes x = x + y of it.)"""
 
@@ -267,16 +286,8 @@ def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) ->
     """The truth of what is asked, in an unfinished graph of `model`, for arguments with the shapes of `values`. Nothing
     is computed."""
     device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     try:
-        with unchanged(model.modules()), torch.inference_mode(False), torch.no_grad(), shapes_only():
-            weights = {f"model.{name}": fake(tensor) for name, tensor in tensors.items()}
-            run, given = _Unfinished(model), (question.node, map_tensors(fake, dict(values)))
-            found: bool = torch.func.functional_call(run, weights, given)
+        found: bool = run_without_data(_Unfinished(model), device, question.node, dict(values))
     except Exception as error:
         message = f"it asks for a shape that is not known without data: {error}"
         raise InputError(message).with_traceback(question.__traceback__) from error

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..._torch import DATA_NEEDED, shapes_only
+from ..._torch import DATA_NEEDED
 from ...errors import InputError, shorten
 from ...tensors import map_tensors
 from ..modules import meta_copy
-from .fx_trace import unchanged
+from .fx_trace import run_without_data
 from .partition import Partition
 from .pieces import Call
 from .stage import ForwardContext
@@ -60,33 +60,9 @@ class MetaModel:
             for piece in stage:
                 if piece.prepare is not None:
                     piece.prepare(self.model, call)
-        names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        # Whoever asks first, perhaps an evaluation: what is found here is used for training, too.
-        with torch.inference_mode(False), torch.enable_grad(), unchanged(self.model.modules()), _without_data():
-            before = {
-                (id(module), name)
-                for module in self.model.modules()
-                for name, value in vars(module).items()
-                if isinstance(value, torch.Tensor)
-            }
-            weights = {f"model.{name}": _fake(tensor, device) for name, tensor in names.items()}
-            faked = Call(*map_tensors(lambda tensor: _fake(tensor, device), (call.args, dict(call.kwargs))))
-            run = _Run(self.model)
-            trees = torch.func.functional_call(run, weights, (partition, faked, context))
-            self._refuse_kept(before)
+        with _without_data():
+            trees = run_without_data(_Stages(self.model, partition, context), device, call.args, dict(call.kwargs))
         return [StageMetadata(map_tensors(_without_memory, tree)) for tree in trees]
-
-    def _refuse_kept(self, before: Collection[tuple[int, str]]) -> None:
-        """Within the run: activations that a module keeps, for a criterion that cannot reach those of other ranks."""
-        for path, module in self.model.named_modules():
-            for name, value in vars(module).items():
-                new = (id(module), name) not in before  # the weight that weight_norm computes is not
-                if new and isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
-                    raise InputError(
-                        f"{'.'.join(filter(None, (path, name)))} is kept on the model with its graph, for a loss term "
-                        "perhaps, which would reach what other stages keep as little as their parameters; return it as "
-                        "a part of the output, or keep it detached"
-                    )
 
     def _follow(self, source: nn.Module) -> None:
         """Take over what may have changed in the model.
@@ -108,36 +84,46 @@ class MetaModel:
                     vars(mine)[name] = value
 
 
-class _Run(nn.Module):
+class _Stages(nn.Module):
     """All stages, one after the other, on one rank."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, partition: Partition, context: ForwardContext) -> None:
         super().__init__()
         self.model = model
+        self._partition = partition
+        self._context = context
 
-    def forward(self, partition: Partition, call: Call, context: ForwardContext) -> list[Any]:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         activations, trees = None, []
-        for stage in partition.stages:
-            here = call.afresh()
-            with context.autocast():
+        before = {name for name, _ in self._attributes()}  # such as the weight that weight_norm computes
+        for stage in self._partition.stages:
+            call = Call(args, kwargs)
+            with self._context.autocast():
                 for piece in stage:
-                    activations = piece.run(self.model, here, activations)
+                    activations = piece.run(self.model, call, activations)
             trees.append(activations)
             activations = map_tensors(_receive, activations)
+        for name, value in self._attributes():
+            if name not in before and value.requires_grad and not value.is_leaf:
+                raise InputError(
+                    f"{name} is kept on the model with its graph, for a loss term perhaps, which would reach what "
+                    "other stages keep as little as their parameters; return it as a part of the output, or keep it "
+                    "detached"
+                )
         return trees
+
+    def _attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that modules keep, which are neither parameters nor buffers."""
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    yield ".".join(filter(None, (path, name))), value
 
 
 def _receive(tensor: torch.Tensor) -> torch.Tensor:
     """As the next stage gets it: contiguous, and no leaf, so that it may be changed in place."""
     received = tensor.detach().contiguous()
     return received.requires_grad_().clone() if tensor.requires_grad else received
-
-
-def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Within a fake mode."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
-    )
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,8 +133,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _without_data() -> Iterator[None]:
     try:
-        with shapes_only():
-            yield
+        yield
     except DATA_NEEDED as error:
         raise InputError(
             "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
