@@ -27,8 +27,6 @@ _ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable": 4,
 }
 """Operators, and the place of `dropout_p` among their arguments."""
-Place = tuple[str, str]
-"""The path of a module, and a name of its."""
 
 
 class Checkpointed:
@@ -53,7 +51,7 @@ class Checkpointed:
         self._before = vars(module).get("forward")  # the user's own, for this very module
         self._keep_products = keep_products
         self._saving = saving
-        self._changing: set[Place] | None = None
+        self._changing: set[str] | None = None
         module.forward = self
 
     def remove(self) -> None:
@@ -111,48 +109,49 @@ class Checkpointed:
 
     # -- buffers -----------------------------------------------------------------------------------------------
 
-    def _copy_changing(self) -> dict[Place, torch.Tensor]:
+    def _copy_changing(self) -> dict[str, torch.Tensor]:
         """Before a forward: copies of the buffers that it changes; which these are is found out in the first call.
 
         Statistics of norms are left out: while a norm trains, what it returns does not depend on them.
         """
         return {
-            place: buffer.detach().clone()
-            for place, buffer in self._buffers()
-            if not self._is_statistic(place) and (self._changing is None or place in self._changing)
+            name: buffer.detach().clone()
+            for name, buffer in self._buffers()
+            if not self._is_statistic(name) and (self._changing is None or name in self._changing)
         }
 
-    def _find_changing(self, before: dict[Place, torch.Tensor]) -> None:
+    def _find_changing(self, before: dict[str, torch.Tensor]) -> None:
         """After the first call: keep the copies of those that it has changed."""
         after = dict(self._buffers())
-        self._changing = {p for p in before if p not in after or not torch.equal(before[p], after[p])}
-        for place in before.keys() - self._changing:
-            del before[place]
+        self._changing = {n for n in before if n not in after or not torch.equal(before[n], after[n])}
+        for name in before.keys() - self._changing:
+            del before[name]
 
     @contextmanager
-    def _again(self, training: Sequence[bool], before: dict[Place, torch.Tensor]) -> Iterator[None]:
+    def _again(self, training: Sequence[bool], before: dict[str, torch.Tensor]) -> Iterator[None]:
         """The modules train as they did, and buffers are copies, from which nothing comes back."""
-        modules, owners = list(self._module.modules()), dict(self._module.named_modules())
-        now, originals = [module.training for module in modules], dict(self._buffers())
+        modules, originals = list(self._module.modules()), dict(self._buffers())
+        now = [module.training for module in modules]
         _set_training(modules, training)
-        for place, buffer in originals.items():
-            path, name = place
-            if place in before or self._is_statistic(place):
-                setattr(owners[path], name, before.get(place, buffer).detach().clone())
+        for name, buffer in originals.items():
+            if name in before or self._is_statistic(name):
+                self._set_buffer(name, before.get(name, buffer).detach().clone())
         try:
             yield
         finally:
-            for (path, name), buffer in originals.items():
-                setattr(owners[path], name, buffer)
+            for name, buffer in originals.items():
+                self._set_buffer(name, buffer)
             _set_training(modules, now)
 
-    def _buffers(self) -> Iterator[tuple[Place, torch.Tensor]]:
-        for path, module in self._module.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                yield (path, name), buffer
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._module.named_buffers(remove_duplicate=False)
 
-    def _is_statistic(self, place: Place) -> bool:
-        return isinstance(self._module.get_submodule(place[0]), RUNNING_STATISTICS)
+    def _set_buffer(self, name: str, value: torch.Tensor) -> None:
+        path, _, own = name.rpartition(".")
+        setattr(self._module.get_submodule(path), own, value)
+
+    def _is_statistic(self, name: str) -> bool:
+        return isinstance(self._module.get_submodule(name.rpartition(".")[0]), RUNNING_STATISTICS)
 
 
 class _Again:

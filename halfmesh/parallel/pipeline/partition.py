@@ -130,8 +130,8 @@ def resolve(
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
-    """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible; of those that are equal
-    in this, the more even ones."""
+    """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible. Where there is a choice
+    on the way, the more even runs are taken."""
     sums = [0.0, *accumulate(costs)]
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # by its end: largest sum, squares, bounds
     for run in range(1, count + 1):
