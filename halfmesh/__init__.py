@@ -54,8 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .options import Options
     from .parallel.context import ParallelContext
     from .parallel.deferred.creation import deferred_init, model_creation
-    from .parallel.pipeline.block_partition import BlockPartition
-    from .parallel.pipeline.pieces import Call, Piece
+    from .parallel.pipeline.pieces import BlockPartition, Call, Piece
     from .parallel.registries import AXES, DATA_STRATEGIES, PARTITIONERS, SCHEDULES, TENSOR_PLANS, TENSOR_STYLES
     from .parallel.tensor.plans import LayerPlan
     from .registry import Registry
@@ -111,8 +110,7 @@ _NAMES = {
     "log": ("get_logger",),
     "options": ("Options",),
     "parallel.context": ("ParallelContext",),
-    "parallel.pipeline.block_partition": ("BlockPartition",),
-    "parallel.pipeline.pieces": ("Call", "Piece"),
+    "parallel.pipeline.pieces": ("BlockPartition", "Call", "Piece"),
     "parallel.registries": ("AXES", "DATA_STRATEGIES", "PARTITIONERS", "SCHEDULES", "TENSOR_PLANS", "TENSOR_STYLES"),
     "parallel.tensor.plans": ("LayerPlan",),
     "registry": ("Registry",),

@@ -39,9 +39,9 @@ from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
 from .loop.same_trained import SameTrained
 from .parallel.context import AxisRanks, ParallelContext
-from .parallel.deferred.adoption import Adoption, adopt, refuse_late_use
 from .parallel.deferred.creation import build
-from .parallel.deferred.late import Late, arrange
+from .parallel.deferred.materialize import Materializer, make_materializer
+from .parallel.deferred.meta import MetaConversion, convert_to_meta, refuse_early_state
 from .parallel.gradient_sums import CompleteGradients, Reduction
 from .parallel.objects import is_alone
 from .summary import EffectivePlan, make_plan
@@ -111,8 +111,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     compat.raise_for(compat.check(settings, world_size, place.type))
     settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
     recipe = recipe_of(settings)
-    with Adoption() as adoption:
-        given = _build(given, adoption)
+    with MetaConversion() as conversion:
+        given = _build(given, conversion)
         plans = _refuse_problems(given, recipe, settings, place, world_size)
         group = launchers.ensure_process_group(
             place,
@@ -139,7 +139,7 @@ def _prepare(
     device: torch.device,
     group: launchers.OwnedGroup | None,
     plans: Plans,
-) -> tuple[ParallelContext, list[Any], Plans, Late | None]:
+) -> tuple[ParallelContext, list[Any], Plans, Materializer | None]:
     """Checks of all ranks together, before anything is changed."""
     others = config.parallel.mesh_sizes
     pp, tp = others.pop("pp"), others.pop("tp")
@@ -152,7 +152,7 @@ def _prepare(
     ]
     if data_strategy(config, context.dp_size).shards_model:
         inputs.refuse_uneven_evaluation(loaders[1], context)
-    late = arrange(given.model, context)
+    late = make_materializer(given.model, context)
     if late is not None:
         late.check = inputs.overflow_check(given.model, recipe)
     return context, loaders, plans, late
@@ -165,7 +165,7 @@ def _convert(
     context: ParallelContext,
     loaders: list[Any],
     plans: Plans,
-    late: Late | None,
+    late: Materializer | None,
 ) -> tuple[EngineParts, EffectivePlan]:
     """Parallelize and cast the model, and build the parts. From here on the user's objects change."""
     context.start_equal(given.model, given.optimizer)
@@ -279,16 +279,16 @@ def _load(config: Any) -> Config:
     return load_config(config)
 
 
-def _build(given: _Given, adoption: Adoption) -> _Given:
+def _build(given: _Given, conversion: MetaConversion) -> _Given:
     """Call what was given as a callable."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = build(given.model)
     if isinstance(given.model, nn.Module):
-        adopt(given.model, given.optimizer, adoption)
+        convert_to_meta(given.model, given.optimizer, conversion)
     takes_params = callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer)
     if takes_params and isinstance(given.model, nn.Module):
         given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
-        refuse_late_use(given.optimizer, given.model)
+        refuse_early_state(given.optimizer)
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
     if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
         given.lr_scheduler = given.lr_scheduler(given.optimizer)

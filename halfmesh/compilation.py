@@ -16,7 +16,7 @@ from torch import nn
 
 from ._torch import is_compiled
 from .parallel.activations.checkpoint import Checkpointed
-from .parallel.pipeline.block_partition import children_of
+from .parallel.pipeline.pieces import children_of
 
 if TYPE_CHECKING:
     from .config.schema import CompileConfig

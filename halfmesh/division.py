@@ -22,7 +22,7 @@ from .parallel.activations.offload import Offload
 from .parallel.axis import AppliedAxis, AxisInputs
 from .parallel.context import ParallelContext
 from .parallel.data_strategy import DataStrategy, StrategyInputs
-from .parallel.deferred.late import Late
+from .parallel.deferred.materialize import Materializer
 from .parallel.gradient_sums import Reduction
 from .parallel.reducer import ReduceOptions
 from .parallel.registries import AXES
@@ -81,7 +81,7 @@ class Division:
         plans: Plans,
         config: Config,
         context: ParallelContext,
-        late: Late | None = None,
+        late: Materializer | None = None,
     ) -> None:
         self.plans = plans
         self.late = late

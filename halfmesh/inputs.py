@@ -14,7 +14,7 @@ from ._torch import call_hooks, has_no_memory, is_compiled
 from .amp.precision import find_overflow, tensors_to_cast
 from .amp.recipe import HALF, Recipe
 from .errors import NO_BATCH, InputError, shorten
-from .parallel.deferred.adoption import recorded
+from .parallel.deferred.meta import recorded
 from .shard import foreign_params
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
         **_layout(parts),
         "compile": _compile(parts),
         "activations": _activations(parts),
-        "values": None if division.late is None else division.late.words,
+        "values": None if division.late is None else division.late.description,
         "batch": batch,
         "update": _update(parts),
         "memory": memory,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type = torch.Tensor) -> Any:
+def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
     """`tree` with `fn` applied to its tensors (or leaves of another `kind`); containers keep their type.
 
     Walks lists, tuples, named tuples, mappings (also dict subclasses such as a model's output class) and dataclass

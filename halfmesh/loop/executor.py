@@ -115,23 +115,23 @@ def make_executor(
     options: PipelineConfig,
 ) -> Executor:
     """The executor for a model that was cast and parallelized."""
-    cut = division.axes.get("pipeline")
-    if cut is None:
+    params = division.axes.get("pipeline")
+    if params is None:
         return DirectExecutor(model, precision, update, accumulation, division.around_call(model), division.same)
-    from ..parallel.pipeline.cut import StageCut
-    from ..parallel.pipeline.runner import Pipeline
-    from ..parallel.pipeline.stage import Surroundings
+    from ..parallel.pipeline.executor import Pipeline
+    from ..parallel.pipeline.stage import ForwardContext
+    from ..parallel.pipeline.stage_params import StageParameters
     from ..parallel.registries import SCHEDULES
     from .pipeline_executor import PipelineExecutor
 
-    assert isinstance(cut, StageCut)
-    cast_model(cut.skeleton.model, update.recipe)
-    surroundings = Surroundings(
+    assert isinstance(params, StageParameters)
+    cast_model(params.meta_model.model, update.recipe)
+    forward_context = ForwardContext(
         precision.autocast,
         lambda: division.drawing(model),
         lambda: division.host_random,
         division.saving(model),
     )
     schedule = SCHEDULES.get(options.schedule)
-    pipeline = Pipeline(model, cut.skeleton, cut.partition, schedule, context, surroundings)
+    pipeline = Pipeline(model, params, schedule, context, forward_context)
     return PipelineExecutor(model, pipeline, options, context, precision, update, accumulation, division.same)

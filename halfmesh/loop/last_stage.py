@@ -17,8 +17,8 @@ from ..amp.precision import Precision
 from ..amp.recipe import HALF
 from ..errors import InputError
 from ..log import get_logger
+from ..parallel.pipeline.fx_trace import unchanged
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.tracing import unchanged
 from ..parallel.rng import random_state, set_random_state
 from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation, LossReduction
@@ -130,7 +130,7 @@ def _refuse_other_ways(loss: torch.Tensor, output: Any, params: Collection[int])
         if node is None or node in ends or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in params or node.name() == "_EnterBackward":
+        if id(getattr(node, "variable", None)) in params or node.name() == "_UnpackBackward":
             raise InputError(
                 "the criterion's loss depends on the model otherwise than through its output (a penalty on weights, a "
                 "term that a layer keeps), but this rank has the last stage only. Let the model return such a term "

@@ -17,9 +17,9 @@ from ..errors import InputError
 from ..parallel.context import ParallelContext
 from ..parallel.gradient_sums import Reduction
 from ..parallel.objects import is_alone
+from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
-from ..parallel.pipeline.runner import Known, Pipeline, refuse_own_loss
 from ..parallel.same_calls import SameCalls, is_looked_at
 from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
@@ -42,7 +42,7 @@ class _Forward:
 
     calls: Sequence[Call]
     rows: int
-    known: Known
+    known: CallMetadata
     stamps: Sequence[tuple[int, int]]
     whole: Any
 
@@ -209,7 +209,7 @@ class PipelineExecutor:
         count = self._count(rows)
         calls = self._splitter.split(call, count, rows)
         known = self._pipeline.look_up(calls[0])
-        refuse_own_loss(known.crossings[-1])
+        refuse_own_loss(known.stages[-1])
         return _Forward(calls, rows, known, _stamps(calls), self._whole(call, count))
 
     def _whole(self, call: Call, count: int) -> Any:
@@ -217,7 +217,7 @@ class PipelineExecutor:
         if count == 1 or is_alone(self._context.group("pp")) or not is_looked_at(self._split_batches + 1):
             return None
         try:
-            return self._pipeline.look_up(call).crossings[-1].tree
+            return self._pipeline.look_up(call).stages[-1].tree
         except InputError:  # a model for microbatches of this size only
             return None
 
@@ -275,7 +275,7 @@ class PipelineExecutor:
         if self._pipeline.has_last:
             output = last.output()
         else:
-            one = self._precision.cast_output(forward.known.crossings[-1].tree)
+            one = self._precision.cast_output(forward.known.stages[-1].tree)
             count, device = len(forward.calls), self._context.device
             output = map_tensors(lambda t: torch.empty(_joined_shape(t, count), dtype=t.dtype, device=device), one)
         works = self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))

@@ -54,38 +54,38 @@ for _name, _style in {
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.sequence_styles:{_style}")
 TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.attention:Attention")
 BUILTIN_TENSOR_PLANS = {
-    "timm_attention": "layer_plans",
-    "timm_mlp": "layer_plans",
-    "timm_glu_mlp": "layer_plans",
-    "timm_swiglu": "layer_plans",
-    "timm_block": "layer_plans",
-    "timm_vit": "layer_plans",
-    "torch_attention": "layer_plans",
-    "torch_encoder": "layer_plans",
-    "torch_encoder_layer": "layer_plans",
-    "torch_decoder_layer": "layer_plans",
-    "hugging_face": "layer_plans",
-    "torchvision_vit_block": "model_plans",
-    "torchvision_swin_block": "model_plans",
-    "gpt2_attention": "model_plans",
-    "gpt2_mlp": "model_plans",
-    "bert_attention": "model_plans",
-    "bert_layer": "model_plans",
-    "t5_attention": "model_plans",
-    "t5_mlp": "model_plans",
-    "t5_gated_mlp": "model_plans",
+    "timm_attention": "timm:ATTENTION",
+    "timm_mlp": "timm:MLP",
+    "timm_glu_mlp": "timm:GLU_MLP",
+    "timm_swiglu": "timm:SWIGLU",
+    "timm_block": "timm:BLOCK",
+    "timm_vit": "timm:VIT",
+    "torch_attention": "torch_nn:ATTENTION",
+    "torch_encoder": "torch_nn:ENCODER",
+    "torch_encoder_layer": "torch_nn:ENCODER_LAYER",
+    "torch_decoder_layer": "torch_nn:DECODER_LAYER",
+    "hugging_face": "transformers:OWN_PLAN",
+    "torchvision_vit_block": "torchvision:VIT_BLOCK",
+    "torchvision_swin_block": "torchvision:SWIN_BLOCK",
+    "gpt2_attention": "transformers:GPT2_ATTENTION",
+    "gpt2_mlp": "transformers:GPT2_MLP",
+    "bert_attention": "transformers:BERT_ATTENTION",
+    "bert_layer": "transformers:BERT_LAYER",
+    "t5_attention": "transformers:T5_ATTENTION",
+    "t5_mlp": "transformers:T5_MLP",
+    "t5_gated_mlp": "transformers:T5_GATED_MLP",
 }
-"""Those that halfmesh brings, and the modules that have them."""
-for _name, _module in BUILTIN_TENSOR_PLANS.items():
-    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_module}:{_name.upper()}")
+"""Those that halfmesh brings, and where they are in `models`."""
+for _name, _plan in BUILTIN_TENSOR_PLANS.items():
+    TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_plan}")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {
-    "sequential": "pipelines:SEQUENTIAL",
-    "timm_vit": "pipelines:TIMM_VIT",
-    "hugging_face_llama": "transformers_pipeline:LLAMA",
-    "hugging_face_gpt2": "transformers_pipeline:GPT2",
-    "hugging_face_bert_classification": "transformers_pipeline:BERT_CLASSIFICATION",
-    "hugging_face_bert_masked": "transformers_pipeline:BERT_MASKED",
+    "sequential": "torch_nn:SEQUENTIAL_STAGES",
+    "timm_vit": "timm:VIT_STAGES",
+    "hugging_face_llama": "transformers:LLAMA_STAGES",
+    "hugging_face_gpt2": "transformers:GPT2_STAGES",
+    "hugging_face_bert_classification": "transformers:BERT_CLASSIFICATION_STAGES",
+    "hugging_face_bert_masked": "transformers:BERT_MASKED_STAGES",
 }.items():
     PARTITIONERS.register_lazy(_name, f"halfmesh.parallel.models.{_partition}")

@@ -9,7 +9,6 @@ from torch import nn
 
 from ..config import Config
 from ..division_plans import make_plans
-from ..parallel.pipeline.partition import all_entries
 from . import subject
 from .tracker import Tracker, dry_run_mode
 
@@ -24,24 +23,24 @@ def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -
         model = subject.make(reference, batch).model
         size = config.parallel.pipeline.size
         if size == 1:
-            return [_modules(model, all_names(model))]
+            return [_modules(all_names(model))]
         ranks = size * config.parallel.tensor.size
         partition = make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, ranks).partition
         assert partition is not None
-        entries = partition.entries(model)
+        stages = {name: partition.stages_of(name) for name in all_names(model)}
         return [
-            _modules(model, [e for e in all_names(model) if any(stage % size == rank for stage in entries[e])])
+            _modules([name for name, users in stages.items() if any(stage % size == rank for stage in users)])
             for rank in range(size)
         ]
 
 
-def all_names(model: nn.Module) -> list[tuple[str, str]]:
-    """Where the parameters are: a module's name, and their own there."""
-    return [entry for entry, value in all_entries(model) if isinstance(value, nn.Parameter)]
+def all_names(model: nn.Module) -> list[str]:
+    """All names of the parameters."""
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def _modules(model: nn.Module, entries: Iterable[tuple[str, str]]) -> list[str]:
-    return list(dict.fromkeys(block_of(".".join(filter(None, entry))) for entry in entries))
+def _modules(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(map(block_of, names)))
 
 
 def block_of(name: str) -> str:

@@ -17,9 +17,8 @@ from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.division import Division
 from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.context import ParallelContext
-from halfmesh.parallel.pipeline.cut import StageCut
-from halfmesh.parallel.pipeline.runner import Pipeline
-from halfmesh.parallel.pipeline.ties import TiedGradients
+from halfmesh.parallel.pipeline.executor import Pipeline
+from halfmesh.parallel.pipeline.stage_params import StageParameters, TiedGradients
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.tensor import collectives
 from halfmesh.parallel.tensor.gradients import TensorGradients
@@ -141,7 +140,7 @@ def scale_not_in_stage_loss(patch: pytest.MonkeyPatch) -> None:
 
 def norm_of_every_stage(patch: pytest.MonkeyPatch) -> None:
     """What several stages hold counts several times."""
-    patch.setattr(StageCut, "replicas", lambda self, param: 1)
+    patch.setattr(StageParameters, "replicas", lambda self, param: 1)
 
 
 def reduced_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -206,5 +206,5 @@ def loaded(path):
 @pytest.mark.parametrize("build", [replaced, loaded])
 def test_memory_from_elsewhere_cannot_be_written_down(build, tmp_path):
     torch.save(nn.Linear(4, 4).state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(InputError, match=r"got its memory in a way that cannot be written down"):
+    with pytest.raises(InputError, match=r"got its memory in a way that cannot be recorded"):
         made(partial(build, tmp_path / "weights.pt"))

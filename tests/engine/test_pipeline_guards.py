@@ -81,10 +81,6 @@ MODELS: dict[str, tuple[Any, str]] = {
         "the model's forward failed where it was run on tensors without data",
     ),
     "kept": (lambda: deep(KeepsTerm()), "2.term is kept on the model with its graph"),
-    "number": (
-        lambda: nn.Sequential(Gives(lambda x: 0.5), Takes(16, CLASSES)),
-        "a stage returns the number 0.5, which the next one would get once and for all",
-    ),
     "complex": (
         lambda: nn.Sequential(Gives(lambda x: x * 1j), Takes(16, CLASSES)),
         "complex tensors cannot be sent through a pipeline; pass real and imaginary part alone",
@@ -133,8 +129,6 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
     found["masters"] = said(engine.master_params)
     assert engine.step() is not None
     found["after"] = said(step, engine, x, y)
-    engine.model.register_forward_hook(lambda *_: None)
-    found["hook"] = said(engine, x)
     engine.close()
 
     for name, (make_model, _) in MODELS.items():
@@ -165,7 +159,7 @@ MESSAGES = {
     "read": "the loss is not computed before engine.backward(loss) under a pipeline",
     "scaled": "To change the loss (scale it, add to it) do so in the criterion",
     "targets": "engine.criterion(...): target has 5 rows, and the batch has 8",
-    "rows": "engine(...): argument 2 has 3 rows, and input has 8; arguments are split into microbatches",
+    "rows": "engine(...): argument 2 has 3 rows, and the batch has 8; arguments are split into microbatches",
     "names": "engine.criterion(...): weight has 8 items, as many as the batch has rows",
     "numpy target": f"engine.criterion(...): {NO_TENSOR}",
     "boxes": NO_TENSOR,
@@ -181,7 +175,6 @@ MESSAGES = {
     "not kept": "the output of engine(...) was not kept: set parallel = dict(pipeline=dict(..., keep_outputs=True))",
     "masters": "engine.master_params() was called between backward and step",
     "after": "nothing",
-    "hook": "the model itself: hooks were registered on it",
     **{name: message for name, (_, message) in MODELS.items()},
     "different": "the 2 ranks of a pipeline were given different inputs",
     "given again": "model: this rank holds a part of it for another engine",

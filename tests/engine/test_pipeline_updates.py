@@ -42,7 +42,7 @@ class Annealed(nn.Module):
         self.doubles = False
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        rows = len(x)
+        rows = x.size(0)
         assert x.dim() == 2, "a batch is needed"
         x = self.first(x) * self.alpha * scale
         if x.shape[0] != rows:

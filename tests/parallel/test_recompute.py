@@ -33,12 +33,12 @@ class Counting(nn.Module):
     def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.register_buffer("factor", torch.ones(()))
-        self.in_place, self.moves = in_place, True
+        self.in_place = in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.moves and self.in_place:
+        if self.in_place:
             self.factor.mul_(1.125)
-        elif self.moves:
+        else:
             self.factor = self.factor * 1.125
         return x * self.factor.clone()
 
@@ -276,40 +276,7 @@ def test_the_model_stays_what_it_is():
     assert [list(vars(module)) for module in model.modules()] == attributes
 
 
-def test_a_buffer_that_changes_in_some_calls_is_refused():
-    engine = make_engine(FULL, model=Deep("buffer in place"))
-    x = torch.randn(8, FEATURES)
-    norm = engine.model.blocks[0].norm
-    norm.moves = False
-    engine(x)
-    norm.moves = True
-    with pytest.raises(InputError, match=r"Block changes its buffer norm.factor in some calls and not in others"):
-        engine(x)
-
-
-class Caching(nn.Linear):
-    def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
-        return super().forward(x)
-
-
-class Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Caching(2, 2)
-
-    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        return self.layer(x, past_key_values=cache)
-
-
-def test_a_cache_is_refused_in_training():
-    engine = make_engine({"activation_checkpoint": {"patterns": ["layer"]}}, model=Cached())
-    engine(torch.zeros(2))
-    with pytest.raises(InputError, match=r"Caching was called with past_key_values.*twice.*use_cache=False"):
-        engine(torch.zeros(2), cache=[])
-    engine.eval()(torch.zeros(2), cache=[])
-
-
-def test_a_cache_of_transformers_is_refused_by_whatever_name():
+def test_a_cache_of_transformers_is_refused():
     hf = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=8))

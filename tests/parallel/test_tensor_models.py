@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfmesh.parallel.models.layer_plans import HuggingFacePlan, _is_of_experts
+from halfmesh.parallel.models.transformers import HuggingFacePlan, _is_of_experts
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import divide, parity, random, refusal, refused
 

@@ -69,12 +69,12 @@ def check_pieces(
 
 
 def _compose(model: nn.Module, pieces: Sequence[Piece], args: Any, kwargs: Any, view: Any) -> Any:
-    call, carry = Call(args, kwargs), None
+    call, activations = Call(args, kwargs), None
     for piece in pieces:
         if piece.prepare is not None:
             piece.prepare(model, call)
-        carry = piece.run(view(model, piece), call.afresh(), carry)
-    return carry
+        activations = piece.run(view(model, piece), call.afresh(), activations)
+    return activations
 
 
 def _whole(model: nn.Module, piece: Piece) -> nn.Module:

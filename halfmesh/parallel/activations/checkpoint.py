@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..._torch import RUNNING_STATISTICS, edit_stamp
+from ..._torch import RUNNING_STATISTICS
 from ...errors import InputError
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -27,18 +27,6 @@ _ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable": 4,
 }
 """Operators, and the place of `dropout_p` among their arguments."""
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""The names by which Hugging Face's blocks take a cache before transformers 5.24. Since then it is `cache`, a name that
-models of one's own use for other things: there its class decides."""
-
-Place = tuple[str, str]
-"""The path of a module, and a name of its."""
-
-
-def _is_cache(name: str, value: Any) -> bool:
-    if name == "cache":
-        return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
-    return name in _CACHES and value is not None
 
 
 class Checkpointed:
@@ -63,7 +51,7 @@ class Checkpointed:
         self._before = vars(module).get("forward")  # the user's own, for this very module
         self._keep_products = keep_products
         self._saving = saving
-        self._changing: set[Place] | None = None
+        self._changing: set[str] | None = None
         module.forward = self
 
     def remove(self) -> None:
@@ -83,7 +71,7 @@ class Checkpointed:
         if not (self._module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         self._refuse_caches(kwargs)
-        before, stamps = self._look()
+        before = self._copy_changing()
         training = [module.training for module in self._module.modules()]
         again = functools.partial(self._again, training, before)
         names = tuple(kwargs)
@@ -101,7 +89,8 @@ class Checkpointed:
         with self._saving():
             # No names: torch would neither save tensors among them nor look there for the device of random numbers.
             output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
-        self._compare(before, stamps)
+        if self._changing is None:
+            self._find_changing(before)
         return output
 
     def __reduce__(self) -> Any:
@@ -111,7 +100,7 @@ class Checkpointed:
 
     def _refuse_caches(self, kwargs: dict[str, Any]) -> None:
         for name, value in kwargs.items():
-            if _is_cache(name, value):
+            if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
                 raise InputError(
                     f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would "
                     "add its keys and values twice; training needs none: call the model with use_cache=False, or set "
@@ -120,57 +109,49 @@ class Checkpointed:
 
     # -- buffers -----------------------------------------------------------------------------------------------
 
-    def _look(self) -> tuple[dict[Place, torch.Tensor], dict[Place, Any]]:
-        """Before a forward: copies of the buffers that it changes, and stamps of the others.
+    def _copy_changing(self) -> dict[str, torch.Tensor]:
+        """Before a forward: copies of the buffers that it changes; which these are is found out in the first call.
 
-        Which these are is found out in the first call. Statistics of norms are left out: while a norm trains, what it
-        returns does not depend on them.
+        Statistics of norms are left out: while a norm trains, what it returns does not depend on them.
         """
-        watched = {place: buffer for place, buffer in self._buffers() if not self._is_statistic(place)}
-        copied = watched.keys() if self._changing is None else self._changing & watched.keys()
-        before = {place: watched[place].detach().clone() for place in copied}
-        return before, {place: edit_stamp(watched[place]) for place in watched.keys() - copied}
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in self._buffers()
+            if not self._is_statistic(name) and (self._changing is None or name in self._changing)
+        }
 
-    def _compare(self, before: dict[Place, torch.Tensor], stamps: dict[Place, Any]) -> None:
-        """After it: keep the copies of those that it has changed."""
+    def _find_changing(self, before: dict[str, torch.Tensor]) -> None:
+        """After the first call: keep the copies of those that it has changed."""
         after = dict(self._buffers())
-        if self._changing is None:
-            self._changing = {p for p in before if p not in after or not torch.equal(before[p], after[p])}
-            for place in before.keys() - self._changing:
-                del before[place]
-        for place, stamp in stamps.items():
-            if place not in after or edit_stamp(after[place]) != stamp:
-                raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} changes its buffer "
-                    f"{'.'.join(filter(None, place))} in some calls and not in others, and computing it again would "
-                    "start from another value; leave this module out, with activation_checkpoint = "
-                    "dict(patterns=[...])"
-                )
+        self._changing = {n for n in before if n not in after or not torch.equal(before[n], after[n])}
+        for name in before.keys() - self._changing:
+            del before[name]
 
     @contextmanager
-    def _again(self, training: Sequence[bool], before: dict[Place, torch.Tensor]) -> Iterator[None]:
+    def _again(self, training: Sequence[bool], before: dict[str, torch.Tensor]) -> Iterator[None]:
         """The modules train as they did, and buffers are copies, from which nothing comes back."""
-        modules, owners = list(self._module.modules()), dict(self._module.named_modules())
-        now, originals = [module.training for module in modules], dict(self._buffers())
+        modules, originals = list(self._module.modules()), dict(self._buffers())
+        now = [module.training for module in modules]
         _set_training(modules, training)
-        for place, buffer in originals.items():
-            path, name = place
-            if place in before or self._is_statistic(place):
-                setattr(owners[path], name, before.get(place, buffer).detach().clone())
+        for name, buffer in originals.items():
+            if name in before or self._is_statistic(name):
+                self._set_buffer(name, before.get(name, buffer).detach().clone())
         try:
             yield
         finally:
-            for (path, name), buffer in originals.items():
-                setattr(owners[path], name, buffer)
+            for name, buffer in originals.items():
+                self._set_buffer(name, buffer)
             _set_training(modules, now)
 
-    def _buffers(self) -> Iterator[tuple[Place, torch.Tensor]]:
-        for path, module in self._module.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                yield (path, name), buffer
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._module.named_buffers(remove_duplicate=False)
 
-    def _is_statistic(self, place: Place) -> bool:
-        return isinstance(self._module.get_submodule(place[0]), RUNNING_STATISTICS)
+    def _set_buffer(self, name: str, value: torch.Tensor) -> None:
+        path, _, own = name.rpartition(".")
+        setattr(self._module.get_submodule(path), own, value)
+
+    def _is_statistic(self, name: str) -> bool:
+        return isinstance(self._module.get_submodule(name.rpartition(".")[0]), RUNNING_STATISTICS)
 
 
 class _Again:

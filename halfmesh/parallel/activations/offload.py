@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
@@ -197,8 +197,3 @@ def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def host_bytes(packed: Iterable[Any]) -> int:
-    """How many bytes of `packed` wait on the host."""
-    return sum(one.host.numel() * one.host.element_size() for one in packed if isinstance(one, _OnHost))

@@ -44,7 +44,6 @@ def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             with recording:
                 yield
-        recording.exit_build()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ made, in which order, or where. They are not those of an ordinary build, which d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ import torch
 from ..._torch import DATA_NEEDED, FakeTensorMode
 from ...errors import InputError
 from ...tensors import map_tensors, tensors_of
-from .tape import Constant, Made, Op, Tape, View, find, map_leaves
+from .operations import Constant, Op, Operations, View, find
 
 
 class Recording(FakeTensorMode):
-    """A mode in which tensors have no memory. What is done to them is written down, also after the mode was left.
+    """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left.
 
     Args:
         from_rank0: values will not be made from it where rank 0 has them.
@@ -29,13 +29,12 @@ class Recording(FakeTensorMode):
     def __init__(self, from_rank0: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.from_rank0 = from_rank0
-        self._tape = Tape()
+        self._operations = Operations()
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # or numbers would be given twice
         self._answers = hashlib.sha256()
         self._is_inside = False
         self._is_over = False
-        self._latest: Made | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_inside:  # an operator that is made of others
@@ -51,10 +50,6 @@ class Recording(FakeTensorMode):
     def __deepcopy__(self, memo: Any) -> Recording:
         return self  # copies of a tensor are of the same recording
 
-    def exit_build(self) -> None:
-        """The build is over: what was kept to answer its questions is not needed any more."""
-        self._latest = None
-
     def end(self) -> None:
         """A model of it has its values now: what still has none, gets none."""
         self._is_over = True
@@ -62,45 +57,35 @@ class Recording(FakeTensorMode):
     def digest(self) -> str:
         """The same where all values will be the same, if the seeds are."""
         known = self._answers.copy()
-        for op in self._tape.ops:
+        for op in self._operations.ops:
             known.update(op.describe().encode())
         return known.hexdigest()
 
     @property
     def seeds(self) -> list[int | None]:
         """Of each operator; None of those that draw nothing."""
-        return [op.seed for op in self._tape.ops]
+        return [op.seed for op in self._operations.ops]
 
     @seeds.setter
     def seeds(self, seeds: Sequence[int | None]) -> None:
-        for op, seed in zip(self._tape.ops, seeds, strict=True):
+        for op, seed in zip(self._operations.ops, seeds, strict=True):
             op.seed = seed
-
-    @torch.no_grad()
-    def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor of this recording, in memory of its own."""
-        return self.value_of(self.view(tensor))
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def value_of(self, view: View) -> torch.Tensor:
-        """The value of what `view` has said of a tensor of this recording."""
-        return view.of(self._tape.make(view.memory))
+    def value(self, view: View) -> torch.Tensor:
+        """The value of what `view` has said of a tensor of this recording, in memory of its own."""
+        return view.of(self._operations.make(view.memory))
 
-    def is_drawn(self, tensor: torch.Tensor) -> bool:
-        """Whether random numbers are in the value of a tensor of this recording."""
-        return bool(self._tape.seeds_of(self.view(tensor).memory))
+    def is_random(self, view: View) -> bool:
+        """Whether random numbers are in the value."""
+        return self._operations.is_random(view.memory)
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
         key, shape = id(tensor.untyped_storage()), tuple(tensor.shape)
-        if key not in self._numbers:
+        if key not in self._numbers or tensor.is_conj() or tensor.is_neg():
             raise _unknown(shape)
-        if tensor.is_conj() or tensor.is_neg():
-            raise InputError(
-                f"a tensor of shape {shape} is a conjugated or negated view, which cannot be made later; build the "
-                "model as usual, and pass the model itself"
-            )
         return View(self._numbers[key], tensor.dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()))
 
     # -- recording ---------------------------------------------------------------------------------------------
@@ -116,11 +101,8 @@ class Recording(FakeTensorMode):
                 "and initialize, which gives values to parameters, buffers and attributes of modules, has not seen it; "
                 "make copies of a model (an average of its weights), criteria and data outside, or after initialize"
             )
-        self._refuse_odd(found)
         if find((args, kwargs), torch.UntypedStorage):
             raise _unknown(tuple(found[0].shape))
-        if len({recording_of(t) for t in found} - {None}) > 1:
-            args, kwargs = map_tensors(self._take_over, (args, kwargs))
         written = tensors_of(_written(func, args, kwargs))
         if any(_mode_of(t) is not self for t in written):
             return func(*self._with_values(args), **self._with_values(kwargs))
@@ -128,44 +110,20 @@ class Recording(FakeTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DATA_NEEDED:
             return self._answer(func, args, kwargs)
-        self._refuse_odd(tensors_of(result))
         self._note(func, args, kwargs, written, result)
         return result
-
-    def _refuse_odd(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.layout != torch.strided:
-                kind = str(tensor.layout).removeprefix("torch.")
-                raise InputError(
-                    f"a tensor of shape {tuple(tensor.shape)} is {kind}, which cannot be made later; build the model "
-                    "as usual, and pass the model itself"
-                )
-
-    def _take_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of another recording: its value."""
-        other = recording_of(tensor)
-        return tensor if other is None or other is self else other.value(tensor)
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What somebody asks of values, which are made for it."""
         with torch.no_grad():
             result = func(*self._with_values(args), **self._with_values(kwargs))
-        self._answers.update(
-            repr(map_leaves(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, result)).encode()
-        )
+        self._answers.update(repr(map_tensors(lambda tensor: tensor.tolist(), result)).encode())
         return result
 
     def _with_values(self, tree: Any) -> Any:
-        def value(tensor: torch.Tensor) -> torch.Tensor:
-            if _mode_of(tensor) is not self:
-                return tensor
-            view = self.view(tensor)
-            self._latest = self._tape.go_on(view.memory, self._latest)
-            return view.of(self._latest.storages[view.memory])
+        return map_tensors(lambda t: self.value(self.view(t)) if _mode_of(t) is self else t, tree)
 
-        return map_tensors(value, tree)
-
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], written: Iterable[Any], result: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Any], result: Any) -> None:
         made: list[tuple[int, torch.Tensor]] = []
         known = set(self._numbers)
         for place, tensor in enumerate(tensors_of(result)):
@@ -181,7 +139,7 @@ class Recording(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             generators = find((args, kwargs), torch.Generator)
             op.seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
-        self._tape.add(op)
+        self._operations.add(op)
 
     def _number(self, tensor: torch.Tensor) -> int:
         key = id(tensor.untyped_storage())
@@ -190,19 +148,14 @@ class Recording(FakeTensorMode):
         return key
 
     def _described(self, tree: Any) -> Any:
-        def describe(tensor: torch.Tensor) -> Any:
-            if _mode_of(tensor) is self:
-                return self.view(tensor)
-            return Constant.of(tensor)
-
-        return map_tensors(describe, tree)
+        return map_tensors(lambda t: self.view(t) if _mode_of(t) is self else Constant.of(t), tree)
 
 
 def _unknown(shape: tuple[int, ...]) -> InputError:
     return InputError(
-        f"a tensor of shape {shape} got its memory in a way that cannot be written down (torch.load or safetensors "
-        "while the model is built without memory, or `tensor.data = ...` of one with values); load before, or after it "
-        "is built: model.load_state_dict"
+        f"a tensor of shape {shape} got its memory in a way that cannot be recorded (torch.load or safetensors while "
+        "the model is built without memory, `tensor.data = ...` of one with values, a conjugated view); load before, "
+        "or after it is built (model.load_state_dict), or build the model as usual"
     )
 
 

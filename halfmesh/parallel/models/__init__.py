@@ -1,6 +1,5 @@
-"""What halfmesh knows of the models of timm, torch.nn, torchvision and transformers. Their classes are named, not
-imported.
+"""What halfmesh knows of each library's models: how their layers are divided over tensor ranks (`LayerPlan`), and how
+they are cut into the stages of a pipeline (`BlockPartition`). Classes are named, not imported.
 
-layer_plans, model_plans       tensor plans
-pipelines, transformers_pipeline       how models are cut into stages
+torch_nn, timm, torchvision, transformers      a library each
 """

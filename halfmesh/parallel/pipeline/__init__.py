@@ -1,8 +1,10 @@
 """The pipeline axis: a model is cut into stages, and batches go through them in microbatches.
 
-partition, block_partition, pieces     where a model is cut: by its modules
-tracing, questions, graph_pieces, traced       or by a trace of its forward
-cut, ties          this rank keeps the parameters of its stages; those that stages share
-skeleton, boundary the shapes of what is sent between stages
-stage, schedules, microbatches, runner         stages run
+axis                       the keys, and what does not fit
+pieces, partition          the pieces of a model, and which of them make a stage
+fx_trace, fx_split         the pieces of a model that nobody knows: a trace of its forward, cut at modules
+stage_params               this rank keeps the parameters of its stages; those that stages share
+shape_inference            what each stage returns, found without data
+transport, stage           what is sent, and a stage as torch's schedules call it
+schedules, microbatches, executor      batches go through the stages
 """

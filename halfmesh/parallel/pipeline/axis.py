@@ -1,16 +1,27 @@
-"""`parallel.pipeline` as an axis of the mesh: each rank has some of the model's stages."""
+"""`parallel.pipeline` as an axis of the mesh: each rank has some of the model's stages. And whether a model and its
+batches fit it, before the model is split."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn, optim
+
+from ..._torch import is_compiled
+from ...errors import did_you_mean, shorten
+from ...log import get_logger
 from ..axis import Axis, AxisInputs, PlanInputs
 from ..registries import SCHEDULES
 
 if TYPE_CHECKING:
-    from .cut import StageCut
     from .partition import Partition
+    from .stage_params import StageParameters
+
+_log = get_logger(__name__)
+
+_OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
+"""Options that act on all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
 
 
 class PipelineParallelism(Axis):
@@ -33,14 +44,82 @@ class PipelineParallelism(Axis):
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Partition | None, list[str]]:
-        from .checks import find_optimizer_problem, make_partition
+        from .partition import resolve
 
-        problem = find_optimizer_problem(inputs.optimizer)
-        partition, more = make_partition(inputs.model, inputs.criterion, inputs.dataloader, inputs.options)
-        return partition, [*([] if problem is None else [problem]), *more]
+        model, options = inputs.model, inputs.options
+        _warn_of_sequences(model)
+        partition, problems = resolve(model, options.size, options.chunks, options.partition)
+        return partition, [
+            *_find_optimizer_problem(inputs.optimizer),
+            *_find_module_problems(model),
+            *(f"parallel.pipeline: {problem}" for problem in problems),
+            *_find_unknown_arguments(model, inputs.criterion, options.non_split),
+            *_find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
+        ]
 
     @staticmethod
-    def apply(inputs: AxisInputs) -> StageCut:
-        from .cut import StageCut
+    def apply(inputs: AxisInputs) -> StageParameters:
+        from .stage_params import StageParameters
 
-        return StageCut(inputs.model, inputs.optimizer, inputs.plan, inputs.context)
+        return StageParameters(inputs.model, inputs.optimizer, inputs.plan, inputs.context)
+
+
+def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:
+    """Why `optimizer` cannot step the parameters of one stage by themselves."""
+    for group in optimizer.param_groups:
+        for key in filter(group.get, _OF_ALL_PARAMETERS):
+            yield (
+                f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all its "
+                "parameters together, but each rank of a pipeline holds its stage's only; set it to None (for clipping "
+                "there is clip_grad_norm in the config), or use another optimizer"
+            )
+            return
+
+
+def _find_module_problems(model: nn.Module) -> Iterator[str]:
+    if any(is_compiled(module) for module in model.modules()):
+        yield "the model is compiled, and cannot be cut any more; pass it uncompiled"
+    synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synced:
+        yield (
+            f"{shorten(synced)}: SyncBatchNorm joins all ranks, but other stages do not have the layer; use BatchNorm, "
+            "whose running statistics are averaged over the data ranks"
+        )
+
+
+def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequence[str]) -> Iterator[str]:
+    """Names in `non_split` that neither the model nor the criterion takes."""
+    from .microbatches import parameter_names
+
+    known = [name for what in (model, criterion) if what is not None for name in parameter_names(what)]
+    takes_anything = any(name.startswith("*") for name in known)
+    for name in () if takes_anything else non_split:
+        if name not in known:
+            yield (
+                f"parallel.pipeline.non_split: neither {type(model).__name__}.forward nor the criterion has an "
+                f"argument {name!r}{did_you_mean(name, known)}; they have {', '.join(known)}"
+            )
+
+
+def _find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
+    if isinstance(size, int) and size % microbatches:
+        below = size // microbatches * microbatches
+        near = f"{below} or {below + microbatches}" if below else str(microbatches)
+        fitting = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - microbatches))
+        yield (
+            f"parallel.pipeline.microbatches={microbatches} does not divide the dataloader's batch_size={size}; use "
+            f"batch_size={near}, or microbatches={fitting}"
+        )
+
+
+def _warn_of_sequences(model: nn.Module) -> None:
+    """Layers of torch that by default take the sequence, and not the batch, as their first dim."""
+    kinds = (nn.MultiheadAttention, nn.RNNBase)
+    found = [n for n, module in model.named_modules() if isinstance(module, kinds) and not module.batch_first]
+    if found:
+        _log.warning(
+            "%s take(s) [sequence, batch, ...] (batch_first=False), but a pipeline splits dim 0 of what the model is "
+            "called with; if that is the sequence, transpose within the model, or build the layers with "
+            "batch_first=True",
+            shorten(found),
+        )

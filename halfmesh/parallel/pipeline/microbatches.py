@@ -31,32 +31,16 @@ class Splitter:
         self.name = name
 
     def batch_size(self, call: Call) -> int | None:
-        """Rows of the first tensor that is split; None if there is none.
-
-        Raises:
-            InputError: other tensors have other numbers of rows.
-        """
-        sizes = [
-            (name, tensor.shape[0])
-            for name, value in self._named(call)
-            if name not in self.non_split
-            for tensor in tensors_of(value)
-            if tensor.dim()
-        ]
-        if not sizes:
-            return None
-        first, rows = sizes[0]
-        for name, size in sizes:
-            if size != rows:
-                raise InputError(
-                    f"{self.name}: {name} has {size} rows, and {first} has {rows}; arguments are split into "
-                    "microbatches along their first dim. Name those without a batch dim in parallel.pipeline.non_split="
-                    f"({name!r},)"
-                )
-        return rows
+        """Rows of the first tensor that is split; None if there is none."""
+        found = (t for name, value in self._named(call) if name not in self.non_split for t in tensors_of(value))
+        return next((tensor.shape[0] for tensor in found if tensor.dim()), None)
 
     def split(self, call: Call, count: int, rows: int) -> list[Call]:
-        """The call in `count` equal parts of `rows` rows in all."""
+        """The call in `count` equal parts of `rows` rows in all.
+
+        Raises:
+            InputError: a tensor has another number of rows, or what is no tensor would have to be split.
+        """
         named = self._named(call)
         parts: list[list[Any]] = [[] for _ in range(count)]
         for name, value in named:
@@ -80,8 +64,9 @@ class Splitter:
                 return tensor
             if tensor.shape[0] != rows:
                 raise InputError(
-                    f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; name arguments without "
-                    f"a batch dim in parallel.pipeline.non_split=({name!r},)"
+                    f"{self.name}: {name} has {tensor.shape[0]} rows, and the batch has {rows}; arguments are split "
+                    "into microbatches along their first dim. Name those without a batch dim in "
+                    f"parallel.pipeline.non_split=({name!r},)"
                 )
             return tensor.chunk(count)[index]
 

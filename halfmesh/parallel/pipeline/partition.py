@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf
 
 import torch
 from torch import nn
@@ -13,17 +12,12 @@ from torch import nn
 from ..._torch import call_hooks
 from ...errors import InputError, RegistryError, shorten
 from ..registries import PARTITIONERS
-from .block_partition import children_of
-from .pieces import Piece
-from .traced import TracedPartition, takes_any_arguments
+from .fx_split import split_at, takes_any_arguments
+from .pieces import Piece, children_of
 
 
 class UnknownModelError(InputError):
     """No partitioner knows the model."""
-
-
-Entry = tuple[str, str]
-"""Where a parameter or buffer is: its module's name, and its own there."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +55,17 @@ class Partition:
             if not any(_is_used(name, piece) for piece in self.pieces)
         ]
 
-    def entries(self, model: nn.Module) -> dict[Entry, list[int]]:
-        """For each parameter and buffer of `model` the stages that use it; what no piece uses is in the first."""
-        users: dict[Entry, list[int]] = {entry: [] for entry, _ in all_entries(model)}
-        for index, stage in enumerate(self.stages):
-            for piece in stage:
-                for entry, stages in users.items():
-                    if index not in stages and _is_used(".".join(filter(None, entry)), piece):
-                        stages.append(index)
-        return {entry: stages or [0] for entry, stages in users.items()}
+    def stages_of(self, name: str) -> list[int]:
+        """The stages that use the parameter or buffer of that name; the first, if no piece uses it."""
+        found = [i for i, stage in enumerate(self.stages) if any(_is_used(name, piece) for piece in stage)]
+        return found or [0]
+
+    def holders(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        """For each parameter and buffer, by its id, the ranks of the pipeline that use it under any of its names."""
+        ranks: dict[int, set[int]] = {}
+        for name, tensor in all_tensors(model):
+            ranks.setdefault(id(tensor), set()).update(stage % self.size for stage in self.stages_of(name))
+        return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
 
 def count_parameters(model: nn.Module, piece: Piece) -> float:
@@ -89,7 +85,7 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str]) -> Sequence[Pi
         InputError: no partitioner knows the model, or it cannot be cut so.
     """
     if not isinstance(partition, str):
-        return TracedPartition(partition).pieces_of(model)
+        return split_at(model, partition)
     try:
         known = PARTITIONERS.each() if partition == "auto" else [(partition, PARTITIONERS.get(partition))]
     except RegistryError as error:
@@ -126,78 +122,49 @@ def resolve(
             f"{stages_text} needs {count} stages, but {type(model).__name__} has {len(pieces)} pieces only ({names}); "
             f"use fewer stages ({len(pieces)} at most), or a model with more blocks"
         ]
-    found = _deal(pieces, [count_parameters(model, piece) for piece in pieces], count, size)
+    costs = [count_parameters(model, piece) for piece in pieces]
+    runs = list(pairwise(divide(costs, count)))
+    stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
+    found = Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))
     return found, list(_find_problems(model, found))
 
 
-def _deal(pieces: Sequence[Piece], costs: Sequence[float], count: int, size: int) -> Partition:
-    """`pieces` in `count` stages."""
-    runs = list(pairwise(divide(costs, count)))
-    stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
-    return Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))
-
-
 def divide(costs: Sequence[float], count: int) -> list[int]:
-    """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible; of those that are equal
-    in this, the ones with the smallest sum of squares."""
+    """Bounds of `count` runs of `costs`, none empty, whose largest sum is as small as possible. Where there is a choice
+    on the way, the more even runs are taken."""
     sums = [0.0, *accumulate(costs)]
-    largest, _ = _search(sums, count, max, inf)
-    _, bounds = _search(sums, count, lambda squares, cost: squares + cost * cost, largest)
-    return bounds
-
-
-def _search(
-    sums: Sequence[float], count: int, add: Callable[[float, float], float], limit: float
-) -> tuple[float, list[int]]:
-    """The smallest value that `add` gives over all runs, none of which costs more than `limit`; and their bounds.
-
-    Args:
-        sums: of the first 0, 1, ... costs.
-        add: the value of some runs and the cost of the next one to the value of all of them; it grows with both.
-    """
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # by its end: largest sum, squares, bounds
     for run in range(1, count + 1):
-        following = {}
-        for end in range(run, len(sums) - (count - run)):
-            options = [
-                (add(value, sums[end] - sums[begin]), [*bounds, end])
-                for begin, (value, bounds) in best.items()
-                if begin < end and sums[end] - sums[begin] <= limit
-            ]
-            if options:
-                following[end] = min(options)
-        best = following
-    return best[len(sums) - 1]
+        best = {
+            end: min(
+                (max(largest, cost), squares + cost * cost, [*bounds, end])
+                for begin, (largest, squares, bounds) in best.items()
+                for cost in [sums[end] - sums[begin]]
+                if begin < end
+            )
+            for end in range(run, len(sums) - (count - run))
+        }
+    return best[len(costs)][2]
 
 
-def all_entries(model: nn.Module) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """Every parameter and buffer at each place where it is."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield (path, name), value
-        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield (path, name), value
+def all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """For each name of a parameter or buffer the first one that the same tensor has."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(tensor), name)
-        for entry, tensor in all_entries(model)
-        for name in [".".join(filter(None, entry))]
-    }
+    return {name: first.setdefault(id(tensor), name) for name, tensor in all_tensors(model)}
 
 
 def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
-    users = partition.entries(model)
-    ranks: dict[int, set[int]] = {}  # of a tensor, wherever it is: by its id
-    for entry, tensor in all_entries(model):
-        ranks.setdefault(id(tensor), set()).update(stage % partition.size for stage in users[entry])
+    ranks = partition.holders(model)
     shared = [
-        ".".join(filter(None, entry))
-        for entry, tensor in all_entries(model)
-        if entry[1].startswith("running_") and len(ranks[id(tensor)]) > 1
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name.rpartition(".")[2].startswith("running_") and len(ranks[id(buffer)]) > 1
     ]
     if shared:
         yield (

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from .boundary import Crossing, enter, leave, tie
 from .pieces import Call, Piece
+from .transport import StageMetadata, pack, require_gradients, unpack
 
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ForwardContext:
     """What a stage's forward runs in.
 
     Attributes:
-        scope: around the forward, as autocast.
+        autocast: around the forward.
         random: around each forward, so that it draws the model's own random numbers.
         host_random: around a batch, for what it draws from python's and numpy's generators. (Changing those costs more
             than the forward of a small stage.)
         saving: around each forward, for what autograd saves of it.
     """
 
-    scope: Scope
+    autocast: Scope
     random: Scope
     host_random: Scope = nullcontext
     saving: Scope = nullcontext
@@ -42,12 +42,12 @@ class Batch:
     Attributes:
         calls: one for each microbatch.
         finish: called as finish(output, index) on the last stage; returns what backward begins with (0-dim).
-        crossings: what each stage returns.
+        metadata: what each stage returns.
     """
 
     calls: Sequence[Call]
     finish: Callable[[Any, int], torch.Tensor]
-    crossings: Sequence[Crossing] = field(repr=False)
+    metadata: Sequence[StageMetadata] = field(repr=False)
 
 
 class StageModule(nn.Module):
@@ -57,51 +57,50 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, pieces: Sequence[Piece], index: int, count: int, surroundings: Surroundings
+        self, model: nn.Module, pieces: Sequence[Piece], index: int, count: int, context: ForwardContext
     ) -> None:
         super().__init__()
         self._model = (model,)  # a tuple hides it from nn.Module
         self.pieces = tuple(pieces)
         self.index = index
         self.is_last = index == count - 1
-        self._surroundings = surroundings
+        self._context = context
         self.batch: Batch | None = None
 
-    def compute(self, call: Call, carry: Any) -> Any:
-        """The stage's forward: what leaves it, or the model's output."""
-        call = call.afresh()
-        around = self._surroundings
-        with around.random(), around.scope(), around.saving():
+    def compute(self, call: Call, activations: Any) -> Any:
+        """The stage's forward: what the next stage takes, or the model's output."""
+        call, context = call.afresh(), self._context
+        with context.random(), context.autocast(), context.saving():
             for piece in self.pieces:
-                carry = piece.run(self._model[0], call, carry)
-        return carry
+                activations = piece.run(self._model[0], call, activations)
+        return activations
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, number = self.batch, int(index)  # on the CPU: no device is waited for
         assert batch is not None
-        carry, anchors = enter(received, batch.crossings[self.index - 1]) if received else (None, [])
-        carry = self.compute(batch.calls[number], carry)
+        activations, anchors = unpack(received, batch.metadata[self.index - 1]) if received else (None, [])
+        activations = self.compute(batch.calls[number], activations)
         if self.is_last:
             # As float64 it can carry any loss without rounding what flows back.
-            with self._surroundings.random():  # the criterion runs here only, and may draw, too
-                loss = batch.finish(carry, number)
-            return tie([loss.double().reshape(1)], anchors)
-        return tie(leave(carry, batch.crossings[self.index]), anchors)
+            with self._context.random():  # the criterion runs here only, and may draw, too
+                loss = batch.finish(activations, number)
+            return require_gradients([loss.double().reshape(1)], anchors)
+        return require_gradients(pack(activations, batch.metadata[self.index]), anchors)
 
 
 def make_stage(
-    module: StageModule, crossings: Sequence[Crossing], device: torch.device, group: Any, last: Callable[[], None]
+    module: StageModule, metadata: Sequence[StageMetadata], device: torch.device, group: Any, last: Callable[[], None]
 ) -> PipelineStage:
     """torch's stage around `module`, with all that it would find out by sending told beforehand.
 
     Args:
         last: called before the last backward of a step.
     """
-    received = crossings[module.index - 1].on_the_wire() if module.index else ()
-    sent = crossings[module.index].on_the_wire()
+    received = metadata[module.index - 1].wire() if module.index else ()
+    sent = metadata[module.index].wire()
     if module.is_last:
         sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
-    stage = _Stage(module, module.index, len(crossings), device, input_args=received, output_args=sent, group=group)
+    stage = _Stage(module, module.index, len(metadata), device, input_args=received, output_args=sent, group=group)
     stage.last = last
     return stage
 

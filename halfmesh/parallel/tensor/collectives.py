@@ -12,8 +12,8 @@ two layers that divide their features, a "partial" activation or gradient is one
 | `gather_in` | parts -> whole | partial gradients are summed, each rank keeps its part |
 | `sum_and_split` | partial -> summed, this rank's part | parts are gathered |
 
-Where tensors have no memory (halfmesh.parallel.pipeline.skeleton), nothing is sent. Compiled code ends before each of
-them and goes on after it.
+Where tensors have no memory (halfmesh.parallel.pipeline.shape_inference), nothing is sent. Compiled code ends
+before each of them and goes on after it.
 
 (The pairs of Megatron-LM, https://arxiv.org/abs/1909.08053 section 3 and https://arxiv.org/abs/2205.05198 section 4.2.)
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from ..._torch import has_grad_hooks
 from ...errors import InputError, readable, shorten
 from ...tensors import replace_data
 from ..context import ParallelContext
-from .adoption import Recorded, forget, named_tensors, recorded
+from .meta import forget, named_tensors, recorded
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,40 +20,12 @@ _Built = tuple[list[str], list[str], bool]
 """By a rank: names of tensors without memory, digests of how they are made, and whether rank 0 has the values."""
 
 
-class _Source(Protocol):
-    """Where values come from."""
-
-    def whole(self, name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        """The value of the tensor `name`, uncut, if it is `wanted` here. All ranks ask for all in the same order."""
-        ...
+Source = Callable[[str, torch.Tensor, bool], torch.Tensor | None]
+"""Called with the name of a tensor, one like it on the meta device, and whether its whole value, which is returned, is
+wanted here. All ranks ask for all tensors in the same order."""
 
 
-class _Replay:
-    """Each rank makes the values that it wants."""
-
-    def __init__(self, marks: Mapping[str, Recorded]) -> None:
-        self._marks = marks
-
-    def whole(self, name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        return self._marks[name].value() if wanted else None
-
-
-class _FromFirst:
-    """Rank 0 has all values, and sends them, one after the other."""
-
-    def __init__(self, values: dict[str, torch.Tensor], context: ParallelContext) -> None:
-        self._values = values
-        self._context = context
-
-    def whole(self, name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-        value = self._values.pop(name, None)
-        if value is None:
-            value = torch.empty_like(like, device=self._context.device)
-        self._context.broadcast(value)
-        return value if wanted else None
-
-
-class Late:
+class Materializer:
     """Gives the tensors of a model their values.
 
     Args:
@@ -63,22 +35,22 @@ class Late:
         everyone: what each rank gives.
 
     Attributes:
-        words: where the values come from, for people.
+        description: where the values come from, for people.
         check: is called with each value that this rank holds, and its name; raises if it cannot be used.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        source: _Source,
+        source: Source,
         device: torch.device,
-        words: str,
+        description: str,
         everyone: Callable[[Any], list[Any]],
     ) -> None:
-        self.words = words
+        self.description = description
         self._left = dict(tensors)
         self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        self._source: _Source | None = source
+        self._source: Source | None = source
         self._device = device
         self._everyone = everyone
         self._problems: list[str] = []
@@ -121,7 +93,7 @@ class Late:
         tensor = self._left.pop(name)
         wanted = id(tensor) in self._held
         assert self._source is not None
-        whole = self._source.whole(name, self._shapes.pop(name), wanted)
+        whole = self._source(name, self._shapes.pop(name), wanted)
         if whole is not None:
             value = self._cuts[tensor](whole) if tensor in self._cuts else whole
             if value.untyped_storage().nbytes() > value.numel() * value.element_size():
@@ -134,7 +106,7 @@ class Late:
         return id(tensor)
 
 
-def arrange(model: nn.Module, context: ParallelContext) -> Late | None:
+def make_materializer(model: nn.Module, context: ParallelContext) -> Materializer | None:
     """How the tensors of `model` get their values; None if they have them. All ranks together.
 
     Raises:
@@ -157,11 +129,15 @@ def arrange(model: nn.Module, context: ParallelContext) -> Late | None:
     for recording in recordings:
         recording.end()
         recording.seeds = context.from_first(recording.seeds)  # whoever has not seeded torch has others on each rank
-    words = f"made where they are held, one of {len(tensors)} tensors at a time"
-    return Late(tensors, _Replay(marks), context.device, words, context.everyone)
+    description = f"made where they are held, one of {len(tensors)} tensors at a time"
+
+    def run_again(name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        return marks[name].value() if wanted else None
+
+    return Materializer(tensors, run_again, context.device, description, context.everyone)
 
 
-def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Late:
+def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Materializer:
     tensors = dict(named_tensors(model))
     missing = context.from_first([name for name in names if name not in tensors])
     if missing:
@@ -174,15 +150,23 @@ def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext
             f"{shorten(hooked)} have hooks on the gradient on rank 0, which would be lost; register them after "
             "initialize"
         )
-    late: dict[str, torch.Tensor] = {name: tensors[name] for name in names}
+    sent: dict[str, torch.Tensor] = {name: tensors[name] for name in names}
     values: dict[str, torch.Tensor] = {}
-    size = sum(tensor.numel() * tensor.element_size() for tensor in late.values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
     if context.rank == 0:
-        for name, tensor in late.items():
+        for name, tensor in sent.items():
             values[name] = tensor.data
             _give(name, tensor, torch.empty_like(tensor, device="meta"))
-    words = f"built by rank 0, which had all {readable(size)} of them in host memory, and sent one by one"
-    return Late(late, _FromFirst(values, context), context.device, words, context.everyone)
+    description = f"built by rank 0, which had all {readable(size)} of them in host memory, and sent one by one"
+
+    def send(name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        value = values.pop(name, None)
+        if value is None:
+            value = torch.empty_like(like, device=context.device)
+        context.broadcast(value)
+        return value if wanted else None
+
+    return Materializer(sent, send, context.device, description, context.everyone)
 
 
 def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:

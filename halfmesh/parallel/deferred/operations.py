@@ -1,9 +1,9 @@
-"""Operators that were written down, and done again for the memories that are wanted."""
+"""Recorded operators, and how they are run again for the tensors that are wanted."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from ...tensors import tensors_of
+from ...tensors import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Op:
 
     def describe(self) -> str:
         """The same on all ranks that do the same."""
-        arguments = plain((self.args, self.kwargs))
+        arguments = map_tensors(_plain, (self.args, self.kwargs), (Constant, torch.Generator))
         return repr((str(self.function), self.seed is None, arguments, self.makes, self.default_dtype))
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """What decides on dtypes is as it was when this was written down, below autograd and autocast."""
+        """What decides on dtypes is as it was when this was recorded, below autograd and autocast."""
         now = torch.get_default_dtype()
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(False))
@@ -92,16 +92,8 @@ class Op:
             yield
 
 
-@dataclass
-class Made:
-    """Real memories, with all that the first `upto` operators wrote to them."""
-
-    storages: dict[int, torch.UntypedStorage]
-    upto: int
-
-
-class Tape:
-    """Operators in the order in which they were written down."""
+class Operations:
+    """In the order in which they were recorded."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -115,35 +107,23 @@ class Tape:
 
     def make(self, memory: int) -> torch.UntypedStorage:
         """`memory` with all that was written to it. What that takes is given up as soon as it is not needed."""
-        numbers, _ = self._needed(memory, None)
+        numbers = self._needed(memory)
         last = {other: n for n in numbers for other in self.ops[n].reads | self.ops[n].writes}
         storages: dict[int, torch.UntypedStorage] = {}
         for number in numbers:
             op = self.ops[number]
-            self._do(op, storages)
+            self._run(op, storages)
             for other in (op.reads | op.writes) - {memory}:
                 if last[other] == number:
                     del storages[other]
         return storages[memory]
 
-    def go_on(self, memory: int, made: Made | None) -> Made:
-        """As `make`, from what was `made` for a question before, if that helps: it may be written to. What it took is
-        kept for the next question."""
-        numbers, seen = self._needed(memory, made)
-        if made is not None and any(self._comes_late(self.ops[n], n, made) for n in numbers):
-            numbers, seen = self._needed(memory, None)
-            made = None
-        storages = {} if made is None else {m: storage for m, storage in made.storages.items() if m in seen}
-        for number in numbers:
-            self._do(self.ops[number], storages)
-        return Made(storages, len(self.ops))
+    def is_random(self, memory: int) -> bool:
+        """Whether random numbers are in `memory`."""
+        return any(self.ops[number].seed is not None for number in self._needed(memory))
 
-    def seeds_of(self, memory: int) -> list[int]:
-        """Those of the random numbers that are in `memory`."""
-        return [seed for n in self._needed(memory, None)[0] if (seed := self.ops[n].seed) is not None]
-
-    def _needed(self, memory: int, made: Made | None) -> tuple[list[int], set[int]]:
-        """The numbers of the operators by which `memory` comes about, and all memories that have to do with it."""
+    def _needed(self, memory: int) -> list[int]:
+        """The numbers of the operators by which `memory` comes about."""
         bounds: dict[int, int] = {}
         left = [(memory, len(self.ops))]
         needed: set[int] = set()
@@ -152,26 +132,21 @@ class Tape:
             if bounds.get(current, 0) >= before:
                 continue
             bounds[current] = before
-            done = made.upto if made is not None and current in made.storages else 0
             for number in self._writers[current]:
-                if done <= number < before and number not in needed:
+                if number < before and number not in needed:
                     needed.add(number)
                     left += [(read, number) for read in self.ops[number].reads]
-        return sorted(needed), set(bounds)
+        return sorted(needed)
 
-    def _comes_late(self, op: Op, number: int, made: Made) -> bool:
-        """Whether `op` would see in `made` what was written there later."""
-        return number < made.upto and not made.storages.keys().isdisjoint(op.reads | op.writes)
-
-    def _do(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
         def value(leaf: Any) -> Any:
             if isinstance(leaf, View):
                 return leaf.of(storages[leaf.memory])
-            if isinstance(leaf, torch.Generator):
-                return torch.Generator(leaf.device).manual_seed(op.seed or 0)
-            return leaf.value() if isinstance(leaf, Constant) else leaf
+            return (
+                leaf.value() if isinstance(leaf, Constant) else torch.Generator(leaf.device).manual_seed(op.seed or 0)
+            )
 
-        args, kwargs = map_leaves(value, op.args), map_leaves(value, op.kwargs)
+        args, kwargs = map_tensors(value, (op.args, op.kwargs), (View, Constant, torch.Generator))
         devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
         cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
         with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
@@ -202,29 +177,15 @@ def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of each leaf of arguments or results."""
-    if isinstance(tree, (list, tuple)):
-        items = [map_leaves(function, item) for item in tree]
-        return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, dict):
-        return {name: map_leaves(function, item) for name, item in tree.items()}
-    return function(tree)
-
-
 def find(tree: Any, kind: type) -> list[Any]:
     """The leaves of that kind."""
     found: list[Any] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, tree)
+    map_tensors(lambda leaf: found.append(leaf) or leaf, tree, kind)  # type: ignore[func-returns-value]
     return found
 
 
-def plain(tree: Any) -> Any:
-    """Arguments in words that say nothing about where they are in memory."""
-
-    def word(leaf: Any) -> Any:
-        if isinstance(leaf, Constant):
-            return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype), leaf.digest
-        return "generator" if isinstance(leaf, torch.Generator) else leaf
-
-    return map_leaves(word, tree)
+def _plain(leaf: Any) -> Any:
+    """In words that say nothing about where it is in memory."""
+    if isinstance(leaf, torch.Generator):
+        return "generator"
+    return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype), leaf.digest

@@ -1,4 +1,4 @@
-"""A model that was built without memory becomes one on torch's meta device, and still knows where its values are."""
+"""A model that was built without memory is put on torch's meta device, and still knows how its values are made."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ..._torch import FakeTensorMode, has_grad_hooks, has_no_memory, versions
+from ..._torch import FakeTensorMode, has_grad_hooks
 from ...errors import InputError, bullet_list, shorten
 from ...tensors import map_tensors
+from .operations import View
 from .recording import Recording, recording_of
 
 _MARK = "_halfmesh_recorded"
@@ -20,18 +21,18 @@ _MARK = "_halfmesh_recorded"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Where the value of a tensor is written down."""
+    """Where the value of a tensor is recorded."""
 
     recording: Recording
-    view: Any
+    view: View
 
     def value(self) -> torch.Tensor:
         """The whole of it, in memory of its own."""
-        return self.recording.value_of(self.view)
+        return self.recording.value(self.view)
 
 
 def recorded(tensor: torch.Tensor) -> Recorded | None:
-    """Where the value of `tensor`, of an adopted model, is written down; None if it has one."""
+    """Where the value of `tensor`, of a converted model, is recorded; None if it has one."""
     return getattr(tensor, _MARK, None)
 
 
@@ -46,7 +47,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-class Adoption:
+class MetaConversion:
     """Tensors that were put on the meta device, and what they were before. As a scope it is undone by an error."""
 
     def __init__(self) -> None:
@@ -57,16 +58,16 @@ class Adoption:
         torch.utils.swap_tensors(tensor, new)
         self._swapped.append((tensor, new))
 
-    def __enter__(self) -> Adoption:
+    def __enter__(self) -> MetaConversion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What is done to them is written down again."""
+        """What is done to them is recorded again."""
         while self._swapped and kind is not None:
             torch.utils.swap_tensors(*self._swapped.pop())
 
 
-def adopt(model: nn.Module, optimizer: Any, adoption: Adoption) -> None:
+def convert_to_meta(model: nn.Module, optimizer: Any, conversion: MetaConversion) -> None:
     """Make those tensors of `model` that have no memory ordinary ones on the meta device. They stay the same objects,
     but for those to which somebody has weak references (nn.LSTM's), which get their values at once; `optimizer` holds
     the new ones. Does nothing to another model.
@@ -84,7 +85,7 @@ def adopt(model: nn.Module, optimizer: Any, adoption: Adoption) -> None:
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
                 if tensor is not None and recording_of(tensor) is not None:
-                    _replace(module, name, tensor, new, adoption)
+                    _replace(module, name, tensor, new, conversion)
     internal = vars(nn.Module()).keys()
     for module in model.modules():  # after all parameters: an attribute may be one of them
         for name, value in list(vars(module).items()):
@@ -95,7 +96,7 @@ def adopt(model: nn.Module, optimizer: Any, adoption: Adoption) -> None:
 
 
 def _replace(
-    module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], adoption: Adoption
+    module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], conversion: MetaConversion
 ) -> None:
     if weakref.getweakrefcount(tensor):
         if id(tensor) not in new:
@@ -104,7 +105,7 @@ def _replace(
         return
     made = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
     setattr(made, _MARK, _where(tensor))
-    adoption.swap(tensor, made)
+    conversion.swap(tensor, made)
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -118,9 +119,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What somebody has set on `tensor`; one without memory has attributes of torch's, too."""
-    if not has_no_memory(tensor):
-        return dict(vars(tensor))
+    """What somebody has set on `tensor`, which has attributes of torch's, too."""
     with FakeTensorMode():
         of_torch = vars(nn.Parameter(torch.empty(0))).keys()
     return {name: value for name, value in vars(tensor).items() if name not in of_torch}
@@ -139,12 +138,13 @@ def _complete(module: nn.Module, name: str, value: Any, new: dict[int, torch.Ten
         recording = recording_of(tensor)
         if recording is None or id(tensor) in new:
             return new.get(id(tensor), tensor)
-        if recording.from_rank0 and recording.is_drawn(tensor):
+        where = Recorded(recording, recording.view(tensor))
+        if recording.from_rank0 and recording.is_random(where.view):
             raise InputError(
                 f"{type(module).__name__}.{name} holds random numbers, and is neither a parameter nor a buffer, which "
                 "rank 0 would send; use register_buffer"
             )
-        new[id(tensor)] = _like(tensor, recording.value(tensor))
+        new[id(tensor)] = _like(tensor, where.value())
         return new[id(tensor)]
 
     if isinstance(value, (torch.Tensor, list, tuple, dict)):
@@ -154,9 +154,6 @@ def _complete(module: nn.Module, name: str, value: Any, new: dict[int, torch.Ten
 
 
 def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
-    on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
-    if on_meta:
-        yield f"{shorten(on_meta)} were made on the meta device, where they got no values; build without it"
     hooked = [name for name, tensor in tensors.items() if has_grad_hooks(tensor)]
     if hooked:
         yield f"{shorten(hooked)} have hooks on the gradient, which would be lost; register them after initialize"
@@ -169,16 +166,10 @@ def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
             yield f"{shorten(names)} are views of one memory; make each a parameter of its own, or build as usual"
 
 
-def refuse_late_use(optimizer: Any, model: nn.Module) -> None:
-    """Raise InputError if `optimizer`, just made, has used weights that have no values yet."""
+def refuse_early_state(optimizer: Any) -> None:
+    """Raise InputError if `optimizer`, just made, has made its state from weights that have no values yet."""
     for problem in _find_state(optimizer):
         raise InputError(problem)
-    written = [name for name, p in model.named_parameters() if recorded(p) is not None and versions([p])[0] > 0]
-    if written:
-        raise InputError(
-            f"optimizer: the callable has written into {shorten(written)}, which have no values yet; do that where the "
-            "model is built, or after initialize"
-        )
 
 
 def _find_state(optimizer: Any) -> Iterator[str]:

@@ -1,10 +1,14 @@
-"""The graph of a model's forward, by torch.fx."""
+"""The graph of a model's forward, by torch.fx. What it asks about shapes, in `if` and `assert`, is answered."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import linecache
+import operator
+import os
 import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +20,22 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ..._torch import shapes_only
 from ...errors import InputError
-from .graph_pieces import UPDATES
-from .questions import Asks, answer, at, is_models_own, is_of_shapes, place_of_call, recorded_len
+from ...tensors import map_tensors, tensors_of
+
+UPDATES = (
+    *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+)
+"""They change tensors in place; of numbers they make others."""
+_METHODS = ("size", "dim", "numel", "nelement", "ndimension")
+_ATTRIBUTES = ("shape", "ndim")
+_PLAIN = ("_operator", "builtins", "math")
+_NOT_ITS_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+
+Place = tuple[str, int]
+"""A file, and a line of it."""
 
 _MOST_ANSWERS = 256
 _MOST_TRIES = 64
@@ -30,14 +47,13 @@ _MAKERS = {
 
 def trace(
     model: nn.Module, points: Sequence[str], fixed: Mapping[str, Any], values: Mapping[str, Any] | None = None
-) -> tuple[fx.Graph, tuple[bool, ...]]:
-    """What `model` computes; of its modules only those are looked into that hold one of `points`. And the answers to
-    what its forward asks about shapes, in `if` and `assert`, with which the graph was made.
+) -> fx.Graph:
+    """What `model` computes; of its modules only those are looked into that hold one of `points`.
 
     Args:
         fixed: arguments of the forward with their values. All others are placeholders, which have their names.
-        values: of those others; only their shapes count. Without them answers are tried until the forward comes to its
-            end.
+        values: of those others; only their shapes count. Without them answers to what the forward asks about shapes are
+            tried until it comes to its end.
 
     Raises:
         Exception: whatever the forward raises because values are not known.
@@ -46,8 +62,8 @@ def trace(
     failed: list[Exception] = []
     while True:
         try:
-            return _record(model, points, fixed, answers), tuple(answers)
-        except Asks as question:
+            return _record(model, points, fixed, answers)
+        except _Question as question:
             if len(answers) == _MOST_ANSWERS:
                 message = f"it asks for shapes more than {_MOST_ANSWERS} times"
                 raise InputError(message).with_traceback(question.__traceback__) from None
@@ -61,26 +77,16 @@ def trace(
             answers[-1] = True
 
 
-def _answer(question: Asks, model: nn.Module, values: Mapping[str, Any]) -> bool:
-    try:
-        with unchanged(model.modules()):
-            return answer(question.node, model, values)
-    except Exception as error:
-        message = f"it asks for a shape that is not known without data: {error}"
-        raise InputError(message).with_traceback(question.__traceback__) from error
-
-
 def _record(model: nn.Module, points: Sequence[str], fixed: Mapping[str, Any], answers: Sequence[bool]) -> fx.Graph:
-    """The graph with these answers to the first questions. Raises Asks with the next one."""
+    """The graph with these answers to the first questions. Raises _Question with the next one."""
     tracer = _Tracer(points, inspect.signature(model.forward), answers)
     modules = [module for _, module in opened(model, points)]
-    with unchanged(modules), _Makers(tracer), recorded_len(modules):
-        before, drawn = [dict(vars(module)) for module in modules], _random_states()
+    with unchanged(modules), _Makers(tracer):
+        plain, drawn = plain_values(modules), _random_states()
         graph = tracer.trace(model, concrete_args=dict(fixed))
         _refuse_kept(modules)
-        changed = [name for own, module in zip(before, modules, strict=True) for name in _other_values(own, module)]
-        if changed:
-            raise InputError(f"it changes numbers or flags on the model ({', '.join(changed)})")
+        if plain_values(modules) != plain:
+            raise InputError("it changes numbers or flags on the model")
         if _random_states() != drawn:
             raise InputError("it draws random numbers of python or numpy")
         _fix_constants(graph, model)
@@ -93,13 +99,9 @@ def opened(model: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Module
 
 
 def plain_values(modules: Iterable[nn.Module]) -> str:
-    """The numbers, flags and words on modules: a trace keeps what a forward has read of them."""
-    return repr([_plain(vars(module)) for module in modules])
-
-
-def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers, flags and strings on modules: a trace keeps what a forward has read of them."""
     kinds = (bool, int, float, str, NoneType)
-    return {name: value for name, value in own.items() if isinstance(value, kinds) and name != "training"}
+    return repr([{n: value for n, value in vars(module).items() if isinstance(value, kinds)} for module in modules])
 
 
 @contextmanager
@@ -114,6 +116,25 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         for now, then in before:
             now.clear()
             (now.extend if isinstance(now, list) else now.update)(then)
+
+
+def run_without_data(run: nn.Module, device: torch.device, *args: Any) -> Any:
+    """What `run` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent, and what
+    it leaves on its modules is taken away.
+
+    Raises:
+        Exception: it asks for values.
+    """
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+
+    tensors = dict(run.named_parameters()) | dict(run.named_buffers())
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(run.modules()), shapes_only():
+        weights = {name: fake(tensor) for name, tensor in tensors.items()}
+        return torch.func.functional_call(run, weights, map_tensors(fake, args))
 
 
 class _Proxy(fx.Proxy):
@@ -148,11 +169,11 @@ class _Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """In an `if`, an `assert` and the like."""
-        if not is_of_shapes(obj.node):
+        if not _is_of_shapes(obj.node):
             return super().to_bool(obj)  # raises
         for found in self._answers:
             return found
-        raise Asks(obj.node)
+        raise _Question(obj.node)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """The arguments' values, where they are known. (fx leaves checks of them in the graph, and walks tuples.)"""
@@ -167,7 +188,7 @@ class _Tracer(fx.Tracer):
             name = getattr(target, "__name__", target)
             raise InputError(f"{name} is called within no_grad, autocast or the like, which a trace does not keep")
         proxy = super().create_proxy(kind, target, *args, **kwargs)
-        proxy.node.meta["place"] = place_of_call()
+        proxy.node.meta["place"] = _place_of_call()
         return proxy
 
 
@@ -198,12 +219,6 @@ def _modes() -> tuple[bool, ...]:
 
 def _random_states() -> str:
     return repr((random.getstate(), np.random.get_state()))
-
-
-def _other_values(own: Mapping[str, Any], module: nn.Module) -> list[str]:
-    """The names whose plain values in `own`, what `module` had, differ from its present ones."""
-    before, now = ({name: repr(value) for name, value in _plain(then).items()} for then in (own, vars(module)))
-    return [name for name in before | now if before.get(name) != now.get(name)]
 
 
 def _refuse_kept(modules: Iterable[nn.Module]) -> None:
@@ -241,3 +256,81 @@ def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return tensor
 
     return constant
+
+
+# -- questions about shapes --------------------------------------------------------------------------------------------
+
+
+class _Question(BaseException):
+    """A forward asks for a truth that follows from shapes. (No Exception: a forward may catch those.)"""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node)
+        self.node = node
+
+
+def _is_of_shapes(node: fx.Node) -> bool:
+    """Whether the value of `node` follows from shapes of tensors alone."""
+    if node.op == "call_method":
+        return node.target in _METHODS
+    if node.op != "call_function":
+        return False
+    if node.target is getattr and node.args[1] in _ATTRIBUTES:
+        return True
+    parents = node.all_input_nodes
+    plain = getattr(node.target, "__module__", None) in _PLAIN and node.target is not getattr
+    return plain and bool(parents) and all(_is_of_shapes(parent) for parent in parents)
+
+
+def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) -> bool:
+    """The truth of what is asked, in an unfinished graph of `model`, for arguments with the shapes of `values`. Nothing
+    is computed."""
+    device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
+    try:
+        found: bool = run_without_data(_Unfinished(model), device, question.node, dict(values))
+    except Exception as error:
+        message = f"it asks for a shape that is not known without data: {error}"
+        raise InputError(message).with_traceback(question.__traceback__) from error
+    return found
+
+
+class _Unfinished(nn.Module):
+    """Computes one node of a graph that is being recorded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, node: fx.Node, values: Mapping[str, Any]) -> bool:
+        run = fx.Interpreter(self.model, garbage_collect_values=False, graph=node.graph)
+        for each in node.graph.nodes:
+            run.env[each] = values[str(each.target)] if each.op == "placeholder" else run.run_node(each)
+        return bool(run.env[node])
+
+
+# -- places in the code ------------------------------------------------------------------------------------------------
+
+
+def _place_of_call() -> Place | None:
+    """The line of the model's own code that is being executed."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_ITS_OWN):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_of_error(error: BaseException) -> Place | None:
+    """The line of the model's own code at which `error` came up, if there is one."""
+    places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return next((place for place in reversed(places) if not place[0].startswith(_NOT_ITS_OWN)), None)
+
+
+def at(place: Place | None) -> str:
+    """Words for a place, in parentheses; none for None."""
+    return f" (`{linecache.getline(*place).strip()}`, line {place[1]} of {place[0]})" if place else ""
+
+
+def is_models_own(error: BaseException) -> bool:
+    """Whether the model's code itself raised it, by `raise` or `assert`."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return not last.filename.startswith(_NOT_ITS_OWN) and (last.line or "").startswith(("raise", "assert"))

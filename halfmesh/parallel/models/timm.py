@@ -1,0 +1,94 @@
+"""timm: the Vision Transformer and its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError
+from ..pipeline.pieces import BlockPartition
+from ..tensor.plans import LayerPlan
+from .torch_nn import find_activation_problem
+
+# -- layers over tensor ranks ----------------------------------------------------------------------------------------
+
+_LINEAR_MLP = "build the model with those (timm's ConvNeXt: conv_mlp=False), or leave tensor at 1"
+_NORM_PROBLEM = "its norm works on all hidden features, which are divided; build it without (norm_layer=None)"
+
+
+def _find_attention_problem(attention: Any) -> str | None:
+    if not isinstance(attention.norm, nn.Identity):
+        return "its norm works on the features of all heads (scale_norm=True), which are divided; build it without"
+    return None
+
+
+def _find_mlp_problem(mlp: Any) -> str | None:
+    if getattr(mlp, "fc1", None) is not None and not isinstance(mlp.fc1, nn.Linear):
+        return f"its layers are {type(mlp.fc1).__name__}, and Linear ones can be divided; {_LINEAR_MLP}"
+    return find_activation_problem(mlp.act, mlp) if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
+
+
+def _mlp(name: str, **styles: str) -> LayerPlan:
+    return LayerPlan(
+        layers=(f"timm.layers.mlp.{name}",),
+        styles=styles,
+        sequence={"": "region", "drop2": "sequence"},
+        find_problem=_find_mlp_problem,
+    )
+
+
+MLP = _mlp("Mlp", fc1="colwise", fc2="rowwise")
+GLU_MLP = _mlp("GluMlp", fc1="fused_colwise(2)", fc2="rowwise")
+SWIGLU = _mlp("SwiGLU", fc1_g="colwise", fc1_x="colwise", fc2="rowwise")
+ATTENTION = LayerPlan(
+    layers=("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
+    styles={
+        "": "heads(num_heads, attn_dim)",
+        "qkv": "fused_colwise(3)",
+        "gate": "colwise",
+        "q_norm": "partial",
+        "k_norm": "partial",
+        "proj": "rowwise",
+    },
+    sequence={"": "region", "proj_drop": "sequence"},
+    find_problem=_find_attention_problem,
+)
+BLOCK = LayerPlan(
+    layers=("timm.models.vision_transformer.Block",),
+    sequence={"norm1": "sequence", "ls1": "sequence", "norm2": "sequence", "ls2": "sequence"},
+)
+VIT = LayerPlan(
+    layers=("timm.models.vision_transformer.VisionTransformer",),
+    sequence={"blocks.0": "sequence_begin", "norm": "sequence_end"},
+)
+
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+
+def _begin(model: Any, x: torch.Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    if attn_mask is not None or is_causal:
+        raise InputError("a Vision Transformer under a pipeline takes images only; leave attn_mask and is_causal out")
+    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+
+
+def _end(model: Any, x: torch.Tensor) -> Any:
+    return model.forward_head(model.norm(x))
+
+
+def _find_stage_problem(model: Any) -> str | None:
+    if getattr(model, "grad_checkpointing", False):
+        return "its grad_checkpointing is not known under a pipeline; call model.set_grad_checkpointing(False)"
+    return None
+
+
+VIT_STAGES = BlockPartition(
+    layers=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
+    methods=("forward_features", "forward_head", "pool"),
+    blocks="blocks",
+    begin=_begin,
+    end=_end,
+    end_uses=("norm", "attn_pool", "fc_norm", "head_drop", "head", "head_dist"),
+    find_problem=_find_stage_problem,
+)

@@ -1,0 +1,347 @@
+"""transformers: the tensor plans that its models bring, those of GPT-2, BERT and T5, which bring none, and the stages
+of Llama, GPT-2 and BERT."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError
+from ...shard import compute_dtype
+from ..pipeline.pieces import BlockPartition
+from ..tensor.plans import LayerPlan
+from .torch_nn import check_activation
+
+# -- tensor plans that a model brings --------------------------------------------------------------------------------
+
+
+class HuggingFacePlan:
+    """The `tp_plan` that a Hugging Face model brings, in halfmesh's styles."""
+
+    STYLES: Mapping[str, str | None] = {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "colwise_rep": "colwise_gather",
+        "colwise_gather_output": "colwise_gather",
+        "rowwise_rep": "rowwise_split",
+        "rowwise_split_input": "rowwise_split",
+        "embedding_rowwise": "vocab",
+        "embedding_colwise": "embedding_gather",
+        "replicated_with_grad_allreduce": "partial",
+        "mla_kv_a_proj": "latent_keys({config.qk_rope_head_dim})",
+        "replicate": None,
+        "all_reduce": None,
+        "local_params": None,  # its parameters have entries of their own
+    }
+    SEQUENCE: Mapping[str, str] = {
+        "layers.0": "sequence_begin",
+        "layers.*.input_layernorm": "sequence",
+        "layers.*.post_attention_layernorm": "sequence",
+        "layers.*.self_attn": "region(hidden_states)",
+        "layers.*.mlp": "region(x)",
+        "norm": "sequence_end",
+    }
+    """For decoders with the modules of Llama's; where others differ, the checks of the plan say so."""
+
+    def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
+        plan = getattr(model, "tp_plan", None)
+        config = getattr(model, "config", None)
+        if not isinstance(plan, Mapping) or config is None:
+            return
+        names = [name for name, _ in model.named_modules()]
+        for pattern, theirs in plan.items():
+            if _is_of_experts(pattern):
+                continue
+            if theirs not in self.STYLES:
+                raise InputError(
+                    f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
+                    "the layers yourself (parallel.tensor.plan = {pattern: style})"
+                )
+            style = self.STYLES[theirs]
+            if style is not None:
+                style = style.format(config=config.get_text_config()) if "{" in style else style
+                yield from ((name, style) for name in names if fnmatchcase(name, pattern))
+                for name, param in model.named_parameters() if style == "colwise" else ():
+                    if fnmatchcase(name, pattern) and param.dim() == 1:  # of an attention: a number for each head
+                        owner, _, own = name.rpartition(".")
+                        yield owner, f"rows({own})"
+        for name in ("num_attention_heads", "num_key_value_heads"):  # attention takes their number from the shape
+            if plan and _counts(config, name):
+                yield "", f"config_heads({name})"
+        if plan and sequence_parallel:
+            base = getattr(model, "base_model_prefix", "")
+            prefix = f"{base}." if base in names else ""
+            for pattern, style in self.SEQUENCE.items():
+                yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
+
+
+def _is_of_experts(pattern: str) -> bool:
+    """Whether it names modules that have the parameters of all experts, which stay whole."""
+    return "experts" in pattern.split(".")
+
+
+def _counts(config: object, name: str) -> bool:
+    try:
+        return isinstance(getattr(config, name, None), int)
+    except RuntimeError as error:  # a config whose layers differ
+        raise InputError(
+            f"the model's config does not say one {name} for all layers ({error}); choose the layers yourself "
+            "(parallel.tensor.plan = {pattern: style})"
+        ) from error
+
+
+OWN_PLAN = HuggingFacePlan()
+
+# -- tensor plans for those that bring none ---------------------------------------------------------------------------
+
+
+def _find_cross_attention(attention: Any) -> str | None:
+    if getattr(attention, "is_cross_attention", False):
+        return "it is a cross-attention, which this plan does not know; build the model with add_cross_attention=False"
+    return None
+
+
+GPT2_ATTENTION = LayerPlan(
+    layers=("transformers.models.gpt2.modeling_gpt2.GPT2Attention",),
+    styles={"": "heads(num_heads, split_size)", "c_attn": "fused_colwise(3)", "c_proj": "rowwise"},
+    find_problem=_find_cross_attention,
+)
+GPT2_MLP = LayerPlan(
+    layers=("transformers.models.gpt2.modeling_gpt2.GPT2MLP",),
+    styles={"c_fc": "colwise", "c_proj": "rowwise"},
+    find_problem=check_activation("act"),
+)
+
+
+def _bert_kinds(name: str) -> tuple[str, ...]:
+    """BERT's class of this name, and those of models with the same modules."""
+    models = {"bert": "Bert", "roberta": "Roberta", "xlm_roberta": "XLMRoberta", "electra": "Electra"}
+    return tuple(f"transformers.models.{m}.modeling_{m}.{prefix}{name}" for m, prefix in models.items())
+
+
+BERT_ATTENTION = LayerPlan(
+    layers=_bert_kinds("Attention"),
+    styles={
+        "self": "heads(num_attention_heads, all_head_size)",
+        "self.query": "colwise",
+        "self.key": "colwise",
+        "self.value": "colwise",
+        "output.dense": "rowwise",
+    },
+    find_problem=_find_cross_attention,
+)
+BERT_LAYER = LayerPlan(
+    layers=_bert_kinds("Layer"),
+    styles={"intermediate.dense": "colwise", "output.dense": "rowwise"},
+    find_problem=check_activation("intermediate.intermediate_act_fn"),
+)
+
+T5_ATTENTION = LayerPlan(
+    layers=("transformers.models.t5.modeling_t5.T5Attention",),
+    styles={
+        "": "heads(n_heads, inner_dim)",
+        "q": "colwise",
+        "k": "colwise",
+        "v": "colwise",
+        "relative_attention_bias": "embedding_features",
+        "o": "rowwise",
+    },
+)
+T5_MLP = LayerPlan(
+    layers=("transformers.models.t5.modeling_t5.T5DenseActDense",),
+    styles={"wi": "colwise", "wo": "rowwise"},
+    find_problem=check_activation("act"),
+)
+T5_GATED_MLP = LayerPlan(
+    layers=("transformers.models.t5.modeling_t5.T5DenseGatedActDense",),
+    styles={"wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise"},
+    find_problem=check_activation("act"),
+)
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+_DECODER = ("input_ids", "attention_mask", "position_ids")
+_ENCODER = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[str]) -> list[Any]:
+    """The `known` arguments of a call of the model, in this order, wherever its forward has them.
+
+    Raises:
+        InputError: there are others, that change what it computes.
+    """
+    try:
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"{type(model).__name__}.forward: {error}") from error
+    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    given.pop("kwargs", None)
+    values = [given.pop(name, None) for name in known]
+    if given.get("labels") is not None:
+        raise InputError(
+            "labels would make the model return its own loss, which is on the last stage only; leave them out, give "
+            "a criterion to initialize and write loss = engine.criterion(output, labels)"
+        )
+    if odd := [name for name, value in given.items() if _matters(name, value)]:
+        raise InputError(
+            f"{', '.join(odd)}: under a pipeline a Hugging Face model takes {', '.join(known)} only; leave it out"
+        )
+    if values[0] is None:
+        raise InputError(f"under a pipeline a Hugging Face model needs {known[0]}")
+    return values
+
+
+def _matters(name: str, value: Any) -> bool:
+    if name == "return_dict":  # the only one that is on by itself
+        return value is False
+    return value is not None and not (isinstance(value, int) and value == 0)
+
+
+def _positions(input_ids: torch.Tensor, position_ids: Any) -> torch.Tensor:
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None] if position_ids is None else position_ids
+
+
+def _make_mask(maker: str, model: Any, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any = None) -> Any:
+    """What transformers' function `maker` makes of an attention mask, for this model."""
+    from transformers import masking_utils
+
+    param = next(p for p in model.parameters() if p.is_floating_point())
+    given = {
+        "config": model.config,
+        # Its shape, dtype and device count.
+        "inputs_embeds": torch.empty((*input_ids.shape, 1), dtype=compute_dtype(param), device=input_ids.device),
+        "attention_mask": attention_mask,
+        "cache_position": torch.arange(input_ids.shape[1], device=input_ids.device),
+        "cache": None,
+        "past_key_values": None,  # the name before transformers 5.24
+        "position_ids": position_ids,
+    }
+    make = getattr(masking_utils, maker)
+    names = inspect.signature(make).parameters
+    return make(**{name: value for name, value in given.items() if name in names})
+
+
+def _find_stage_problem(model: Any) -> str | None:
+    from transformers import masking_utils
+
+    config = model.config
+    if not hasattr(masking_utils, "create_bidirectional_mask"):
+        return "a pipeline takes it from transformers 5 or later; upgrade it, or leave parallel.pipeline out"
+    if not getattr(config, "return_dict", True):
+        return "its config has return_dict=False, but under a pipeline it returns no tuples; set return_dict=True"
+    if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
+        return "its config asks for hidden states or attentions, which stay on their stages; turn that off"
+    if getattr(config, "is_decoder", False):
+        return "its config has is_decoder=True, which is not known under a pipeline; build it as an encoder"
+    return None
+
+
+def _stages(model: str, base: tuple[str, str], **options: Any) -> BlockPartition:
+    """Of the class `model`, whose module `base[0]` is of the class `base[1]`; classes are named after their module."""
+    module, _, name = model.partition(".")
+    home = f"transformers.models.{module}.modeling_{module}"
+    return BlockPartition(
+        layers=(f"{home}.{name}",),
+        parts={base[0]: f"{home}.{base[1]}"},
+        block=lambda block, x, shared: block(x, **shared),
+        find_problem=_find_stage_problem,
+        **options,
+    )
+
+
+def _share_of_decoder(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Positions and causal mask, from what the model is called with alone: every stage makes its own."""
+    input_ids, attention_mask, position_ids = _arguments(model, args, kwargs, _DECODER)
+    position_ids = _positions(input_ids, position_ids)
+    mask = _make_mask("create_causal_mask", model, input_ids, attention_mask, position_ids)
+    return {"attention_mask": mask, "position_ids": position_ids}
+
+
+def _begin_llama(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.model.embed_tokens(_arguments(model, args, kwargs, _DECODER)[0])
+
+
+def _share_llama(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    shared = _share_of_decoder(model, *args, **kwargs)
+    like = next(p for p in model.model.layers.parameters() if p.is_floating_point())
+    like = like.new_empty(0, dtype=compute_dtype(like))  # dtype and device of the angles
+    return shared | {"position_embeddings": model.model.rotary_emb(like, position_ids=shared["position_ids"])}
+
+
+def _end_llama(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(logits=model.lm_head(model.model.norm(hidden)))
+
+
+LLAMA_STAGES = _stages(
+    "llama.LlamaForCausalLM",
+    ("model", "LlamaModel"),
+    blocks="model.layers",
+    begin=_begin_llama,
+    end=_end_llama,
+    end_uses=("model.norm", "lm_head"),
+    share=_share_llama,
+    shared_uses=("model.rotary_emb",),
+)
+
+
+def _begin_gpt2(model: Any, *args: Any, **kwargs: Any) -> Any:
+    input_ids, _, position_ids = _arguments(model, args, kwargs, _DECODER)
+    decoder = model.transformer
+    return decoder.drop(decoder.wte(input_ids) + decoder.wpe(_positions(input_ids, position_ids)))
+
+
+def _end_gpt2(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+
+    return CausalLMOutputWithCrossAttentions(logits=model.lm_head(model.transformer.ln_f(hidden)))
+
+
+GPT2_STAGES = _stages(
+    "gpt2.GPT2LMHeadModel",
+    ("transformer", "GPT2Model"),
+    blocks="transformer.h",
+    begin=_begin_gpt2,
+    end=_end_gpt2,
+    end_uses=("transformer.ln_f", "lm_head"),
+    share=_share_of_decoder,
+)
+
+
+def _begin_bert(model: Any, *args: Any, **kwargs: Any) -> Any:
+    input_ids, _, token_type_ids, position_ids = _arguments(model, args, kwargs, _ENCODER)
+    return model.bert.embeddings(input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids)
+
+
+def _share_bert(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    input_ids, attention_mask, *_ = _arguments(model, args, kwargs, _ENCODER)
+    return {"attention_mask": _make_mask("create_bidirectional_mask", model, input_ids, attention_mask)}
+
+
+def _classify(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    return SequenceClassifierOutput(logits=model.classifier(model.dropout(model.bert.pooler(hidden))))
+
+
+def _fill_in(model: Any, hidden: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import MaskedLMOutput
+
+    return MaskedLMOutput(logits=model.cls(hidden))
+
+
+_BERT: dict[str, Any] = {"blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}
+BERT_CLASSIFICATION_STAGES = _stages(
+    "bert.BertForSequenceClassification",
+    ("bert", "BertModel"),
+    end=_classify,
+    end_uses=("bert.pooler", "dropout", "classifier"),
+    **_BERT,
+)
+BERT_MASKED_STAGES = _stages("bert.BertForMaskedLM", ("bert", "BertModel"), end=_fill_in, end_uses=("cls",), **_BERT)
