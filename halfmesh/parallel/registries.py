@@ -49,7 +49,7 @@ for _name, _style in {
     "sequence": "Sequence",
     "sequence_begin": "SequenceBegin",
     "sequence_end": "SequenceEnd",
-    "region": "Region",
+    "region": "GatherSequence",
 }.items():
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.sequence_styles:{_style}")
 TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.attention:Attention")

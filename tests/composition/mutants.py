@@ -86,7 +86,7 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
 
     def forward(self: RowwiseLinear, x: torch.Tensor) -> torch.Tensor:
         x = collectives.split(x, -1, self.axis.group) if self.splits else x
-        return collectives.sum_out(F.linear(x, self.weight, self.bias), self.axis.group)
+        return collectives.reduce_from_tp(F.linear(x, self.weight, self.bias), self.axis.group)
 
     patch.setattr(RowwiseLinear, "forward", forward)
 
@@ -99,7 +99,7 @@ def tied_gradient_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def input_gradient_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Layers that are divided by columns each hand back their part of the gradient."""
-    patch.setattr(collectives, "copy_in", lambda x, group: x)
+    patch.setattr(collectives, "copy_to_tp", lambda x, group: x)
 
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:

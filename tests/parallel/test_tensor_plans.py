@@ -238,8 +238,6 @@ def test_a_model_that_no_plan_knows_is_told_its_largest_layers():
     assert "no plan is registered for any layer of Strange. Its largest layers: layers.*.* (Linear)" in message
     assert "tail (Linear) with 10 numbers, the model itself (Strange) with 9 numbers. Write one: parallel =" in message
     assert "plan 'timm_mlp' divides nothing of Strange" in refused(Strange(), "timm_mlp")
-    sequential = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 2)))
-    assert "0 (Linear) with 40 numbers, 2.0 (Linear) with 18 numbers" in refused(sequential)
 
 
 def test_a_model_that_is_compiled_already():

@@ -10,13 +10,13 @@ from torch import nn
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..reducer import ReduceOptions, Reducer
-from .axis import TensorAxis
+from .layers import TensorAxis
 
 _LOOKS = 5  # at gradients that are zero
 _SAMPLE = 256  # elements of each gradient
 
 
-class TensorGradients:
+class TensorGradients(Reducer):
     """Sums the gradients of parameters that every rank of a tensor group has whole, while it sees only a part of the
     activations (norms under sequence parallelism). One all-reduce in fp32 per update.
 
@@ -26,7 +26,7 @@ class TensorGradients:
     Args:
         partial: the parameters whose gradients are summed.
         split: those of which a rank holds a part.
-        check: is called before gradients are completed.
+        try_out: is called before gradients are completed.
         shards: of the parameters that are trained.
     """
 
@@ -35,50 +35,32 @@ class TensorGradients:
         axis: TensorAxis,
         partial: Collection[nn.Parameter],
         split: Collection[nn.Parameter],
-        check: Callable[[], None],
+        try_out: Callable[[], None],
         shards: Sequence[ParamShard],
     ) -> None:
         self._axis = axis
-        self._partial, self._split, self._check = partial, split, check
+        self._partial, self._split, self._try_out = partial, split, try_out
         self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
-        self._reducer = Reducer(self._of(shards), {}, axis.group, ReduceOptions(mean=False))
-        self._whole = self._others(shards)
-
-    @property
-    def stale(self) -> bool:
-        return self._reducer.stale
+        super().__init__(shards, {}, axis.group, ReduceOptions(mean=False))
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        self._reducer.cover(self._of(shards))
+        super().cover([shard for shard in shards if shard.model_param in self._partial])
         self._whole = self._others(shards)
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return self._reducer.covers(self._of(shards)) and self._whole == self._others(shards)
+        of_partial = [shard for shard in shards if shard.model_param in self._partial]
+        return super().covers(of_partial) and self._whole == self._others(shards)
 
     def open(self, last: bool) -> None:
-        self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+        super().open(last=False)  # the sum may be sent when the data ranks have theirs, not before
 
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
         """Nothing is sent before `finish`."""
 
-    expect_rest = expect_last
-
     def finish(self) -> None:
-        self._check()  # before gradients are compared, which a wrong plan makes differ, too
-        self._reducer.finish()
+        self._try_out()  # before gradients are compared, which a wrong plan makes differ, too
+        super().finish()
         self._compare_whole()
-
-    def forget(self) -> None:
-        self._reducer.forget()
-
-    def note_buffers(self) -> None:
-        self._reducer.note_buffers()
-
-    def close(self) -> None:
-        self._reducer.close()
-
-    def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [shard for shard in shards if shard.model_param in self._partial]
 
     def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         return [s for s in shards if s.model_param not in self._partial and s.model_param not in self._split]

@@ -202,8 +202,9 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
 
 def _concerns(name: str, text: str, top: str) -> bool:
     """Whether a style (`text`, of the module `name`) is needed where only `top` is divided."""
-    return name == top or _is_below(name, top) or (text.startswith("off") and _is_below(top, name))
+    return is_within(name, top) or (text.startswith("off") and is_within(top, name))
 
 
-def _is_below(name: str, top: str) -> bool:
-    return not top or name.startswith(f"{top}.")
+def is_within(name: str, top: str) -> bool:
+    """Whether the module `name` is `top`, or one of those in it."""
+    return not top or name == top or name.startswith(f"{top}.")
