@@ -19,8 +19,8 @@ from ..errors import InputError
 from ..shard import ParamShard
 from .context import ParallelContext
 from .optimizer_checks import refuse_other_state
+from .replica_checks import SameCalls
 from .rng import CommonRandom, IsolatedRNG
-from .same_calls import SameCalls
 from .shard_spec import Split
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..launching.env import RankNames, find_places
 from ..tensors import is_dense
 from .calls import Calls
 from .objects import broadcast_object, gather_objects, is_alone, join_rows
-from .trained import refuse_unlike
+from .replica_checks import refuse_unlike
 
 if TYPE_CHECKING:
     from ..launching.process_group import OwnedGroup
