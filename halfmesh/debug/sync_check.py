@@ -13,7 +13,7 @@ from ..amp.step_result import StepResult
 from ..checkpoint.state import IMPLEMENTATION, ShardedState
 from ..errors import SyncError
 from ..loop.parts import EngineHook, EngineParts
-from ..parallel.context import is_plain, plain_settings
+from ..parallel.initial_state import is_plain, plain_settings
 from ..parallel.reducer import STATISTICS
 from ..parallel.replica_checks import ReplicatedValue, find_difference
 

@@ -224,6 +224,8 @@ def _describe(reference: Any, value: Any) -> str:
         return f"is {_form(value)}, not {_form(reference)}"
     a, b = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in (reference, value))
     apart = (_bytes(a) != _bytes(b)).view(len(a), -1).any(1).nonzero().reshape(-1)
+    if not len(apart):
+        return "is the same"
     wide = torch.complex128 if a.is_complex() else torch.float64
     largest = (b[apart].to(wide) - a[apart].to(wide)).abs().max().item()
     first = int(apart[0])

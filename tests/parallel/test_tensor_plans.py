@@ -198,7 +198,10 @@ def test_patterns_that_fit_nothing_or_each_other():
         ({"head": "fused_colwise(0)"}, "0 projections cannot be fused"),
         ({"head": "fused_colwise(3"}, "'fused_colwise(3' is not a style; write a name"),
         ({"head": "colwise(3)"}, "the style 'colwise(3)' does not take these arguments"),
-        ({"head": "colwise", "h*": "rowwise"}, "'head' is divided in two ways: colwise by plan 'head', rowwise by"),
+        (
+            {"head": "colwise", "h*": "rowwise"},
+            "'head' has its weight divided twice: colwise by plan 'head', rowwise by",
+        ),
         (heads, "'blocks.0.attention' has its num_heads divided twice: heads(num_heads) by plan '*.attention'"),
     ]:
         assert words in refused(Model(), plan), plan

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..._torch import move_module
+from ..._torch import has_grad_hooks, move_module
 from ...errors import InputError, shorten
 from ...shard import ParamShard, set_compute_dtype
+from ..axis import take_parts
+from ..data_strategy import repoint
 from ..optimizer_checks import refuse_other_state
 from ..reducer import ReduceOptions
-from .hooks import UsageWatch, take_part
-from .units import ShardOptions, Units, can_be_sharded
-from .unwrap import Origin
-from .withheld import UNFINISHED, WithheldGradient
-from .wrap import add_missing_grads, prefetch, wrap
+from .fsdp_wrap import (
+    FSDPUndo,
+    ShardOptions,
+    Units,
+    UsageWatch,
+    add_missing_grads,
+    can_be_sharded,
+    prefetch,
+    wrap,
+)
+from .reducers import UNFINISHED, WithheldGradient
 
 
 class FullyShard:
@@ -74,13 +81,13 @@ class FullyShard:
         self._dtypes = {shard.param: shard.param.dtype for shard in taken}
         self._offloads = options.cpu_offload
         self._is_pinned = options.cpu_offload and mesh.device_type == "cuda"
-        self._origin = Origin(model)
+        self._undo = FSDPUndo(model)
         if options.param_dtype is not None:
             for shard in taken:  # what is kept of them are the masters, whatever the model came in
                 shard.param.data = shard.param.data.float()
         self._places = {place: param for place, param in _places(model) if param not in kept}
         if options.buffer_dtype is not None:
-            self._origin.cast_buffers(model, options.buffer_dtype)
+            self._undo.cast_buffers(model, options.buffer_dtype)
         chosen = units.find(model)
         wide = torch.float64 in self._dtypes.values()
         reduce = replace(reduce, dtype=torch.float64) if wide else reduce
@@ -118,25 +125,26 @@ class FullyShard:
                 parts[shard.param] = ParamShard(
                     shard.name, own, shard.weight * self._ranks, source=source, original=shard.param
                 )
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [parts[param].param if param in parts else param for param in group["params"]]
         self._originals = parts
-        for param, part in parts.items():
-            state = self._optimizer.state.pop(param, None)
-            if state is not None:
-                self._optimizer.state[part.param] = {name: self._cut(v, name, param) for name, v in state.items()}
+        repoint(self._optimizer, {param: part.param for param, part in parts.items()}, self._cut)
         self._trained = {id(part): part.param.requires_grad for part in parts.values()}
         self.parts = list(parts.values())
         self._loads = [
-            module.register_load_state_dict_pre_hook(partial(take_part, self.reshard))
-            for module in {module for module, _ in self._places}
+            module.register_load_state_dict_pre_hook(self._load) for module in {module for module, _ in self._places}
         ]
         return [parts.get(shard.param, shard) for shard in shards]
 
-    def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
+    def _load(self, module: nn.Module, *given: Any) -> None:
+        """Whole tensors can be loaded, too: they go into the parts."""
+        self.reshard()
+        names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+        take_parts(dict.fromkeys(names, _as_part), module, *given)
+
+    def _cut(self, param: nn.Parameter, name: str, value: Any) -> Any:
         whole = self._originals[param].source
         assert whole is not None
-        if not _is_cut(name, value, whole.param):
+        # `step` is a counter, in torch's optimizers, and a scalar.
+        if not isinstance(value, torch.Tensor) or value.shape != whole.param.shape or name == "step":
             return value
         chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
         own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
@@ -201,15 +209,8 @@ class FullyShard:
         """For each part whether its parameter had a gradient on this rank since `take_grads`."""
         return [id(part) in self._use.seen for part in self.parts]
 
-    @property
-    def frozen_elsewhere(self) -> list[str]:
-        """Parameters that were frozen or unfrozen by way of the objects that the model came with."""
-        return [
-            p.name for p in self.parts if p.original is not None and p.original.requires_grad != self._trained[id(p)]
-        ]
-
-    def refuse_other_memory(self) -> None:
-        """Raise InputError if others gave a parameter other memory: FSDP2 goes on with its own.
+    def refuse_lost_changes(self) -> None:
+        """Raise InputError for what others did to parameters, and FSDP2, which computes with its own, does not hear of.
 
         (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
         """
@@ -220,6 +221,19 @@ class FullyShard:
                 f"the memory of {shorten(lost)} was exchanged (param.data = ..., or model.to(dtype)), of which FSDP2, "
                 "which holds weights in parts, does not hear; write in place, as in param.copy_(...) under "
                 "torch.no_grad(), or before initialize"
+            )
+        hooked = [part.name for part in self.parts if part.source and has_grad_hooks(part.source.param)]
+        if hooked:
+            raise InputError(
+                f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
+                "use data='zero1'"
+            )
+        given = [(part, part.original) for part in self.parts if part.original is not None]
+        frozen = [part.name for part, original in given if original.requires_grad != self._trained[id(part)]]
+        if frozen:
+            raise InputError(
+                f"requires_grad of {shorten(frozen)} was changed on the parameters that the model came with, but under "
+                "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
             )
 
     @property
@@ -290,17 +304,15 @@ class FullyShard:
         for hook in (*self._hooks, *self._loads):
             hook.remove()
         self.reshard()
-        self._origin.unwrap()
+        self._undo.unwrap()
         for (module, name), param in self._places.items():
             setattr(module, name, param)
         for param, part in self._originals.items():
             assert part.source is not None
             param.data, param.grad = torch.empty(part.source.param.shape, dtype=self._dtypes[param]), None
             param.requires_grad_(part.source.param.requires_grad)
-        originals = {part.param: param for param, part in self._originals.items()}
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [originals.get(param, param) for param in group["params"]]
-        self._origin.restore_buffers()
+        repoint(self._optimizer, {part.param: param for param, part in self._originals.items()})
+        self._undo.restore_buffers()
 
 
 def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -314,7 +326,8 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
-def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
-    """Whether an entry of `param`'s state has an element for each of its own. (`step` is a counter, in torch's
-    optimizers, and a scalar.)"""
-    return isinstance(value, torch.Tensor) and value.shape == param.shape and name != "step"
+def _as_part(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """A whole tensor as what FSDP2 makes of it."""
+    if not isinstance(param, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...launching.failures import is_timeout
+from ...errors import InputError
 from ...shard import ParamShard
 from ..data_strategy import DataStrategy, StrategyInputs
 from ..shard_spec import Placement
-from .explain import note_unit, refuse_given_up
 from .fsdp import FullyShard
-from .reducers import ShardReducer, SliceReducer
-from .units import ShardOptions, Units, find_problems, make_mesh
-from .zero1 import Slices
+from .fsdp_wrap import ShardOptions, Units, find_problems, make_mesh
+from .reducers import FSDPReducer, Zero1Reducer
+from .zero1 import Zero1Shards
 
 
 class Zero1(DataStrategy):
@@ -27,13 +26,13 @@ class Zero1(DataStrategy):
     def __init__(self, inputs: StrategyInputs) -> None:
         super().__init__(inputs)
         group = inputs.context.dp_group
-        self.publisher = self.slices = Slices(inputs.shards, inputs.optimizer, group, inputs.reduce, inputs.tied)
+        self.publisher = self.slices = Zero1Shards(inputs.shards, inputs.optimizer, group, inputs.reduce, inputs.tied)
         self.shards = self.slices.shards
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
-    ) -> SliceReducer:
-        return SliceReducer(self.slices, shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
+    ) -> Zero1Reducer:
+        return Zero1Reducer(self.slices, shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
@@ -143,10 +142,10 @@ class FSDP(DataStrategy):
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
-    ) -> ShardReducer:
+    ) -> FSDPReducer:
         self.sharded.withholds = withholds
         context = self.inputs.context
-        return ShardReducer(self.sharded, shards, buffers, context.dp_group, self.inputs.reduce, context.device)
+        return FSDPReducer(self.sharded, shards, buffers, context.dp_group, self.inputs.reduce, context.device)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
@@ -163,12 +162,26 @@ class FSDP(DataStrategy):
         return f", in parts{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp)"
 
     def follow(self) -> None:
-        self.sharded.refuse_other_memory()
+        self.sharded.refuse_lost_changes()
 
     def explain(self, error: RuntimeError) -> None:
-        refuse_given_up(error)
-        if is_timeout(error):
-            note_unit(error, self.sharded.model)
+        if _met_freed_storage(error):
+            raise InputError(
+                "backward needs weights that FSDP2 has given up, which it gathers where it sees the gradient of a "
+                "block's output. Either a module returns tensors within an object that it cannot look into: return "
+                "tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or gradients of gradients were asked "
+                "for (torch.autograd.grad with create_graph=True), which weights in parts do not give: use data='zero1'"
+            ) from error
 
     def undo(self) -> None:
         self.sharded.undo()
+
+
+def _met_freed_storage(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that the memory of a tensor was given up."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if "are out of bounds for storage of size 0" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

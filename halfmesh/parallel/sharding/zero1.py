@@ -19,12 +19,13 @@ from ..._torch import foreach_copy_
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...tensors import is_dense
+from ..data_strategy import repoint
 from ..optimizer_checks import refuse_other_state
 from ..reducer import ReduceOptions
 from .slice_bucket import SliceBucket
 
 
-class Slices:
+class Zero1Shards:
     """This rank's parts of the parameters that an optimizer holds, which it holds instead from now on.
 
     Args:
@@ -66,7 +67,8 @@ class Slices:
         self._mine = mine
         self._places = [shard.param.data_ptr() for shard in mine]
         self._strides = {id(shard): shard.param.stride() for shard in mine}
-        _repoint(optimizer, list(parts.values()))
+        own = {part.model_param: part for part in parts.values()}
+        repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
         # In the order in which an update that goes through the model completes them.
         position = {id(shard): number for number, shard in enumerate(mine)}
@@ -157,20 +159,7 @@ class Slices:
     def undo(self) -> None:
         """Give the optimizer the parameters again, without the state that belongs to their parts."""
         self._hook.remove()
-        parts = {part.param: shard.param for b in self.buckets for part, shard in zip(b.parts, b.shards, strict=True)}
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [parts.get(param, param) for param in group["params"]]
-
-
-def _repoint(optimizer: optim.Optimizer, parts: Sequence[ParamShard]) -> None:
-    """Make `optimizer` hold the parts, with their part of its state."""
-    own = {part.model_param: part for part in parts}
-    for group in optimizer.param_groups:
-        group["params"][:] = [own[param].param if param in own else param for param in group["params"]]
-    for param, part in own.items():
-        if param in optimizer.state:
-            state = optimizer.state.pop(param)
-            optimizer.state[part.param] = {name: _cut(name, value, param, part) for name, value in state.items()}
+        repoint(self._optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
 
 
 def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:

@@ -180,26 +180,22 @@ def _handled_params(plan: ResolvedPlan) -> set[int]:
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     """What to do about a model of which nothing would be divided."""
     sizes: Counter[str] = Counter()
+    convolutions = 0
     for name, module in model.named_modules():
         own = sum(param.numel() for param in module.parameters(recurse=False))
         if own:
             sizes[f"{generalise(name) or 'the model itself'} ({type(module).__name__})"] += own
+            convolutions += own if isinstance(module, _CONVOLUTIONS) else 0
     largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5))
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} divides nothing of"
-    if 2 * _count(model, _CONVOLUTIONS) > _count(model, nn.Module):
-        return (
-            f"{which} {type(model).__name__}. Its largest layers: {largest}. Convolutions are not divided over tensor "
-            "ranks, and most of this model is in them; leave tensor at 1, and use the ranks for data parallelism "
-            "(parallel.data = 'fsdp' divides what they hold) or for a pipeline"
+    if 2 * convolutions > sizes.total():
+        advice = (
+            "Convolutions are not divided over tensor ranks, and most of this model is in them; leave tensor at 1, and "
+            "use the ranks for data parallelism (parallel.data = 'fsdp' divides what they hold) or for a pipeline"
         )
-    return (
-        f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
-        "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' layers hand divided features to "
-        "'rowwise' ones (docs/tensor-plan.md)"
-    )
-
-
-def _count(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """The numbers of all parameters that modules of these kinds have."""
-    modules = (module for module in model.modules() if isinstance(module, kinds))
-    return sum(param.numel() for module in modules for param in module.parameters(recurse=False))
+    else:
+        advice = (
+            "Write one: parallel = dict(tensor=dict(size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where "
+            "'colwise' layers hand divided features to 'rowwise' ones (docs/tensor-plan.md)"
+        )
+    return f"{which} {type(model).__name__}. Its largest layers: {largest}. {advice}"
