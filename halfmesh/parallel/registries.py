@@ -24,8 +24,8 @@ AXES.register_lazy("tensor", "halfmesh.parallel.tensor.apply:TensorParallelism")
 AXES.register_lazy("pipeline", "halfmesh.parallel.pipeline.axis:PipelineParallelism")
 for _name, _strategy in {
     "replicate": "data_strategy:DataStrategy",
-    "zero1": "sharding.strategies:Zero1",
-    "fsdp": "sharding.strategies:FSDP",
+    "zero1": "sharding.zero1:Zero1",
+    "fsdp": "sharding.fsdp:FSDP",
 }.items():
     DATA_STRATEGIES.register_lazy(_name, f"halfmesh.parallel.{_strategy}")
 for _name, _style in {

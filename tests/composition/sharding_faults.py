@@ -13,10 +13,10 @@ from torch import nn
 import halfmesh
 from halfmesh.amp import master_weights
 from halfmesh.division import Division
-from halfmesh.parallel.sharding.fsdp import FullyShard
+from halfmesh.parallel.sharding.fully_shard import FullyShard
 from halfmesh.parallel.sharding.reducers import Zero1Reducer
 from halfmesh.parallel.sharding.slice_bucket import SliceBucket
-from halfmesh.parallel.sharding.zero1 import Zero1Shards
+from halfmesh.parallel.sharding.zero1 import Zero1
 from halfmesh.shard import ParamShard
 
 from .cells import Cell
@@ -49,13 +49,13 @@ def gradients_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
 
 def bucket_not_gathered(patch: pytest.MonkeyPatch) -> None:
     """The new weights of one bucket stay on the ranks that have stepped them."""
-    inner = Zero1Shards._gather
+    inner = Zero1._gather
 
-    def gather(self: Zero1Shards, bucket: SliceBucket) -> None:
+    def gather(self: Zero1, bucket: SliceBucket) -> None:
         if bucket is not self._order[0]:
             inner(self, bucket)
 
-    patch.setattr(Zero1Shards, "_gather", gather)
+    patch.setattr(Zero1, "_gather", gather)
 
 
 def parts_sent_in_each_microbatch(patch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from ...shard import ParamShard
 from ..reducer import ReduceOptions, Reducer
 
 if TYPE_CHECKING:
-    from .fsdp import FullyShard
+    from .fully_shard import FullyShard
     from .slice_bucket import SliceBucket
-    from .zero1 import Zero1Shards
+    from .zero1 import Zero1
 
 SCATTERED = "where under data='zero1' each rank has the sums of its own shard only"
 UNFINISHED = (
@@ -60,7 +60,7 @@ class WithheldGradient(torch.Tensor):
 class Zero1Reducer(Reducer):
     """Sums the gradients of whole parameters to the ranks that step them, once per optimizer step.
 
-    Takes and gives what `Reducer` does, but for the parts of `slices`: gradients arrive in the model's parameters, and
+    Takes and gives what `Reducer` does, but for the parts of zero1: gradients arrive in the model's parameters, and
     are those of the parts afterwards.
 
     Raises:
@@ -69,13 +69,13 @@ class Zero1Reducer(Reducer):
 
     def __init__(
         self,
-        slices: Zero1Shards,
+        strategy: Zero1,
         shards: Sequence[ParamShard],
         buffers: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         options: ReduceOptions,
     ) -> None:
-        self._slices = slices
+        self._strategy = strategy
         self._buckets: list[SliceBucket]  # type: ignore[assignment]
         super().__init__(shards, buffers, group, options)
 
@@ -88,7 +88,7 @@ class Zero1Reducer(Reducer):
         return super().covers(_sources(shards))
 
     def open(self, last: bool) -> None:
-        self._slices.follow()
+        self._strategy.follow()
         for shard in self._shards if self._finished else ():
             shard.param.grad = None
         super().open(last)
@@ -105,7 +105,7 @@ class Zero1Reducer(Reducer):
 
     def _make_buckets(self) -> list[Any]:
         taking = {id(shard) for shard in self._shards}
-        return [bucket for bucket in self._slices.buckets if any(id(shard) in taking for shard in bucket.shards)]
+        return [bucket for bucket in self._strategy.buckets if any(id(shard) in taking for shard in bucket.shards)]
 
     def _send(self, bucket: Any) -> dist.Work:
         work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
