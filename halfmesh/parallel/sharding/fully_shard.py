@@ -211,7 +211,7 @@ class FullyShard:
             )
 
     def refuse_lost_changes(self) -> None:
-        """Raise InputError for what others did to parameters, and FSDP2, which computes with its own, does not hear of."""
+        """Raise InputError for what others did to parameters, and FSDP2, which has its own, does not hear of."""
         self.refuse_other_memory()
         hooked = [part.name for part in self.parts if part.source and has_grad_hooks(part.source.param)]
         if hooked:
