@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 
 from ...shard import ParamShard
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
-from ..context import ParallelContext
-from ..rng import IsolatedRNG
 from ..shard_spec import Split
 from .checks import ResolvedPlan, resolve
 from .gradients import TensorGradients
@@ -41,43 +39,25 @@ class TensorParallelism(Axis):
 
     @staticmethod
     def apply(inputs: AxisInputs) -> TensorParallel:
-        axis = TensorAxis(inputs.context.tp_group, inputs.context.device, inputs.random)
-        tensor = TensorParallel(inputs.model, inputs.optimizer, inputs.plan, axis, inputs.context, inputs.host_random)
-        if not inputs.is_split:
-            tensor.watch_calls(inputs.model)
-        return tensor
+        return TensorParallel(inputs)
 
 
 class TensorParallel(AppliedAxis):
     """A model that is divided over a tensor group, in place: parameters, their names, ties and the optimizer that holds
     them stay the same objects.
 
-    Args:
-        model: equal on all ranks.
-        optimizer: over its parameters; state that it has is cut along.
-        plan: how each module is divided; without problems.
-        axis: the tensor group.
-        context: the mesh.
-        host_random: the random numbers of python and numpy within the model.
-
     Attributes:
         partial: the parameters whose gradients have to be summed over the group.
         trial: compares sharded blocks with whole ones before the first update; None after it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        plan: ResolvedPlan,
-        axis: TensorAxis,
-        context: ParallelContext,
-        host_random: IsolatedRNG,
-    ) -> None:
+    def __init__(self, inputs: AxisInputs) -> None:
+        context, model, optimizer = inputs.context, inputs.model, inputs.optimizer
         super().__init__(context, "tp", "tensor group")
+        plan: ResolvedPlan = inputs.plan
         self.plan = plan
-        self.axis = axis
-        self._host_random = host_random
+        self.axis = axis = TensorAxis(context.tp_group, context.device, inputs.random)
+        self._host_random = inputs.host_random
         self.partial: set[nn.Parameter] = set()
         self._hooks: list[Any] = []
         self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # what `undo` gives back
@@ -94,6 +74,8 @@ class TensorParallel(AppliedAxis):
             self._install(a)
         self._hooks += [*self._guard_forks(model, plan), *self.take_whole_states(model, optimizer)]
         self.trial.watch(model)
+        if not inputs.is_split:
+            self._watch_calls(model)
 
     def _install(self, assignment: Assignment) -> None:
         module = assignment.module
@@ -102,7 +84,7 @@ class TensorParallel(AppliedAxis):
         changed = {n: before.get(n, _ABSENT) for n, v in vars(module).items() if v is not before.get(n, _ABSENT)}
         self._before.append((module, kind, changed))
 
-    def watch_calls(self, model: nn.Module) -> None:
+    def _watch_calls(self, model: nn.Module) -> None:
         """Each call of `model`, the whole, draws random numbers of its own, and is compared over the group."""
         common = self.axis.common
         self._hooks += [
