@@ -9,16 +9,16 @@ from torch import nn
 
 from ...errors import InputError, shorten
 from ...shard import ParamShard
-from ..reducer import ReduceOptions, Reducer
+from ..gradient_sums import SharedGradients
 from .layers import TensorAxis
 
 _LOOKS = 5  # at gradients that are zero
 _SAMPLE = 256  # elements of each gradient
 
 
-class TensorGradients(Reducer):
-    """Sums the gradients of parameters that every rank of a tensor group has whole, while it sees only a part of the
-    activations (norms under sequence parallelism). One all-reduce in fp32 per update.
+class TensorGradients(SharedGradients):
+    """Sums the gradients of parameters that work on a part of the activations on each rank of a tensor group (norms
+    under sequence parallelism).
 
     Before the first updates it compares the gradients of the other whole parameters, which have to be equal: where they
     are not, the plan is wrong. A gradient of zero (before a layer that starts at zero) is looked at again.
@@ -38,24 +38,16 @@ class TensorGradients(Reducer):
         try_out: Callable[[], None],
         shards: Sequence[ParamShard],
     ) -> None:
-        self._axis = axis
-        self._partial, self._split, self._try_out = partial, split, try_out
+        self._axis, self._split, self._try_out = axis, split, try_out
         self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
-        super().__init__(shards, {}, axis.group, ReduceOptions(mean=False))
+        super().__init__(partial, axis.group, shards)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        super().cover([shard for shard in shards if shard.model_param in self._partial])
+        super().cover(shards)
         self._whole = self._others(shards)
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        of_partial = [shard for shard in shards if shard.model_param in self._partial]
-        return super().covers(of_partial) and self._whole == self._others(shards)
-
-    def open(self, last: bool) -> None:
-        super().open(last=False)  # the sum may be sent when the data ranks have theirs, not before
-
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """Nothing is sent before `finish`."""
+        return super().covers(shards) and self._whole == self._others(shards)
 
     def finish(self) -> None:
         self._try_out()  # before gradients are compared, which a wrong plan makes differ, too
@@ -63,7 +55,7 @@ class TensorGradients(Reducer):
         self._compare_whole()
 
     def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [s for s in shards if s.model_param not in self._partial and s.model_param not in self._split]
+        return [s for s in shards if s.model_param not in self._params and s.model_param not in self._split]
 
     @torch.no_grad()
     def _compare_whole(self) -> None:
