@@ -249,6 +249,23 @@ def test_plans_that_mix_features_are_refused_before_the_first_update():
             assert f"The plan: {plan}." in message
 
 
+class ScaledByInput(Hidden):
+    """The same forward, but each rank's gradient of the input is a part of it."""
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)) * x.sum(-1, keepdim=True))
+
+
+def wrong_backward(rank: int, world_size: int) -> str:
+    return refusal(lambda: train(engine_of(made(ScaledByInput), PAIR)))
+
+
+def test_a_wrong_backward_behind_a_right_forward_is_refused_before_the_first_update():
+    for message in run_ranks(wrong_backward, 2):
+        assert message.startswith("InputError: the gradients of first.weight, first.bias"), message
+        assert "differ between the ranks of a tensor group" in message
+
+
 class Residual(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
