@@ -26,8 +26,8 @@ from .parallel.deferred.materialize import Materializer
 from .parallel.gradient_sums import Reduction
 from .parallel.reducer import ReduceOptions
 from .parallel.registries import AXES
+from .parallel.replica_checks import SameCalls
 from .parallel.rng import CommonRandom, IsolatedRNG, model_seed
-from .parallel.same_calls import SameCalls
 from .parallel.shard_spec import Placement, whole
 from .shard import ParamShard
 
@@ -171,9 +171,9 @@ class Division:
         return [reduction for reduction in made if reduction is not None]
 
     @property
-    def same(self) -> SameCalls | None:
-        """Compares what ranks are given that compute the same."""
-        return next((axis.same for axis in self.axes.values() if axis.same is not None), None)
+    def same(self) -> list[SameCalls]:
+        """They compare what ranks are given that compute the same; one for each such axis."""
+        return [axis.same for axis in self.axes.values() if axis.same is not None]
 
     def settle(self) -> None:
         """A forward or backward may have ended early."""

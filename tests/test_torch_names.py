@@ -52,9 +52,8 @@ ALLOWED = {
     "parallel/tensor/collectives.py": {"_get_current_dispatch_mode"},
     "parallel/activations/offload.py": {"_base"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},
-    "parallel/sharding/unwrap.py": {"_composable_state", "_module_state_mapping"},
-    "parallel/sharding/wrap.py": {"_fsdp_param", "_fully_shard"},
-    "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},
+    "parallel/sharding/fsdp_wrap.py": {"_composable_state", "_fsdp_param", "_fully_shard", "_module_state_mapping"},
+    "parallel/sharding/reducers.py": {"_make_wrapper_subclass"},
 }
 
 

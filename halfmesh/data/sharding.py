@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from ..errors import InputError
 from ..parallel.context import ParallelContext
-from ..parallel.digests import add_tensor
+from ..parallel.replica_checks import add_tensor
 from ..parallel.rng import SharedRNG
 from ..tensors import map_tensors, tensors_of
 

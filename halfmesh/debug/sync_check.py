@@ -13,9 +13,9 @@ from ..amp.step_result import StepResult
 from ..checkpoint.state import IMPLEMENTATION, ShardedState
 from ..errors import SyncError
 from ..loop.parts import EngineHook, EngineParts
-from ..parallel.context import is_plain, plain_settings
-from ..parallel.drift import Common, describe, find_drift
+from ..parallel.initial_state import is_plain, plain_settings
 from ..parallel.reducer import STATISTICS
+from ..parallel.replica_checks import ReplicatedValue, find_difference
 
 _AVERAGED = (*STATISTICS, "num_batches_tracked")
 _DRIFTED = (
@@ -36,19 +36,17 @@ class SyncCheck(EngineHook):
 
     def after_step(self, result: StepResult) -> None:
         step = self._parts.global_step
-        drift = find_drift(self._state(result), self._context.device)
-        if drift is not None:
+        found = find_difference(self._state(result), self._names, self._context.device)
+        if found is not None:
+            name, lines = found
             before = f"after step {self._step} they did not" if self._step else "this is the first comparison"
             step = self._context.from_first(step)  # it may be what differs
-            raise SyncError(
-                f"after step {step} the ranks differ in {drift.name} ({before}):\n"
-                f"{describe(drift, self._names)}\n{_DRIFTED}"
-            )
+            raise SyncError(f"after step {step} the ranks differ in {name} ({before}):\n{lines}\n{_DRIFTED}")
         self._step = step
 
     # -- what should be equal ----------------------------------------------------------------------------------
 
-    def _state(self, result: StepResult) -> Iterator[Common]:
+    def _state(self, result: StepResult) -> list[Iterator[ReplicatedValue]]:
         """All that this rank has after a step, causes before what follows from them. It reads the device.
 
         Of a tensor, those ranks have to agree that hold the same part of it: over the data axis where it is replicated,
@@ -56,68 +54,72 @@ class SyncCheck(EngineHook):
         sharding.
         """
         parts = self._progress(), self._random(), self._verdict(result), self._settings(), self._weights()
-        for order, part in enumerate((*parts, self._buffers(), self._optimizer_state())):
-            for common in part:
-                yield Common(common.name, common.value, common.among, order)
+        return [*parts, self._buffers(), self._optimizer_state()]
 
-    def _progress(self) -> Iterator[Common]:
-        yield Common("engine.global_step", self._parts.global_step)
+    def _progress(self) -> Iterator[ReplicatedValue]:
+        yield ReplicatedValue("engine.global_step", self._parts.global_step)
         if self._parts.dataloader is not None:
-            yield Common("the place in engine.dataloader (epoch, batches trained on)", self._parts.dataloader.place)
+            yield ReplicatedValue(
+                "the place in engine.dataloader (epoch, batches trained on)", self._parts.dataloader.place
+            )
 
-    def _random(self) -> Iterator[Common]:
+    def _random(self) -> Iterator[ReplicatedValue]:
         """The model's own random numbers, where a tensor group draws the same."""
-        division, stage = self._parts.division, (self._context.pp_rank, self._context.dp_rank)
+        division, stage = self._parts.division, (self._context.place("pp"), self._context.dp_rank)
         if division.random is not None:
-            yield Common("the model's random numbers (torch)", division.random.state, stage)
+            yield ReplicatedValue("the model's random numbers (torch)", division.random.state, stage)
             host = division.host_random.state
             if host is not None:
                 name, keys, *rest = host["numpy"]
                 drawn = host["python"], name, keys.tolist(), *rest
-                yield Common("the model's random numbers (python, numpy)", drawn, stage)
+                yield ReplicatedValue("the model's random numbers (python, numpy)", drawn, stage)
 
-    def _verdict(self, result: StepResult) -> Iterator[Common]:
+    def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
         update = self._parts.update
-        yield Common("whether the step was skipped", result.skipped)
+        yield ReplicatedValue("whether the step was skipped", result.skipped)
         for number, state in enumerate(update.loss_scales.state_dict()):
             of = f" of loss {number}" if number else ""
-            yield from (Common(f"{key} of the loss scaler{of}", value) for key, value in state.items())
-        yield from (Common(f"{key} of the skip counter", v) for key, v in update.skip_counter.state_dict().items())
-        yield Common("the gradient norm", result.grad_norm)  # it is divided by the scale
+            yield from (ReplicatedValue(f"{key} of the loss scaler{of}", value) for key, value in state.items())
+        yield from (
+            ReplicatedValue(f"{key} of the skip counter", v) for key, v in update.skip_counter.state_dict().items()
+        )
+        yield ReplicatedValue("the gradient norm", result.grad_norm)  # it is divided by the scale
 
-    def _settings(self) -> Iterator[Common]:
+    def _settings(self) -> Iterator[ReplicatedValue]:
         """Of the optimizer's groups, learning rates first."""
         groups = [dict(plain_settings(group)) for group in self._parts.update.optimizer.param_groups]
         settings = [(key, number, value) for number, group in enumerate(groups) for key, value in group.items()]
         for key, number, value in sorted(settings, key=lambda setting: setting[0] != "lr"):
             if key not in IMPLEMENTATION:  # a rank may choose these by what it holds
-                yield Common(f"{key} of parameter group {number}", value)
+                yield ReplicatedValue(f"{key} of parameter group {number}", value)
 
-    def _weights(self) -> Iterator[Common]:
+    def _weights(self) -> Iterator[ReplicatedValue]:
         """What the model computes with, then the masters."""
         division, masters = self._parts.division, self._parts.update.master_weights.masters
         for shard, name in self._sharded.names():
             whole = division.data.compared(shard)
-            yield Common(f"the weight {name}", whole.param.detach(), division.placement(whole))
+            yield ReplicatedValue(f"the weight {name}", whole.param.detach(), division.placement(whole))
         for shard, name in self._sharded.names():
             if shard.param in masters:
-                yield Common(f"the fp32 master of {name}", masters[shard.param].detach(), division.placement(shard))
+                yield ReplicatedValue(
+                    f"the fp32 master of {name}", masters[shard.param].detach(), division.placement(shard)
+                )
 
-    def _buffers(self) -> Iterator[Common]:
+    def _buffers(self) -> Iterator[ReplicatedValue]:
         """Those that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
         first = self._parts.division.first_names(self._parts.model)
         for name, buffer in self._parts.model.named_buffers():
             among = None if name.rpartition(".")[2] in _AVERAGED else self._context.dp_rank
-            yield Common(f"the buffer {first.get(name, name)}", buffer.detach(), among)
+            yield ReplicatedValue(f"the buffer {first.get(name, name)}", buffer.detach(), among)
 
-    def _optimizer_state(self) -> Iterator[Common]:
+    def _optimizer_state(self) -> Iterator[ReplicatedValue]:
         update = self._parts.update
         for shard, name in self._sharded.trained():
             placement = self._parts.division.placement(shard)
             if placement.regions:  # else nothing of it is here
                 state = update.optimizer.state.get(update.master_weights.target(shard), {})
-                yield Common(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
+                yield ReplicatedValue(f"which optimizer state there is of {name}", sorted(map(str, state)), placement)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) or is_plain(value):
                         among = None if key == "step" else placement
-                        yield Common(f"the optimizer's {key} of {name}", value, among)
+                        yield ReplicatedValue(f"the optimizer's {key} of {name}", value, among)

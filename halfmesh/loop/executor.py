@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision, cast_model
 from ..parallel.context import ParallelContext
 from ..parallel.gradient_sums import Reduction
-from ..parallel.same_calls import SameCalls
+from ..parallel.replica_checks import SameCalls
 from ..tensors import tensors_of
 from .accumulation import Accumulation, Backward
 
@@ -70,7 +70,7 @@ class DirectExecutor(DirectBackward):
 
     Args:
         scope: around each forward.
-        over_tensor: compares calls over this rank's tensor group, if it has one. (Those of the model, its hooks do.)
+        same: compare calls over the ranks that compute one batch with this one. (Those of the model, its hooks do.)
     """
 
     stages = ()
@@ -82,23 +82,23 @@ class DirectExecutor(DirectBackward):
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        over_tensor: SameCalls | None = None,
+        same: Sequence[SameCalls] = (),
     ) -> None:
         super().__init__(update, accumulation)
         self._model = model
         self._precision = precision
         self._scope = scope
-        self._over_tensor = over_tensor
+        self._same = same
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._scope():
             return self._precision.forward(self._model, *args, **kwargs)
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._over_tensor is not None and self._model.training and torch.is_grad_enabled():
+        if self._same and self._model.training and torch.is_grad_enabled():
             targets = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad]
-            if targets:  # not the outputs, which are equal but for rounding
-                self._over_tensor.compare_inputs(True, targets, {}, of="targets")
+            for ranks in self._same if targets else ():  # not the outputs, which are equal but for rounding
+                ranks.compare_inputs(True, targets, {}, of="targets")
         return self._precision.criterion(criterion, *args, **kwargs)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..amp.step_result import StepResult
 from ..log import get_logger
-from ..parallel.same_calls import are_same
+from ..parallel.replica_checks import are_same
 from .parts import EngineHook, EngineParts
 
 _log = get_logger(__name__)

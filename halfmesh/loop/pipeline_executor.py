@@ -20,7 +20,7 @@ from ..parallel.objects import is_alone
 from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
-from ..parallel.same_calls import SameCalls, is_looked_at
+from ..parallel.replica_checks import SameCalls, is_looked_at
 from ..tensors import map_tensors, tensors_of
 from .accumulation import Accumulation
 from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
@@ -51,7 +51,7 @@ class PipelineExecutor:
     """The `Executor` of a rank that holds some stages of the model.
 
     Args:
-        over_tensor: compares calls over this rank's tensor group, if it has one.
+        same: compare calls over the ranks of a stage that compute one batch.
     """
 
     is_single = False
@@ -65,7 +65,7 @@ class PipelineExecutor:
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-        over_tensor: SameCalls | None,
+        same: Sequence[SameCalls],
     ) -> None:
         self._model = model
         self._pipeline = pipeline
@@ -76,7 +76,7 @@ class PipelineExecutor:
         self._update = update
         self._accumulation = accumulation
         self._over_pipeline = SameCalls(context.group("pp"), "pipeline")
-        self._over_tensor = over_tensor
+        self._same = same
         self._splitter = Splitter(model, options.non_split, "engine(...)")
         self._most_rows = 0  # of a microbatch so far
         self._split_batches = 0  # so far
@@ -168,14 +168,13 @@ class PipelineExecutor:
 
     def _compare_output(self, output: Any) -> None:
         """On the last stage: refuse an output that is still sharded over the tensor group."""
-        if self._over_tensor is not None:
-            self._over_tensor.compare_outputs(self._model.training, output)
+        for ranks in self._same:
+            ranks.compare_outputs(self._model.training, output)
 
     def _compare_inputs(self, of: str, args: Any, kwargs: Any) -> None:
         """Compare the call over the ranks that compute one batch."""
-        for ranks in (self._over_pipeline, self._over_tensor):
-            if ranks is not None:
-                ranks.compare_inputs(self._model.training, args, kwargs, of)
+        for ranks in (self._over_pipeline, *self._same):
+            ranks.compare_inputs(self._model.training, args, kwargs, of)
 
     def _refuse_changes(self, forward: _Forward, criterion: CriterionCalls) -> None:
         changed = ""

@@ -8,7 +8,7 @@ from ..errors import InputError
 from ..launching.failures import is_echo
 from ..parallel.context import ParallelContext
 from ..parallel.objects import gather_objects, is_alone
-from ..parallel.trained import ADVICE, refuse_unlike
+from ..parallel.replica_checks import ADVICE, refuse_unlike
 
 
 class SameTrained:
@@ -19,8 +19,8 @@ class SameTrained:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self._is_alone = context.size == context.pp_size or is_alone()
-        if context.pp_size > 1 and not self._is_alone:
+        self._is_alone = len(context.stage_ranks) == 1 or is_alone()
+        if len(context.stage_ranks) < context.size and not self._is_alone:
             _ = context.stage_group  # now: later each stage compares when something has changed there
 
     def compare(self, names: Sequence[str], trained: bytes) -> None:

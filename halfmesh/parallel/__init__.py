@@ -1,12 +1,14 @@
 """PLACE: which rank holds what. Knows nothing of number formats or of the loop.
 
 context            the mesh and its groups of ranks
+objects, calls, initial_state      what ranks tell each other beside training
 axis, data_strategy      the two contracts: what divides a model, and what data ranks hold of it
 rng                random numbers of a rank, and those that ranks share
 shard_spec         where in the whole tensor lies what a rank holds
 gradient_sums      gradients become complete: over data ranks (reducer, buckets) and other axes
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-trained, calls, same_calls, drift, optimizer_checks      what ranks do alike, compared
+replica_checks     what ranks have in common, compared
+optimizer_checks   whether an optimizer may step parts
 
 tensor/            layers divided over a tensor group
 pipeline/          stages, and microbatches that go through them

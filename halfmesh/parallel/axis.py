@@ -19,8 +19,8 @@ from ..errors import InputError
 from ..shard import ParamShard
 from .context import ParallelContext
 from .optimizer_checks import refuse_other_state
+from .replica_checks import SameCalls
 from .rng import CommonRandom, IsolatedRNG
-from .same_calls import SameCalls
 from .shard_spec import Split
 
 if TYPE_CHECKING:
@@ -110,9 +110,13 @@ class AppliedAxis:
         yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-            cut = {name: self.splits[param] for name, param in own.items() if param in self.splits}
-            if cut:
-                yield module.register_load_state_dict_pre_hook(TakePart(self, cut))
+            takes = {n: partial(self._take_part, self.splits[p]) for n, p in own.items() if p in self.splits}
+            if takes:
+                yield module.register_load_state_dict_pre_hook(partial(take_parts, takes))
+
+    def _take_part(self, split: Split, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        is_whole = value.shape == split.whole_shape(param.shape, self.size)
+        return split.cut(value, self.rank, self.size) if is_whole else value
 
     def compare_calls(self, model: nn.Module) -> Iterator[Any]:
         """Inputs and outputs of the whole model are compared over the axis. The hooks that do it."""
@@ -165,24 +169,26 @@ class AppliedAxis:
         """Give the model its modules again; parameters stay in parts, whose values others put together."""
 
 
-class TakePart:
-    """Makes whole tensors in a state dict this rank's part, before they are loaded into a divided module."""
-
-    def __init__(self, axis: AppliedAxis, splits: Mapping[str, Split]) -> None:
-        self._axis = axis
-        self._splits = dict(splits)
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        for name, split in self._splits.items():
-            value = state.get(prefix + name)
-            if value is not None and assigns(metadata):
-                raise InputError(
-                    f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a "
-                    "part; load without assign, or load before initialize"
-                )
-            if isinstance(value, torch.Tensor) and value.shape == split.whole_shape(own[name].shape, self._axis.size):
-                state[prefix + name] = split.cut(value, self._axis.rank, self._axis.size)
+def take_parts(
+    takes: Mapping[str, Callable[[nn.Parameter, torch.Tensor], torch.Tensor]],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    *_: Any,
+) -> None:
+    """A hook before a state dict is loaded into a module that has parts of some parameters: `takes`, by their names,
+    makes of a parameter and a tensor what is loaded."""
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for name, take in takes.items():
+        value = state.get(prefix + name)
+        if value is not None and assigns(metadata):
+            raise InputError(
+                f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a part; "
+                "load without assign, or load before initialize"
+            )
+        if isinstance(value, torch.Tensor):
+            state[prefix + name] = take(own[name], value)
 
 
 class Axis:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import MappingProxyType
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InputError, did_you_mean, shorten
+from ..errors import InputError, did_you_mean
 from ..launching.env import RankNames, find_places
 from ..tensors import is_dense
 from .calls import Calls
+from .initial_state import broadcast_initial_state
 from .objects import broadcast_object, gather_objects, is_alone, join_rows
-from .trained import refuse_unlike
 
 if TYPE_CHECKING:
     from ..launching.process_group import OwnedGroup
@@ -75,7 +74,7 @@ class ParallelContext:
         self.dp_size = self.size // product
         self.sizes: Mapping[str, int] = {"pp": pp, "dp": self.dp_size, **others, "tp": tp}
         if math.prod(self.sizes.values()) != self.size:
-            names = " x ".join(f"{name}={size}" for name, size in {"pipeline": pp, "tensor": tp, **others}.items())
+            names = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "dp")
             raise InputError(
                 f"{names} does not divide the {self.size} ranks; take other sizes, or start {product} ranks or a "
                 "multiple of it"
@@ -129,7 +128,7 @@ class ParallelContext:
     @property
     def tp_rank(self) -> int:
         """This rank's place on the tensor axis."""
-        return self.rank % self.tp_size
+        return self.place("tp")
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -279,20 +278,8 @@ class ParallelContext:
         Raises:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
-        if self.size == 1 or is_alone():
-            return
-        sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
-        if sparse:
-            raise InputError(
-                f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense"
-            )
-        state = list(_state_tensors(optimizer))
-        # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
-        tensors = [*model.parameters(), *model.buffers(), *state]
-        self._refuse_differences(model, optimizer, state)
-        for tensor in tensors:
-            if not tensor.is_meta:  # others get their values later
-                self.broadcast(tensor)
+        if self.size > 1 and not is_alone():
+            broadcast_initial_state(self, model, optimizer)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
@@ -316,27 +303,6 @@ class ParallelContext:
     def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
         """What the rank at `place` of `axis` gave as `value`."""
         return broadcast_object(value, place, self.device, self.group(axis))
-
-    def _refuse_differences(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: list[torch.Tensor]
-    ) -> None:
-        mine = {
-            "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
-            "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
-            "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
-            "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
-        }
-        digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
-        names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
-        everyone = self.everyone((digests, bytes(trained)))
-        for what in mine:
-            odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs[what] != everyone[0][0][what]]
-            if odd:
-                raise InputError(
-                    f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
-                    "same model and optimizer, and load the same checkpoint, on every rank before initialize"
-                )
-        refuse_unlike(names, [flags for _, flags in everyone], [f"rank {rank}" for rank in range(self.size)])
 
     def begin_calls(self, owner: OwnedGroup | None) -> None:
         """From now on `agree_on_call` compares what the ranks call. All ranks together.
@@ -378,26 +344,3 @@ class ParallelContext:
         if self._group is not None:
             self._group.close(self)
             self._group = None
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """Tensors of the optimizer's state in the order of its parameters."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in optimizer.state:
-                yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))
-
-
-def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The plain values of a parameter group; an object's repr may hold an address, which differs between ranks."""
-    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
-
-
-def is_plain(value: Any) -> bool:
-    """Whether `value` is a number, text or None, or made of such: the same on all ranks where its repr is."""
-    return (
-        value is None
-        or isinstance(value, (int, float, str))
-        or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
-    )

@@ -140,3 +140,22 @@ class DataStrategy:
 
     def undo(self) -> None:
         """Give the model its own parameters again, and the optimizer these; without the values of parts."""
+
+
+def repoint(
+    optimizer: optim.Optimizer,
+    new: Mapping[nn.Parameter, nn.Parameter],
+    cut: Callable[[nn.Parameter, str, Any], Any] | None = None,
+) -> None:
+    """Make `optimizer` hold other parameters, in the same places of the same groups.
+
+    Args:
+        new: for each parameter the one in its place.
+        cut: makes of a parameter, and a name and value of its state, the value for the new one. None: state is left.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [new.get(param, param) for param in group["params"]]
+    for param, other in new.items():
+        if cut is not None and param in optimizer.state:
+            state = optimizer.state.pop(param)
+            optimizer.state[other] = {name: cut(param, name, value) for name, value in state.items()}

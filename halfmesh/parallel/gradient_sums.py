@@ -1,13 +1,15 @@
-"""What a reduction of gradients is, and several of them, one after the other."""
+"""What a reduction of gradients is; one for parameters that ranks share; several, one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import nn
 
 from ..shard import ParamShard
+from .reducer import ReduceOptions, Reducer
 
 
 class Reduction(Protocol):
@@ -25,6 +27,30 @@ class Reduction(Protocol):
     def forget(self) -> None: ...
     def note_buffers(self) -> None: ...
     def close(self) -> None: ...
+
+
+class SharedGradients(Reducer):
+    """Sums the gradients of `params` over the ranks of `group`, each of which has them whole and gives a part of their
+    gradient. One all-reduce in fp32 for each update.
+
+    Args:
+        shards: of the parameters that are trained.
+    """
+
+    def __init__(
+        self, params: Collection[nn.Parameter], group: dist.ProcessGroup, shards: Sequence[ParamShard]
+    ) -> None:
+        self._params = params
+        super().__init__(shards, {}, group, ReduceOptions(mean=False))
+
+    def open(self, last: bool) -> None:
+        super().open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        """Nothing is sent before `finish`."""
+
+    def _takes_part(self, shard: ParamShard) -> bool:
+        return shard.model_param in self._params and super()._takes_part(shard)
 
 
 class CompleteGradients:

@@ -24,8 +24,8 @@ AXES.register_lazy("tensor", "halfmesh.parallel.tensor.apply:TensorParallelism")
 AXES.register_lazy("pipeline", "halfmesh.parallel.pipeline.axis:PipelineParallelism")
 for _name, _strategy in {
     "replicate": "data_strategy:DataStrategy",
-    "zero1": "sharding.strategies:Zero1",
-    "fsdp": "sharding.strategies:FSDP",
+    "zero1": "sharding.zero1:Zero1",
+    "fsdp": "sharding.fsdp:FSDP",
 }.items():
     DATA_STRATEGIES.register_lazy(_name, f"halfmesh.parallel.{_strategy}")
 for _name, _style in {
@@ -49,7 +49,7 @@ for _name, _style in {
     "sequence": "Sequence",
     "sequence_begin": "SequenceBegin",
     "sequence_end": "SequenceEnd",
-    "region": "Region",
+    "region": "GatherSequence",
 }.items():
     TENSOR_STYLES.register_lazy(_name, f"halfmesh.parallel.tensor.sequence_styles:{_style}")
 TENSOR_STYLES.register_lazy("attention", "halfmesh.parallel.tensor.attention:Attention")

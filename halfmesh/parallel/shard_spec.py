@@ -55,7 +55,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Region:
+class Box:
     """A box of the whole tensor that a rank holds.
 
     Attributes:
@@ -88,7 +88,7 @@ class Placement:
     """
 
     shape: Shape
-    regions: tuple[Region, ...]
+    regions: tuple[Box, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -101,7 +101,7 @@ class Placement:
         sizes = _with(self.shape, split.dim, rows)
         zeros = (0,) * len(sizes)
         found = [
-            Region(_with(zeros, split.dim, (block * size + rank) * rows), sizes, _with(zeros, split.dim, block * rows))
+            Box(_with(zeros, split.dim, (block * size + rank) * rows), sizes, _with(zeros, split.dim, block * rows))
             for block in range(split.blocks)
         ]
         return replace(self, regions=tuple(found) if math.prod(sizes) else ())
@@ -114,7 +114,7 @@ class Placement:
             if first < last:
                 moved = first - region.start[0]
                 found.append(
-                    Region(
+                    Box(
                         _with(region.at, 0, region.at[0] + moved),
                         _with(region.sizes, 0, last - first),
                         _with(region.start, 0, first - start),
@@ -144,16 +144,16 @@ def whole(shape: Sequence[int]) -> Placement:
     """A tensor that the rank holds all of."""
     sizes = tuple(shape)
     zeros = (0,) * len(sizes)
-    return Placement(sizes, (Region(zeros, sizes, zeros),))
+    return Placement(sizes, (Box(zeros, sizes, zeros),))
 
 
-def _overlap(region: Region, at: Sequence[int], sizes: Sequence[int], run: Run) -> Region | None:
+def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run) -> Box | None:
     """What of `region` lies in the box of what the rank would hold that begins `at`, and in memory as `run` says."""
     first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
     last = [min(a + n, b + m) for a, n, b, m in zip(region.start, region.sizes, at, sizes, strict=True)]
     if any(a >= b for a, b in zip(first, last, strict=True)):
         return None
-    return Region(
+    return Box(
         tuple(place + f - s for place, f, s in zip(region.at, first, region.start, strict=True)),
         tuple(b - a for a, b in zip(first, last, strict=True)),
         tuple(f - a for f, a in zip(first, at, strict=True)),

@@ -17,8 +17,9 @@ from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.division import Division
 from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.gradient_sums import SharedGradients
 from halfmesh.parallel.pipeline.executor import Pipeline
-from halfmesh.parallel.pipeline.stage_params import StageParameters, TiedGradients
+from halfmesh.parallel.pipeline.stage_params import StageParameters
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.tensor import collectives
 from halfmesh.parallel.tensor.gradients import TensorGradients
@@ -85,7 +86,7 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
 
     def forward(self: RowwiseLinear, x: torch.Tensor) -> torch.Tensor:
         x = collectives.split(x, -1, self.axis.group) if self.splits else x
-        return collectives.sum_out(F.linear(x, self.weight, self.bias), self.axis.group)
+        return collectives.reduce_from_tp(F.linear(x, self.weight, self.bias), self.axis.group)
 
     patch.setattr(RowwiseLinear, "forward", forward)
 
@@ -98,7 +99,7 @@ def tied_gradient_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def input_gradient_not_summed(patch: pytest.MonkeyPatch) -> None:
     """Layers that are divided by columns each hand back their part of the gradient."""
-    patch.setattr(collectives, "copy_in", lambda x, group: x)
+    patch.setattr(collectives, "copy_to_tp", lambda x, group: x)
 
 
 def weights_not_shared(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,7 @@ def scheduler_counts_skips(patch: pytest.MonkeyPatch) -> None:
 
 def stages_not_tied(patch: pytest.MonkeyPatch) -> None:
     """A weight that the first and the last stage share learns in each of them by itself."""
-    patch.setattr(TiedGradients, "finish", lambda self: None)
+    patch.setattr(SharedGradients, "finish", lambda self: None)
 
 
 def microbatches_not_divided(patch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from torch import nn
 import halfmesh
 from halfmesh.amp import master_weights
 from halfmesh.division import Division
-from halfmesh.parallel.sharding.fsdp import FullyShard
-from halfmesh.parallel.sharding.reducers import SliceReducer
+from halfmesh.parallel.sharding.fully_shard import FullyShard
+from halfmesh.parallel.sharding.reducers import Zero1Reducer
 from halfmesh.parallel.sharding.slice_bucket import SliceBucket
-from halfmesh.parallel.sharding.zero1 import Slices
+from halfmesh.parallel.sharding.zero1 import Zero1
 from halfmesh.shard import ParamShard
 
 from .cells import Cell
@@ -49,25 +49,25 @@ def gradients_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
 
 def bucket_not_gathered(patch: pytest.MonkeyPatch) -> None:
     """The new weights of one bucket stay on the ranks that have stepped them."""
-    inner = Slices._gather
+    inner = Zero1._gather
 
-    def gather(self: Slices, bucket: SliceBucket) -> None:
+    def gather(self: Zero1, bucket: SliceBucket) -> None:
         if bucket is not self._order[0]:
             inner(self, bucket)
 
-    patch.setattr(Slices, "_gather", gather)
+    patch.setattr(Zero1, "_gather", gather)
 
 
 def parts_sent_in_each_microbatch(patch: pytest.MonkeyPatch) -> None:
     """Gradients go to the ranks that step them in the backward of each microbatch; those of the last one count."""
-    inner, arrived = SliceReducer.open, SliceReducer._arrived
+    inner, arrived = Zero1Reducer.open, Zero1Reducer._arrived
 
-    def sent_at_once(self: SliceReducer, *args: Any) -> None:
+    def sent_at_once(self: Zero1Reducer, *args: Any) -> None:
         arrived(self, *args)
         self._launch_ready()  # also the last bucket, which would wait for the end of backward
 
-    patch.setattr(SliceReducer, "open", lambda self, last: inner(self, True))
-    patch.setattr(SliceReducer, "_arrived", sent_at_once)
+    patch.setattr(Zero1Reducer, "open", lambda self, last: inner(self, True))
+    patch.setattr(Zero1Reducer, "_arrived", sent_at_once)
 
 
 def masters_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:

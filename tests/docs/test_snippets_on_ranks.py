@@ -265,7 +265,7 @@ def test_tensor_plans_divide_layers():
         assert (blocks["0.down.weight"], blocks["0.norm.weight"]) == ((16, 32), (16,))
 
 
-def test_the_plan_of_nano_gpt_is_the_one_that_is_proposed():
+def test_the_plan_of_nano_gpt_is_the_one_that_trains():
     assert run(snippet("tensor-parallel.md", "nano_gpt.py"))["parallel"]["tensor"]["plan"] == nano_gpt.PLAN
 
 

@@ -32,7 +32,7 @@ def test_one_process_needs_no_group():
     assert not dist.is_initialized()
     with pytest.raises(InputError, match=r"one process has no DeviceMesh; .*torchrun"):
         _ = context.mesh
-    with pytest.raises(InputError, match="pipeline=2 x tensor=1 does not divide the 1 ranks"):
+    with pytest.raises(InputError, match="pp=2 x tp=1 does not divide the 1 ranks"):
         ParallelContext(2, 1, CPU)
 
 

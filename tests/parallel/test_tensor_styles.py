@@ -31,7 +31,7 @@ def hooked() -> nn.Module:
 
 
 NOT = "are not divisible by tensor="
-PART = "is set, which is not defined for part of the words"
+PART = "is set, which is not defined for part of the vocabulary"
 ADDED = "it adds a key and a value of its own (add_bias_kv, add_zero_attn)"
 UNDIVIDED = [
     ("colwise", lambda: nn.Linear(4, 9), 2, "9 output features are not divisible by tensor=2; tensor can be 1, 3, 9"),
@@ -39,8 +39,8 @@ UNDIVIDED = [
     ("rowwise_split", lambda: nn.Linear(6, 4), 4, "6 input features are not divisible by tensor=4"),
     ("fused_colwise(3)", lambda: nn.Linear(4, 18), 4, "18 output features in 3 blocks are not divisible by tensor=4"),
     ("fused_colwise(3)", lambda: nn.Linear(4, 8), 2, "8 output features in 3 blocks are not divisible by tensor=2; it"),
-    ("vocab", lambda: nn.Embedding(7, 4), 2, "7 words are not divisible by tensor=2; tensor can be 1, 7"),
-    ("vocab", lambda: nn.Linear(4, 7), 2, "7 words are not divisible by tensor=2"),
+    ("vocab", lambda: nn.Embedding(7, 4), 2, "7 vocabulary entries are not divisible by tensor=2; tensor can be 1, 7"),
+    ("vocab", lambda: nn.Linear(4, 7), 2, "7 vocabulary entries are not divisible by tensor=2"),
     ("colwise", lambda: nn.Conv2d(4, 8, 1), 2, "it is a Conv2d, and this style is for torch.nn.Linear"),
     ("vocab", lambda: nn.LayerNorm(8), 2, "it is a LayerNorm, and this style is for torch.nn.Embedding"),
     ("colwise", lambda: Scaled(4, 8), 2, "it is a Scaled, and this style is for torch.nn.Linear"),

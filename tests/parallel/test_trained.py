@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halfmesh.errors import InputError
-from halfmesh.parallel.trained import refuse_unlike
+from halfmesh.parallel.replica_checks import refuse_unlike
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
 from tests.support.ranks import free_port, run_ranks
 

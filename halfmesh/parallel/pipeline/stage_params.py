@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 
 from ..._torch import assigns
@@ -15,8 +14,7 @@ from ...shard import ParamShard
 from ...tensors import replace_data
 from ..axis import AppliedAxis
 from ..context import ParallelContext
-from ..gradient_sums import CompleteGradients
-from ..reducer import ReduceOptions, Reducer
+from ..gradient_sums import CompleteGradients, SharedGradients
 from ..registries import SCHEDULES
 from .partition import Partition, all_tensors, first_names
 from .shape_inference import MetaModel
@@ -66,7 +64,7 @@ class StageParameters(AppliedAxis):
     def make_reduction(self, shards: Sequence[ParamShard]) -> CompleteGradients | None:
         groups = {ranks: self._context.subgroup("pp", ranks) for ranks in self._shared_by}  # all ranks together
         sums = [
-            TiedGradients({p for p, holders in self.ties.items() if holders == ranks}, group, shards)
+            SharedGradients({p for p, holders in self.ties.items() if holders == ranks}, group, shards)
             for ranks, group in groups.items()
             if group is not None
         ]
@@ -135,27 +133,3 @@ class StageParameters(AppliedAxis):
             f"the model itself was called, but this rank holds stage {self.rank} of it only; call engine(...), on all "
             "ranks"
         )
-
-
-class TiedGradients(Reducer):
-    """Sums the gradients of `params` over the pipeline ranks that hold them, so that their copies stay equal. One
-    all-reduce in fp32 for each update.
-
-    Args:
-        shards: of the parameters that are trained.
-    """
-
-    def __init__(
-        self, params: Collection[nn.Parameter], group: dist.ProcessGroup, shards: Sequence[ParamShard]
-    ) -> None:
-        self._params = params
-        super().__init__(shards, {}, group, ReduceOptions(mean=False))
-
-    def open(self, last: bool) -> None:
-        super().open(last=False)  # the sum may be sent when the data ranks have theirs, not before
-
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """Nothing is sent before `finish`."""
-
-    def _takes_part(self, shard: ParamShard) -> bool:
-        return shard.model_param in self._params and super()._takes_part(shard)

@@ -1,320 +1,149 @@
-"""Fully sharded data parallelism: torch's FSDP2 (`fully_shard`) holds weights, gradients and state in parts.
-
-Each block gathers its weights before it computes, and gives them up afterwards; gradients are summed to the rank that
-holds their part while backward runs. The update sees this rank's parts as plain tensors, as in every other layout.
-"""
+"""Fully sharded data parallelism as a data strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn, optim
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from ..._torch import move_module
-from ...errors import InputError, shorten
-from ...shard import ParamShard, set_compute_dtype
-from ..optimizer_checks import refuse_other_state
-from ..reducer import ReduceOptions
-from .hooks import UsageWatch, take_part
-from .units import ShardOptions, Units, can_be_sharded
-from .unwrap import Origin
-from .withheld import UNFINISHED, WithheldGradient
-from .wrap import add_missing_grads, prefetch, wrap
+from ...errors import InputError
+from ...shard import ParamShard
+from ..data_strategy import DataStrategy, StrategyInputs
+from ..shard_spec import Placement
+from .fsdp_wrap import ShardOptions, Units, find_problems, make_mesh
+from .fully_shard import FullyShard
+from .reducers import FSDPReducer
 
 
-class FullyShard:
-    """A model whose parameters are sharded over the data ranks, in place.
+class FSDP(DataStrategy):
+    """Weights, gradients and optimizer state in parts; each block gathers its weights before it computes."""
 
-    FSDP2 replaces parameters by DTensors under the same names. The optimizer is given plain parameters over the same
-    memory: its groups and settings stay.
+    shards_state = shards_model = True
+    keys = (
+        *DataStrategy.keys,
+        *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),
+        "hybrid",
+    )
 
-    Args:
-        model: the same on all ranks; it may be anywhere.
-        shards: its parameters, with weights that count the data ranks.
-        optimizer: elementwise; state that it has is cut along.
-        mesh: the data ranks, of one dim, or of two: copies, and the parts of one.
-        make: gives the tensors of a unit their values, where they have none yet; called before the unit is sharded.
+    def __init__(self, inputs: StrategyInputs) -> None:
+        self.inputs = inputs
+        data, context = inputs.options, inputs.context
 
-    Attributes:
-        shards: as given, with this rank's part in place of each parameter that is sharded.
-        parts: of these, those that are parts.
-        withholds: whether summed gradients are not what they look like: nobody shall compute with them then. (Whether
-            somebody has changed a DTensor cannot be seen: torch's `_foreach` functions do not count that.)
-        whole: names of parameters that FSDP2 cannot shard (scalars, empty ones, such that are not contiguous, those of
-            several units, under a pipeline those of modules that no stage calls): each rank has them whole.
-    """
+        def dtype(name: str | None) -> torch.dtype | None:
+            return None if name is None else getattr(torch, name)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shards: Sequence[ParamShard],
-        optimizer: optim.Optimizer,
-        mesh: DeviceMesh,
-        units: Units,
-        options: ShardOptions,
-        reduce: ReduceOptions,
-        make: Callable[[nn.Module], None],
-    ) -> None:
-        self.model = model
-        self.withholds = False
-        self._param_dtype = options.param_dtype
-        self._optimizer = optimizer
-        self._ranks = mesh.size(-1)
-        self._rank = mesh.get_local_rank(mesh.ndim - 1)
-        kept = {shard.param for shard in shards if not can_be_sharded(shard.param)} | units.left_over(model)
-        self.whole = [shard.name for shard in shards if shard.param in kept]
-        taken = [shard for shard in shards if shard.param not in kept]
-        self._dtypes = {shard.param: shard.param.dtype for shard in taken}
-        self._offloads = options.cpu_offload
-        self._is_pinned = options.cpu_offload and mesh.device_type == "cuda"
-        self._origin = Origin(model)
-        if options.param_dtype is not None:
-            for shard in taken:  # what is kept of them are the masters, whatever the model came in
-                shard.param.data = shard.param.data.float()
-        self._places = {place: param for place, param in _places(model) if param not in kept}
-        if options.buffer_dtype is not None:
-            self._origin.cast_buffers(model, options.buffer_dtype)
-        chosen = units.find(model)
-        wide = torch.float64 in self._dtypes.values()
-        reduce = replace(reduce, dtype=torch.float64) if wide else reduce
-        self.units: list[FSDPModule] = []
-        for module in chosen:
-            make(module)
-            self.units.append(wrap(module, mesh, options, reduce, kept, is_root=module is model))
-            self._give_up(module)
-        prefetch(self.units[: len(units.blocks)], options.prefetch)
-        self._reshards = not options.reshard_after_forward
-        self.shards = self._take_parts(shards)
-        # Now, while all of them are parts: a unit that has gathered its weights has other parameters.
-        self._held = [set(map(id, unit.parameters())) for unit in chosen]
-        self._use = UsageWatch(self.units, {place: self._originals[param] for place, param in self._places.items()})
-        self._hooks = [optimizer.register_load_state_dict_post_hook(refuse_other_state)]
-        if self._reshards:  # what is written into weights after an evaluation has to reach the parts
-            self._hooks.append(model.register_forward_hook(self._after_forward))
+        options = ShardOptions(
+            param_dtype=inputs.param_dtype or dtype(data.param_dtype),
+            cast_inputs=inputs.param_dtype is None,
+            output_dtype=dtype(data.output_dtype),
+            buffer_dtype=dtype(data.buffer_dtype),
+            reshard_after_forward=data.reshard_after_forward,
+            prefetch=data.prefetch,
+            cpu_offload=data.cpu_offload,
+        )
+        mesh, units = make_mesh(context, data.hybrid), Units(inputs.blocks, inputs.not_called)
+        self.publisher = self.sharded = FullyShard(inputs, mesh, units, options)
+        inputs.finish()
+        self.sharded.move(context.device)
+        self.sharded.tell_dtypes()
+        self.shards = self.sharded.shards
 
-    def _give_up(self, unit: nn.Module) -> None:
-        """The memory of parameters that FSDP2 has cut, now: or the whole model would be held until the last unit."""
-        inner = set(unit.modules())
-        for (module, name), param in self._places.items():
-            if module in inner and getattr(module, name) is not param:
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-
-    def _take_parts(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        now = dict(_places(self.model))
-        sharded = {old: now[place] for place, old in self._places.items()}
-        parts: dict[nn.Parameter, ParamShard] = {}
-        for shard in shards:
-            new = sharded.get(shard.param)
-            if new is not None:
-                own = nn.Parameter(_local(new), requires_grad=shard.param.requires_grad)
-                source = ParamShard(shard.name, new)
-                parts[shard.param] = ParamShard(
-                    shard.name, own, shard.weight * self._ranks, source=source, original=shard.param
+    @staticmethod
+    def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        data, computes_in = config.parallel.data, config.precision_dtype or "float32"
+        for key in ("output_dtype", "reshard_after_forward", "prefetch") if config.parallel.pipeline.size > 1 else ():
+            if getattr(data, key) != type(data).model_fields[key].default:
+                message = (
+                    "FSDP2 does not do this under a pipeline, whose stages call the model's blocks apart; remove it"
                 )
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [parts[param].param if param in parts else param for param in group["params"]]
-        self._originals = parts
-        for param, part in parts.items():
-            state = self._optimizer.state.pop(param, None)
-            if state is not None:
-                self._optimizer.state[part.param] = {name: self._cut(v, name, param) for name, v in state.items()}
-        self._trained = {id(part): part.param.requires_grad for part in parts.values()}
-        self.parts = list(parts.values())
-        self._loads = [
-            module.register_load_state_dict_pre_hook(partial(take_part, self.reshard))
-            for module in {module for module, _ in self._places}
-        ]
-        return [parts.get(shard.param, shard) for shard in shards]
-
-    def _cut(self, value: Any, name: str, param: nn.Parameter) -> Any:
-        whole = self._originals[param].source
-        assert whole is not None
-        if not _is_cut(name, value, whole.param):
-            return value
-        chunks = value.chunk(self._ranks)  # as FSDP2 cuts the parameter: some ranks may get nothing
-        own = (chunks[self._rank] if self._rank < len(chunks) else value[:0]).clone()
-        return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
-
-    def move(self, device: torch.device) -> None:
-        """Move the model to `device`; of one that is offloaded only what is not in parts."""
-        if not self._offloads:
-            move_module(self.model, device)
-            return
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(device)
-
-    def first_row(self, rows: int) -> int:
-        """Where this rank's part begins in a parameter of so many rows."""
-        return min(self._rank * -(-rows // self._ranks), rows)
-
-    def tell_dtypes(self) -> None:
-        """Let `halfmesh.shard.compute_dtype` know. After the model was moved: that exchanges what a DTensor is."""
-        for part in self.parts:
-            if self._param_dtype is not None and part.source is not None:
-                set_compute_dtype(part.source.param, self._param_dtype)
-        self._storages = [part.source.param.untyped_storage() for part in self.parts if part.source is not None]
-
-    # -- while training ----------------------------------------------------------------------------------------
-
-    def left_whole(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        """Those of `shards` that every rank has whole.
-
-        Raises:
-            InputError: one came into the optimizer that is neither sharded nor left whole.
-        """
-        rest = [shard for shard in shards if shard.source is None]
-        new = [shard.name for shard in rest if shard.name not in self.whole]
-        if new:
-            raise InputError(
-                f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such part; "
-                "put parameters into model and optimizer before initialize"
+                yield f"parallel.data.{key}", message
+        if data.buffer_dtype is not None and param_dtype not in (None, getattr(torch, data.buffer_dtype)):
+            message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({computes_in}); remove it"
+            yield "parallel.data.buffer_dtype", message
+        if data.param_dtype not in (None, computes_in):
+            message = (
+                f"{data.param_dtype!r} is not what the mode computes in ({computes_in}); remove it: the mode decides"
             )
-        return rest
+            yield "parallel.data.param_dtype", message
+        if config.activation_offload and not config.activation_checkpoint.enabled:
+            message = (
+                "True with data='fsdp' would move the gathered weights, too, which forward saves; set "
+                "activation_checkpoint, which saves inputs only, or use 'zero1'"
+            )
+            yield "activation_offload", message
 
-    def announce(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
-        """A backward begins; gradients are summed over the ranks if it is the `last` before the update.
+    @staticmethod
+    def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
+        if options.hybrid is not None and data_ranks % options.hybrid:
+            fits = ", ".join(str(n) for n in range(1, data_ranks + 1) if data_ranks % n == 0)
+            message = f"{options.hybrid} does not divide the {data_ranks} data ranks; use one of {fits}"
+            yield "parallel.data.hybrid", message
 
-        Args:
-            params: of what has them only; None: of all.
-        """
-        for part in self.parts if self.withholds else ():
-            source = part.source.param  # type: ignore[union-attr]
-            if isinstance(source.grad, WithheldGradient):
-                source.grad = None
-        wanted = None if params is None else set(map(id, params))
-        for unit, held in zip(self.units, self._held, strict=True):
-            if wanted is None or not held.isdisjoint(wanted):
-                unit.set_requires_gradient_sync(last)
-                if last and self._param_dtype is not None:
-                    add_missing_grads(unit)
+    @staticmethod
+    def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
+        data = config.parallel.data
+        if data.reduce_dtype != "float32":
+            message = (
+                f"gradients are summed over the ranks in {data.reduce_dtype}, where small ones are lost among large "
+                "ones; 'float32', the default, is what FSDP2's documentation recommends, also for weights in half "
+                "precision"
+            )
+            yield "parallel.data.reduce_dtype", message
+        if param_dtype is None and data.param_dtype in (None, "float32"):
+            message = (
+                "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
+                "with the parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
+            )
+            yield "parallel.data.param_dtype", message
+
+    @staticmethod
+    def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
+        return find_problems(model, casts=param_dtype is not None)
+
+    def make_reducer(
+        self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
+    ) -> FSDPReducer:
+        self.sharded.withholds = withholds
+        context = self.inputs.context
+        return FSDPReducer(self.sharded, shards, buffers, context.dp_group, self.inputs.reduce, context.device)
+
+    def placement(self, shard: ParamShard, source: Placement) -> Placement:
+        assert shard.source is not None
+        start = self.sharded.first_row(len(shard.source.param))
+        return source.rows(start, start + len(shard.param))
 
     @property
-    def used(self) -> list[bool]:
-        """For each part whether its parameter had a gradient on this rank since `take_grads`."""
-        return [id(part) in self._use.seen for part in self.parts]
+    def update_device(self) -> torch.device:
+        return torch.device("cpu") if self.inputs.options.cpu_offload else self.inputs.context.device
 
     @property
-    def frozen_elsewhere(self) -> list[str]:
-        """Parameters that were frozen or unfrozen by way of the objects that the model came with."""
-        return [
-            p.name for p in self.parts if p.original is not None and p.original.requires_grad != self._trained[id(p)]
-        ]
+    def text(self) -> str:
+        data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
+        return f", in parts{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp)"
 
-    def refuse_other_memory(self) -> None:
-        """Raise InputError if others gave a parameter other memory: FSDP2 goes on with its own.
+    def follow(self) -> None:
+        self.sharded.refuse_other_memory()
 
-        (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
-        """
-        pairs = zip(self.parts, self._storages, strict=True)
-        lost = [part.name for part, held in pairs if part.source and part.source.param.untyped_storage() is not held]
-        if lost:
+    def explain(self, error: RuntimeError) -> None:
+        if _met_freed_storage(error):
             raise InputError(
-                f"the memory of {shorten(lost)} was exchanged (param.data = ..., or model.to(dtype)), of which FSDP2, "
-                "which holds weights in parts, does not hear; write in place, as in param.copy_(...) under "
-                "torch.no_grad(), or before initialize"
-            )
-
-    @property
-    def was_used(self) -> bool:
-        """Whether a parameter had a gradient on this rank since `take_grads`."""
-        return bool(self._use.seen)
-
-    def take_grads(self, counts: Sequence[float]) -> None:
-        """The gradients that FSDP2 has summed become those of the parts.
-
-        Args:
-            counts: on how many ranks each part's parameter had one; where that is 0 there is none.
-
-        Raises:
-            InputError: FSDP2 has not summed one.
-        """
-        lost = []
-        for part, count in zip(self.parts, counts, strict=True):
-            assert part.source is not None
-            source = part.source.param
-            if source.grad is not None and count:
-                local, held = _local(source.grad), part.param.grad
-                if not self.withholds:  # each further backward is added to the gradient there, whose memory this is
-                    part.param.grad = local
-                    continue
-                part.param.grad = local if held is None else held.add_(local)
-                source.grad = WithheldGradient.of(source, part.name, UNFINISHED)
-            elif count and source.requires_grad:
-                lost.append(part.name)
-            elif part.param.grad is None:  # zeros of FSDP2's
-                source.grad = None
-        self._use.seen.clear()
-        if lost:
-            raise InputError(
-                f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these in this "
-                "batch, for which it takes torch 2.13; or a module returns tensors within an object that FSDP2 cannot "
-                "look into: return tensors, tuples or dicts"
-            )
-
-    def begin(self) -> None:
-        """Weights are about to be written. (`halfmesh.shard.Publisher`.)"""
-        for part in self.parts:  # so that the memory of gradients goes as they are used
-            part.source.param.grad = None  # type: ignore[union-attr]
-        if self._is_pinned:  # copies to the device that are under way, of a forward since backward, read them
-            torch.cuda.synchronize()
-
-    def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """Weights are new, here."""
-
-    def finish(self) -> None:
-        """An update is over: gathered weights are old."""
-        if self._reshards:
-            self.reshard()
-
-    def _after_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled():
-            self.reshard()
-
-    def reshard(self) -> None:
-        """Give up gathered weights."""
-        for unit in self.units:
-            unit.reshard()
-
-    # -- the end -----------------------------------------------------------------------------------------------
+                "backward needs weights that FSDP2 has given up, which it gathers where it sees the gradient of a "
+                "block's output. Either a module returns tensors within an object that it cannot look into: return "
+                "tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or gradients of gradients were asked "
+                "for (torch.autograd.grad with create_graph=True), which weights in parts do not give: use data='zero1'"
+            ) from error
 
     def undo(self) -> None:
-        """Give the model the parameters that it came with, without their values, and the optimizer these."""
-        for hook in (*self._hooks, *self._loads):
-            hook.remove()
-        self.reshard()
-        self._origin.unwrap()
-        for (module, name), param in self._places.items():
-            setattr(module, name, param)
-        for param, part in self._originals.items():
-            assert part.source is not None
-            param.data, param.grad = torch.empty(part.source.param.shape, dtype=self._dtypes[param]), None
-            param.requires_grad_(part.source.param.requires_grad)
-        originals = {part.param: param for param, part in self._originals.items()}
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [originals.get(param, param) for param in group["params"]]
-        self._origin.restore_buffers()
+        self.sharded.undo()
 
 
-def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield (module, name), param
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.detach().to_local()
-    return local
-
-
-def _is_cut(name: str, value: Any, param: torch.Tensor) -> bool:
-    """Whether an entry of `param`'s state has an element for each of its own. (`step` is a counter, in torch's
-    optimizers, and a scalar.)"""
-    return isinstance(value, torch.Tensor) and value.shape == param.shape and name != "step"
+def _met_freed_storage(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that the memory of a tensor was given up."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if "are out of bounds for storage of size 0" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -1,29 +1,66 @@
-"""Gradients on their way to the ranks that step them."""
+"""Gradients on their way to the ranks that step them, and what stands in `param.grad` where they are elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import has_grad_hooks
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..reducer import ReduceOptions, Reducer
 
 if TYPE_CHECKING:
-    from .fsdp import FullyShard
+    from .fully_shard import FullyShard
     from .slice_bucket import SliceBucket
-    from .zero1 import Slices
+    from .zero1 import Zero1
+
+SCATTERED = "where under data='zero1' each rank has the sums of its own shard only"
+UNFINISHED = (
+    "where under data='fsdp' it is still multiplied by a loss scale, not yet divided by weights, or one rank's part of "
+    "the model's"
+)
 
 
-class SliceReducer(Reducer):
+class WithheldGradient(torch.Tensor):
+    """A gradient without values: shape and dtype are the parameter's, and computing with it raises InputError.
+
+    None in its place would let `torch.nn.utils.clip_grad_norm_` pass over the parameter without a word.
+    """
+
+    param_name: str
+    why: str
+
+    @staticmethod
+    def of(param: torch.Tensor, name: str, why: str) -> WithheldGradient:
+        """That of `param`, which has this name in the model."""
+        grad: WithheldGradient = torch.Tensor._make_wrapper_subclass(
+            WithheldGradient, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        grad.param_name, grad.why = name, why
+        return grad
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        grad = next(tensor for tensor in given if isinstance(tensor, cls))
+        raise InputError(
+            f"the gradient of {grad.param_name!r} was used between engine.backward and engine.step ({function}), "
+            f"{grad.why}. To clip, set clip_grad_norm in the config or call engine.clip_grad_norm_(max_norm), which "
+            "returns the norm; to add another loss, call engine.backward(loss)"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<the gradient of {self.param_name!r}, {self.why}>"
+
+
+class Zero1Reducer(Reducer):
     """Sums the gradients of whole parameters to the ranks that step them, once per optimizer step.
 
-    Takes and gives what `Reducer` does, but for the parts of `slices`: gradients arrive in the model's parameters, and
+    Takes and gives what `Reducer` does, but for the parts of zero1: gradients arrive in the model's parameters, and
     are those of the parts afterwards.
 
     Raises:
@@ -32,13 +69,13 @@ class SliceReducer(Reducer):
 
     def __init__(
         self,
-        slices: Slices,
+        strategy: Zero1,
         shards: Sequence[ParamShard],
         buffers: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         options: ReduceOptions,
     ) -> None:
-        self._slices = slices
+        self._strategy = strategy
         self._buckets: list[SliceBucket]  # type: ignore[assignment]
         super().__init__(shards, buffers, group, options)
 
@@ -51,7 +88,7 @@ class SliceReducer(Reducer):
         return super().covers(_sources(shards))
 
     def open(self, last: bool) -> None:
-        self._slices.follow()
+        self._strategy.follow()
         for shard in self._shards if self._finished else ():
             shard.param.grad = None
         super().open(last)
@@ -68,7 +105,7 @@ class SliceReducer(Reducer):
 
     def _make_buckets(self) -> list[Any]:
         taking = {id(shard) for shard in self._shards}
-        return [bucket for bucket in self._slices.buckets if any(id(shard) in taking for shard in bucket.shards)]
+        return [bucket for bucket in self._strategy.buckets if any(id(shard) in taking for shard in bucket.shards)]
 
     def _send(self, bucket: Any) -> dist.Work:
         work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
@@ -90,7 +127,7 @@ class SliceReducer(Reducer):
             bucket.hand_out([index for index in bucket.absent if own[index] == 0])
 
 
-class ShardReducer(Reducer):
+class FSDPReducer(Reducer):
     """`halfmesh.parallel.gradient_sums.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and
     running statistics, by itself.
 
@@ -138,19 +175,7 @@ class ShardReducer(Reducer):
                 "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
                 "ranks do not agree any more; end the run"
             )
-        hooked = [p.name for p in self._sharded.parts if has_grad_hooks(p.source.param)]  # type: ignore[union-attr]
-        if hooked:
-            raise InputError(
-                f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
-                "use data='zero1'"
-            )
-        self._sharded.refuse_other_memory()
-        frozen = self._sharded.frozen_elsewhere
-        if frozen:
-            raise InputError(
-                f"requires_grad of {shorten(frozen)} was changed on the parameters that the model came with, but under "
-                "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
-            )
+        self._sharded.refuse_lost_changes()
         self._is_open, self._is_sent = True, last
         self._sharded.announce(last)
         super().open(last)

@@ -8,65 +8,60 @@ data parallelism, where the weights have the dtype of the reduction. Rajbhandari
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 
 from ..._torch import foreach_copy_
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...tensors import is_dense
+from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
-from ..reducer import ReduceOptions
+from ..shard_spec import Placement
+from .reducers import Zero1Reducer
 from .slice_bucket import SliceBucket
 
 
-class Slices:
-    """This rank's parts of the parameters that an optimizer holds, which it holds instead from now on.
+class Zero1(DataStrategy):
+    """Each data rank steps a part of the weights, and holds optimizer state and masters of that part.
 
-    Args:
-        shards: the model's parameters on this rank, with weights that count the data ranks.
-        optimizer: elementwise; state that it has is cut along.
-        group: the data ranks.
-        alone: parameters that get a bucket of their own, so that their parts are the same wherever they are held.
+    Tied parameters get a bucket of their own, so that their parts are the same wherever they are held.
 
     Attributes:
-        shards: as given, with this rank's part in place of each parameter that the optimizer holds.
-        buckets: of these.
+        buckets: of the parameters that the optimizer holds.
 
     Raises:
         InputError: a parameter has gaps in its memory.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[ParamShard],
-        optimizer: optim.Optimizer,
-        group: dist.ProcessGroup,
-        options: ReduceOptions,
-        alone: Collection[nn.Parameter] = (),
-    ) -> None:
-        self._optimizer = optimizer
-        self._group = group
-        self._options = options
+    shards_state = True
+
+    def __init__(self, inputs: StrategyInputs) -> None:
+        super().__init__(inputs)
+        self.publisher = self
+        self._optimizer = optimizer = inputs.optimizer
+        self._group = inputs.context.dp_group
+        self._options = inputs.reduce
         held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
-        mine = [shard for shard in shards if id(shard.param) in held]
+        mine = [shard for shard in inputs.shards if id(shard.param) in held]
         gaps = [shard.name for shard in mine if not is_dense(shard.param)]
         if gaps:
             raise InputError(
                 f"parallel.data='zero1' cuts parameters as they lie in memory, but {shorten(gaps)} do not lie in one "
                 "piece (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
             )
-        self.buckets = self._make_buckets(mine, alone)
+        self.buckets = self._make_buckets(mine, inputs.tied)
         parts = {id(part.source): part for bucket in self.buckets for part in bucket.parts}
-        self.shards = [parts.get(id(shard), shard) for shard in shards]
+        self.shards = [parts.get(id(shard), shard) for shard in inputs.shards]
         self._mine = mine
         self._places = [shard.param.data_ptr() for shard in mine]
         self._strides = {id(shard): shard.param.stride() for shard in mine}
-        _repoint(optimizer, list(parts.values()))
+        own = {part.model_param: part for part in parts.values()}
+        repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
         # In the order in which an update that goes through the model completes them.
         position = {id(shard): number for number, shard in enumerate(mine)}
@@ -96,6 +91,23 @@ class Slices:
 
     def _dtype(self, param: nn.Parameter) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else self._options.dtype
+
+    def make_reducer(
+        self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
+    ) -> Zero1Reducer:
+        return Zero1Reducer(self, shards, buffers, self._group, self._options)
+
+    def placement(self, shard: ParamShard, source: Placement) -> Placement:
+        assert shard.source is not None
+        whole = shard.source.param
+        return source.run(whole.shape, whole.stride(), shard.start, shard.start + shard.param.numel())
+
+    def compared(self, shard: ParamShard) -> ParamShard:
+        return shard.source or shard
+
+    @property
+    def text(self) -> str:
+        return f", each data rank steps 1/{self._group.size()} of it (zero1)"
 
     # -- while training ----------------------------------------------------------------------------------------
 
@@ -157,20 +169,7 @@ class Slices:
     def undo(self) -> None:
         """Give the optimizer the parameters again, without the state that belongs to their parts."""
         self._hook.remove()
-        parts = {part.param: shard.param for b in self.buckets for part, shard in zip(b.parts, b.shards, strict=True)}
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [parts.get(param, param) for param in group["params"]]
-
-
-def _repoint(optimizer: optim.Optimizer, parts: Sequence[ParamShard]) -> None:
-    """Make `optimizer` hold the parts, with their part of its state."""
-    own = {part.model_param: part for part in parts}
-    for group in optimizer.param_groups:
-        group["params"][:] = [own[param].param if param in own else param for param in group["params"]]
-    for param, part in own.items():
-        if param in optimizer.state:
-            state = optimizer.state.pop(param)
-            optimizer.state[part.param] = {name: _cut(name, value, param, part) for name, value in state.items()}
+        repoint(self._optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
 
 
 def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:

@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn, optim
+from torch import nn
 
 from ...shard import ParamShard
 from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
-from ..context import ParallelContext
-from ..rng import IsolatedRNG
 from ..shard_spec import Split
-from .axis import TensorAxis
 from .checks import ResolvedPlan, resolve
 from .gradients import TensorGradients
-from .plans import caller, generalise
-from .style import Undo, removal
-from .verify import PlanCheck
+from .layers import TensorAxis
+from .plans import Assignment, caller, generalise
+from .trial import PlanTrial
+
+_ABSENT = object()
 
 
 class TensorParallelism(Axis):
@@ -40,46 +39,29 @@ class TensorParallelism(Axis):
 
     @staticmethod
     def apply(inputs: AxisInputs) -> TensorParallel:
-        axis = TensorAxis(inputs.context.tp_group, inputs.context.device, inputs.random)
-        tensor = TensorParallel(inputs.model, inputs.optimizer, inputs.plan, axis, inputs.context, inputs.host_random)
-        if not inputs.is_split:
-            tensor.watch_calls(inputs.model)
-        return tensor
+        return TensorParallel(inputs)
 
 
 class TensorParallel(AppliedAxis):
     """A model that is divided over a tensor group, in place: parameters, their names, ties and the optimizer that holds
     them stay the same objects.
 
-    Args:
-        model: equal on all ranks.
-        optimizer: over its parameters; state that it has is cut along.
-        plan: how each module is divided; without problems.
-        axis: the tensor group.
-        context: the mesh.
-        host_random: the random numbers of python and numpy within the model.
-
     Attributes:
         partial: the parameters whose gradients have to be summed over the group.
-        check: compares sharded blocks with whole ones before the first update; None after it.
+        trial: compares sharded blocks with whole ones before the first update; None after it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
-        plan: ResolvedPlan,
-        axis: TensorAxis,
-        context: ParallelContext,
-        host_random: IsolatedRNG,
-    ) -> None:
+    def __init__(self, inputs: AxisInputs) -> None:
+        context, model, optimizer = inputs.context, inputs.model, inputs.optimizer
         super().__init__(context, "tp", "tensor group")
+        plan: ResolvedPlan = inputs.plan
         self.plan = plan
-        self.axis = axis
-        self._host_random = host_random
+        self.axis = axis = TensorAxis(context.tp_group, context.device, inputs.random)
+        self._host_random = inputs.host_random
         self.partial: set[nn.Parameter] = set()
-        self._undo: list[Undo] = []
-        self.check: PlanCheck | None = PlanCheck(model, plan, axis)
+        self._hooks: list[Any] = []
+        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # what `undo` gives back
+        self.trial: PlanTrial | None = PlanTrial(model, plan, axis)
         splits: dict[nn.Parameter, Split] = {}
         for a in plan.assignments:
             own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
@@ -89,29 +71,36 @@ class TensorParallel(AppliedAxis):
         for param, split in splits.items():
             self.split(optimizer, param, split)
         for a in plan.assignments:
-            self._undo.append(a.style.install(a.module, axis, plan.in_region(a.name)))
-        self._undo.append(removal([*self._guard_forks(model, plan), *self.take_whole_states(model, optimizer)]))
-        self.check.watch(model)
-        self._undo.append(self.check.close)
+            self._install(a)
+        self._hooks += [*self._guard_forks(model, plan), *self.take_whole_states(model, optimizer)]
+        self.trial.watch(model)
+        if not inputs.is_split:
+            self._watch_calls(model)
 
-    def watch_calls(self, model: nn.Module) -> None:
+    def _install(self, assignment: Assignment) -> None:
+        module = assignment.module
+        kind, before = type(module), dict(vars(module))
+        self._hooks += assignment.style.install(module, self.axis, self.plan.in_region(assignment.name))
+        changed = {n: before.get(n, _ABSENT) for n, v in vars(module).items() if v is not before.get(n, _ABSENT)}
+        self._before.append((module, kind, changed))
+
+    def _watch_calls(self, model: nn.Module) -> None:
         """Each call of `model`, the whole, draws random numbers of its own, and is compared over the group."""
         common = self.axis.common
-        hooks = [
-            model.register_forward_pre_hook(self.axis.settle),
+        self._hooks += [
+            model.register_forward_pre_hook(self.axis.end_tp_region),
             model.register_forward_pre_hook(common.enter),
             model.register_forward_hook(common.leave, always_call=True),
             *self.compare_calls(model),
         ]
-        self._undo.append(removal(hooks))
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
-        return TensorGradients(self.axis, self.partial, self.splits, self._run_check, shards)
+        return TensorGradients(self.axis, self.partial, self.splits, self._try_out, shards)
 
-    def _run_check(self) -> None:
-        if self.check is not None:
-            self.check.run()
-            self.check = None
+    def _try_out(self) -> None:
+        if self.trial is not None:
+            self.trial.run()
+            self.trial = None
 
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         if not model.training:  # else hooks draw torch's numbers
@@ -120,11 +109,11 @@ class TensorParallel(AppliedAxis):
         return self._host_random  # the ranks call the same layers, also where python or numpy chooses them
 
     def settle(self) -> None:
-        self.axis.settle()
+        self.axis.end_tp_region()
 
     def explain(self, error: RuntimeError) -> None:
-        if self.check is not None:
-            self.check.explain(error)
+        if self.trial is not None:
+            self.trial.explain(error)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         """Which layers are divided over the tensor group, and what share of the numbers that is."""
@@ -136,9 +125,18 @@ class TensorParallel(AppliedAxis):
         return {"layout": f"{share:.0%} of the numbers{sequence} divided over tp: {layers}"}
 
     def undo(self) -> None:
-        self.axis.settle()
-        for undo in reversed(self._undo):
-            undo()
+        self.axis.end_tp_region()
+        for hook in self._hooks:
+            hook.remove()
+        if self.trial is not None:
+            self.trial.close()
+        for module, kind, attributes in reversed(self._before):
+            module.__class__ = kind
+            for name, value in attributes.items():
+                if value is _ABSENT:
+                    delattr(module, name)
+                else:
+                    setattr(module, name, value)
 
     def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
         """Random numbers are in common again where a module ends that divides features, also when it fails. (And where
@@ -146,7 +144,7 @@ class TensorParallel(AppliedAxis):
         modules = dict(model.named_modules())
         parents = {caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
         for parent in sorted(parents | {""}):
-            yield modules[parent].register_forward_hook(self.axis.settle, always_call=True)
+            yield modules[parent].register_forward_hook(self.axis.end_tp_region, always_call=True)
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,17 +12,14 @@ from torch import nn
 from ...errors import InputError
 from ..shard_spec import Split
 from . import collectives
-from .axis import TensorAxis
-from .layers import DividedLayer
-from .style import Style, Undo, both, change, divide_attributes, find_undivided
+from .layers import DividedLayer, TensorAxis
+from .style import Style, change, divide_attributes, find_undivided
 
 
 class Attention(Style):
     """A `torch.nn.MultiheadAttention` by its heads; its `out_proj` has to be `rowwise`."""
 
-    @property
-    def opens_fork(self) -> bool:
-        return True
+    opens_fork = True
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         if type(module).forward is not nn.MultiheadAttention.forward:
@@ -44,9 +41,10 @@ class Attention(Style):
         names = ("in_proj_weight",) if module.in_proj_bias is None else ("in_proj_weight", "in_proj_bias")
         return {name: Split(0, 3) for name in names}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        undo = change(module, DividedAttention, axis=axis, in_region=in_region)
-        return both(undo, divide_attributes(module, ("num_heads",), axis.size))
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        change(module, DividedAttention, axis=axis, in_region=in_region)
+        divide_attributes(module, ("num_heads",), axis.size)
+        return ()
 
 
 class DividedAttention(DividedLayer, nn.MultiheadAttention):
@@ -63,7 +61,6 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,  # a hint beside the mask
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._refuse_misfits(query, key, value)
         if is_causal and attn_mask is None:
             raise InputError(
                 "is_causal=True is a hint that attn_mask is causal, and there is no attn_mask; pass "
@@ -71,7 +68,7 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
             )
         batched = query.dim() == 3
         q, k, v = (self._heads(x, part, batched) for part, x in enumerate((query, key, value)))
-        mask = self._mask(key_padding_mask, attn_mask, q, k)
+        mask = self._mask(key_padding_mask, attn_mask, q.dtype)
         if self.training:
             self.axis.fork.open()  # until out_proj: each rank drops weights of its own heads
         dropout = self.dropout if self.training else 0.0
@@ -88,22 +85,11 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
             output = output.transpose(0, 1)
         return output, self._whole_weights(weights, batched, average_attn_weights) if need_weights else None
 
-    def _refuse_misfits(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise InputError for what torch refuses, too, and would be broadcast here."""
-        batch = 0 if self.batch_first else 1
-        fits = query.dim() in (2, 3) and key.dim() == query.dim() and key.shape == value.shape
-        if not fits or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
-            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-            raise InputError(
-                f"query, key and value have the shapes {shapes}; they need 3 dimensions (2 without a batch), as many "
-                "samples, and keys as many as values"
-            )
-
     def _heads(self, x: torch.Tensor, part: int, batched: bool) -> torch.Tensor:
         """Queries (part 0), keys (1) or values (2) of this rank's heads: [batch, heads, length, features of a head]."""
         weight = self.in_proj_weight.chunk(3)[part]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]
-        projected = F.linear(x if self.in_region else self.axis.copy_in(x), weight, bias)
+        projected = F.linear(x if self.in_region else self.axis.copy_to_tp(x), weight, bias)
         if not batched:
             projected = projected.unsqueeze(0)
         elif not self.batch_first:
@@ -111,20 +97,18 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
         return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(
-        self, key_padding: torch.Tensor | None, mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+        self, key_padding: torch.Tensor | None, mask: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Both masks as one to add to the scores, of this rank's heads; True in a mask of booleans leaves out."""
-        samples, scores, heads = q.shape[0], (q.shape[2], k.shape[2]), self.num_heads * self.axis.size
+        heads = self.num_heads * self.axis.size
         parts = []
         if key_padding is not None:
             key_padding = key_padding if key_padding.dim() == 2 else key_padding.unsqueeze(0)
-            _refuse_misfit("key_padding_mask", key_padding, [(samples, scores[1])])
-            parts.append(_additive(key_padding, q.dtype)[:, None, None, :])
+            parts.append(_additive(key_padding, dtype)[:, None, None, :])
         if mask is not None:
-            _refuse_misfit("attn_mask", mask, [scores, (samples * heads, *scores)])
-            mask = _additive(mask, q.dtype)
+            mask = _additive(mask, dtype)
             if mask.dim() == 3:  # one for each head of each sample
-                each = mask.unflatten(0, (samples, heads))
+                each = mask.unflatten(0, (-1, heads))
                 mask = each[:, self.axis.rank * self.num_heads :][:, : self.num_heads]
             parts.append(mask)
         return sum(parts[1:], parts[0]) if parts else None
@@ -132,20 +116,10 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
     def _whole_weights(self, weights: torch.Tensor, batched: bool, average: bool) -> torch.Tensor:
         """What torch returns: the mean over all heads, or each head's."""
         if average:
-            weights = collectives.sum_out(weights.mean(1) / self.axis.size, self.axis.group)
+            weights = collectives.reduce_from_tp(weights.mean(1) / self.axis.size, self.axis.group)
         else:
             weights = collectives.gather(weights, 1, self.axis.group)
         return weights if batched else weights.squeeze(0)
-
-
-def _refuse_misfit(name: str, mask: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
-    """Raise InputError where the mask would be broadcast."""
-    if tuple(mask.shape) not in shapes or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        allowed = " or ".join(map(str, shapes))
-        raise InputError(
-            f"{name} has the shape {tuple(mask.shape)} and dtype {mask.dtype}; it has to be of booleans or "
-            f"floating-point numbers, and of shape {allowed}"
-        )
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,8 +12,7 @@ from ..._torch import is_compiled
 from ..shard_spec import Split
 from .attention import Attention
 from .feature_styles import Colwise, Heads, Rowwise, Vocab
-from .plans import Assignment, assign, generalise
-from .proposal import counts_heads, propose, write
+from .plans import Assignment, assign, generalise, is_within
 from .sequence_styles import SequenceBegin, SequenceEnd
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,7 +32,7 @@ class ResolvedPlan:
 
     def in_region(self, name: str) -> bool:
         """Whether the module is in a region."""
-        return any(_is_in(name, region) for region in self.regions)
+        return any(is_within(name, region) for region in self.regions)
 
 
 def resolve(
@@ -44,14 +43,14 @@ def resolve(
     if any(is_compiled(module) for module in model.modules()):
         problems.append("the model is compiled, and its layers cannot be divided any more; pass it uncompiled")
     if plan == "auto":
-        assignments = [*assignments, *_shared_words(model, assignments)]
+        assignments = [*assignments, *_divide_tied_weights(model, assignments)]
     resolved = ResolvedPlan(tuple(assignments), size)
     if not problems and not any(a.style.splits(a.module) for a in assignments if _fits(a)):
-        problems.append(_no_plan(model, plan, size))
+        problems.append(_no_plan(model, plan))
     for a in assignments:
         problems += [f"{a}: {problem}" for problem in a.style.find_problems(a.module, size)]
     if not problems:
-        problems += [*_find_torn_ties(model, assignments), *_find_heads(model, assignments, plan)]
+        problems += [*_find_inconsistent_ties(model, assignments), *_find_heads(model, assignments, plan)]
         problems += _find_sequence_problems(model, resolved) if sequence_parallel else ()
     return resolved, problems
 
@@ -74,7 +73,7 @@ def _cuts(assignments: Sequence[Assignment]) -> dict[tuple[str, str], Split]:
     return {(a.name, own): split for a in assignments if _fits(a) for own, split in a.style.splits(a.module).items()}
 
 
-def _shared_words(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[Assignment]:
+def _divide_tied_weights(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[Assignment]:
     """Under `plan="auto"`: an embedding and a head that share a weight are divided both when one is."""
     modules, cuts = dict(model.named_modules()), _cuts(assignments)
     known = {(a.name, a.text) for a in assignments}
@@ -86,7 +85,7 @@ def _shared_words(model: nn.Module, assignments: Sequence[Assignment]) -> Iterat
                     yield Assignment(name, modules[name], Vocab(), "vocab", "auto")
 
 
-def _find_torn_ties(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
+def _find_inconsistent_ties(model: nn.Module, assignments: Sequence[Assignment]) -> Iterator[str]:
     cuts = _cuts(assignments)
     for owners in _owners(model).values():
         if len({cuts.get(owner) for owner in owners}) > 1:
@@ -105,13 +104,18 @@ def _find_heads(model: nn.Module, assignments: Sequence[Assignment], plan: str |
     counted = {a.name for a in assignments if isinstance(a.style, Heads)}
     parents = {a.name.rpartition(".")[0] for a in assignments if isinstance(a.style, Colwise) and a.style.opens_fork}
     for parent in sorted(parents - counted):
-        found = [name for name, value in vars(modules[parent]).items() if type(value) is int and counts_heads(name)]
+        found = [name for name, value in vars(modules[parent]).items() if type(value) is int and _counts_heads(name)]
         if found:
             yield (
                 f"{parent!r} has {found[0]}={getattr(modules[parent], found[0])}, and its features are divided; add "
                 f"{generalise(parent)!r}: 'heads({', '.join(found)})' if its forward reads that number, or 'heads()' "
                 "if it takes the number of heads from the shape (-1)"
             )
+
+
+def _counts_heads(name: str) -> bool:
+    """Whether an attention module's attribute of that name may count heads: num_heads, n_kv_heads, nhead, heads."""
+    return "head" in name and not any(part in name for part in ("dim", "size", "width", "features"))
 
 
 def _find_sequence_problems(model: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
@@ -144,7 +148,7 @@ def _find_sequence_problems(model: nn.Module, plan: ResolvedPlan) -> Iterator[st
     handled = _handled_params(plan)
     blocks = {region.rpartition(".")[0] for region in plan.regions}
     for name, param in model.named_parameters(remove_duplicate=False):
-        if any(_is_in(name, block) for block in blocks) and id(param) not in handled and param.requires_grad:
+        if any(is_within(name, block) for block in blocks) and id(param) not in handled and param.requires_grad:
             yield (
                 f"{name} is in a layer whose activations are divided along the sequence, and no plan says whether its "
                 "gradient is; give its module the style 'sequence' (outside a region) or 'partial' (inside one)"
@@ -173,41 +177,25 @@ def _handled_params(plan: ResolvedPlan) -> set[int]:
     return handled
 
 
-def _no_plan(model: nn.Module, plan: str | Mapping[str, str], size: int) -> str:
+def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     """What to do about a model of which nothing would be divided."""
     sizes: Counter[str] = Counter()
+    convolutions = 0
     for name, module in model.named_modules():
         own = sum(param.numel() for param in module.parameters(recurse=False))
         if own:
-            sizes[f"{_group(name) or 'the model itself'} ({type(module).__name__})"] += own
+            sizes[f"{generalise(name) or 'the model itself'} ({type(module).__name__})"] += own
+            convolutions += own if isinstance(module, _CONVOLUTIONS) else 0
     largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5))
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} divides nothing of"
-    if 2 * _count(model, _CONVOLUTIONS) > _count(model, nn.Module):
-        return (
-            f"{which} {type(model).__name__}. Its largest layers: {largest}. Convolutions are not divided over tensor "
-            "ranks, and most of this model is in them; leave tensor at 1, and use the ranks for data parallelism "
-            "(parallel.data = 'fsdp' divides what they hold) or for a pipeline"
+    if 2 * convolutions > sizes.total():
+        advice = (
+            "Convolutions are not divided over tensor ranks, and most of this model is in them; leave tensor at 1, and "
+            "use the ranks for data parallelism (parallel.data = 'fsdp' divides what they hold) or for a pipeline"
         )
-    if proposed := propose(model, size):
-        return f"{which} {type(model).__name__}. Its largest layers: {largest}. {write(proposed, size)}"
-    return (
-        f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
-        "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' layers hand divided features to "
-        "'rowwise' ones"
-    )
-
-
-def _group(name: str) -> str:
-    """`generalise(name)`, or `name` where that would be nothing but "*" (nn.Sequential): it would name every layer."""
-    general = generalise(name)
-    return name if set(general) <= set("*.") else general
-
-
-def _count(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """The numbers of all parameters that modules of these kinds have."""
-    modules = (module for module in model.modules() if isinstance(module, kinds))
-    return sum(param.numel() for module in modules for param in module.parameters(recurse=False))
-
-
-def _is_in(name: str, top: str) -> bool:
-    return not top or name == top or name.startswith(f"{top}.")
+    else:
+        advice = (
+            "Write one: parallel = dict(tensor=dict(size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where "
+            "'colwise' layers hand divided features to 'rowwise' ones (docs/tensor-parallel.md)"
+        )
+    return f"{which} {type(model).__name__}. Its largest layers: {largest}. {advice}"

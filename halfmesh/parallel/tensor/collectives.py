@@ -5,12 +5,12 @@ two layers that divide their features, a "partial" activation or gradient is one
 
 | function | forward | backward |
 |---|---|---|
-| `copy_in` | whole -> whole | partial gradients are summed |
-| `sum_out` | partial -> whole, summed | as it is |
+| `copy_to_tp` | whole -> whole | partial gradients are summed |
+| `reduce_from_tp` | partial -> whole, summed | as it is |
 | `split` | whole -> this rank's part | parts are gathered |
 | `gather` | parts -> whole | this rank's part (all ranks go on alike, with the same gradient) |
-| `gather_in` | parts -> whole | partial gradients are summed, each rank keeps its part |
-| `sum_and_split` | partial -> summed, this rank's part | parts are gathered |
+| `all_gather_sequence` | parts -> whole | partial gradients are summed, each rank keeps its part |
+| `reduce_scatter_sequence` | partial -> summed, this rank's part | parts are gathered |
 
 Where tensors have no memory (halfmesh.parallel.pipeline.shape_inference), nothing is sent. Compiled code ends
 before each of them and goes on after it.
@@ -20,6 +20,7 @@ before each of them and goes on after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,54 +33,63 @@ from ..._torch import in_shapes_only
 
 
 @torch.compiler.disable
-def copy_in(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def copy_to_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`x`, used by layers each of which gives its part of the gradient."""
-    return _CopyIn.apply(x, group)
+    return _Collective.apply(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
 @torch.compiler.disable
-def sum_out(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of `x` over the ranks. Uses up `x`, which nobody else may hold: it is summed in place."""
-    return _SumOut.apply(x, group)
+    return _Reduce.apply(x, group)
 
 
 @torch.compiler.disable
 def split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of `x` along `dim`, whose size the ranks have to divide."""
-    return _Split.apply(x, dim % x.dim(), group)
+    dim %= x.dim()
+    return _Collective.apply(x, lambda x: _part(x, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
 @torch.compiler.disable
 def gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The whole of the parts `x` along `dim`, for computations that are the same on all ranks."""
-    return _Gather.apply(x, dim % x.dim(), group)
+    dim %= x.dim()
+    return _Collective.apply(x, lambda x: _gathered(x, dim, group), lambda grad: _part(grad, dim, group))
 
 
 @torch.compiler.disable
-def gather_in(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The whole of the parts `x` along `dim`, used by layers each of which gives its part of the gradient."""
-    return _GatherIn.apply(x, dim % x.dim(), group)
+    dim %= x.dim()
+    return _Collective.apply(x, lambda x: _gathered(x, dim, group), lambda grad: _summed_part(grad, dim, group))
 
 
 @torch.compiler.disable
-def sum_and_split(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part along `dim` of the sum of `x` over the ranks."""
-    return _SumAndSplit.apply(x, dim % x.dim(), group)
+    dim %= x.dim()
+    return _Collective.apply(x, lambda x: _summed_part(x, dim, group), lambda grad: _gathered(grad, dim, group))
 
 
-class _CopyIn(Function):
+_Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Collective(Function):
+    """What is done with a tensor, and in backward with its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, forward: _Step, backward: _Step) -> torch.Tensor:
+        ctx.step = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.step(grad), None, None
 
 
-class _SumOut(Function):
+class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if (
@@ -95,54 +105,6 @@ class _SumOut(Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
-
-
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _part(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _part(grad, ctx.dim, ctx.group), None, None
-
-
-class _GatherIn(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _summed_part(grad, ctx.dim, ctx.group), None, None
-
-
-class _SumAndSplit(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _summed_part(x, dim, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
 
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

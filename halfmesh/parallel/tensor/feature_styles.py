@@ -1,4 +1,4 @@
-"""Styles that divide a layer's features, words or heads over a tensor group."""
+"""Styles that divide a layer's features, vocabulary or heads over a tensor group."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import nn
 from ..modules import comes_from
 from ..shard_spec import Split
 from . import collectives
-from .axis import TensorAxis
-from .layers import ColwiseConv1D, ColwiseLinear, RowwiseConv1D, RowwiseLinear, VocabEmbedding
-from .style import Style, Undo, both, change, divide_attributes, find_undivided, removal, set_attributes
+from .layers import ColwiseConv1D, ColwiseLinear, RowwiseConv1D, RowwiseLinear, TensorAxis, VocabEmbedding
+from .style import Style, change, divide_attributes, find_undivided
 
 
 class Colwise(Style):
@@ -28,10 +27,7 @@ class Colwise(Style):
 
     blocks = 1
     gathers: ClassVar[bool] = False
-
-    @property
-    def opens_fork(self) -> bool:
-        return not self.gathers
+    opens_fork = True
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         if (problem := _not_linear(module)) is not None:
@@ -43,10 +39,11 @@ class Colwise(Style):
         bias = {} if module.bias is None else {"bias": Split(0, self.blocks)}
         return {"weight": Split(_outputs(module), self.blocks), **bias}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         new, count = (ColwiseConv1D, "nf") if is_conv1d(module) else (ColwiseLinear, "out_features")
-        undo = change(module, new, axis=axis, in_region=in_region, gathers=self.gathers)
-        return both(undo, divide_attributes(module, (count,), axis.size))
+        change(module, new, axis=axis, in_region=in_region, gathers=self.gathers)
+        divide_attributes(module, (count,), axis.size)
+        return ()
 
 
 class FusedColwise(Colwise):
@@ -66,6 +63,7 @@ class ColwiseGather(Colwise):
     """`colwise` whose output is made whole: for a head."""
 
     gathers = True
+    opens_fork = False
 
 
 class Rowwise(Style):
@@ -86,10 +84,11 @@ class Rowwise(Style):
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1 - _outputs(module))}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         new, count = (RowwiseConv1D, "nx") if is_conv1d(module) else (RowwiseLinear, "in_features")
-        undo = change(module, new, axis=axis, in_region=in_region, splits=self.splits_input)
-        return both(undo, divide_attributes(module, (count,), axis.size))
+        change(module, new, axis=axis, in_region=in_region, splits=self.splits_input)
+        divide_attributes(module, (count,), axis.size)
+        return ()
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return () if module.bias is None or not in_region else (module.bias,)  # added to a divided sequence
@@ -102,7 +101,7 @@ class RowwiseSplit(Rowwise):
 
 
 class Vocab(Style):
-    """An Embedding by its words, or the Linear head that turns features back into words (its output is made whole).
+    """An Embedding by its vocabulary, or the Linear head that turns features back into it (its output is made whole).
 
     A weight that both share stays shared. An embedding may work on what nn.Embedding returns (Gemma's scales it).
     """
@@ -115,19 +114,20 @@ class Vocab(Style):
             return
         for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, setting, None):
-                yield f"{setting} is set, which is not defined for part of the words; leave it out"
-        yield from find_undivided("words", module.weight.shape[0], size)
+                yield f"{setting} is set, which is not defined for part of the vocabulary; leave it out"
+        yield from find_undivided("vocabulary entries", module.weight.shape[0], size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return ColwiseGather().splits(module) if isinstance(module, nn.Linear) else {"weight": Split(0)}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         if isinstance(module, nn.Linear):
             return ColwiseGather().install(module, axis, in_region)
         extends = _only_extends_embedding(type(module))
         new = _divided_kind(type(module)) if extends else VocabEmbedding
-        undo = change(module, new, axis=axis, in_region=in_region)
-        return both(undo, divide_attributes(module, ("num_embeddings",), axis.size))
+        change(module, new, axis=axis, in_region=in_region)
+        divide_attributes(module, ("num_embeddings",), axis.size)
+        return ()
 
 
 class EmbeddingFeatures(Style):
@@ -144,16 +144,17 @@ class EmbeddingFeatures(Style):
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1)}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        return divide_attributes(module, ("embedding_dim",), axis.size)
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        divide_attributes(module, ("embedding_dim",), axis.size)
+        return ()
 
 
 class EmbeddingGather(EmbeddingFeatures):
     """`embedding_features` whose output is made whole."""
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        hook = module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))
-        return both(super().install(module, axis, in_region), removal([hook]))
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        super().install(module, axis, in_region)
+        return [module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))]
 
 
 class Heads(Style):
@@ -176,8 +177,9 @@ class Heads(Style):
             else:
                 yield from find_undivided(attribute, count, size)
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        return divide_attributes(module, self.attributes, axis.size)
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        divide_attributes(module, self.attributes, axis.size)
+        return ()
 
 
 class ConfigHeads(Style):
@@ -224,12 +226,12 @@ class LatentKeys(Style):
     def __init__(self, rotary: int | str) -> None:
         self._rotary = int(rotary)
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def share(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             latent, keys = output.split([output.shape[-1] - self._rotary, self._rotary], -1)
-            return torch.cat([latent, axis.copy_in(keys)], -1)
+            return torch.cat([latent, axis.copy_to_tp(keys)], -1)
 
-        return removal([module.register_forward_hook(share)])
+        return [module.register_forward_hook(share)]
 
 
 class Off(Style):
@@ -242,9 +244,11 @@ class Off(Style):
     def __init__(self, *attributes: str) -> None:
         self._attributes = attributes
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        found = [name for name in self._attributes if hasattr(module, name)]
-        return set_attributes(module, dict.fromkeys(found, False))
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        for name in self._attributes:
+            if hasattr(module, name):
+                setattr(module, name, False)
+        return ()
 
 
 def _only_extends_embedding(kind: type[nn.Module]) -> bool:

@@ -9,16 +9,16 @@ from torch import nn
 
 from ...errors import InputError, shorten
 from ...shard import ParamShard
-from ..reducer import ReduceOptions, Reducer
-from .axis import TensorAxis
+from ..gradient_sums import SharedGradients
+from .layers import TensorAxis
 
 _LOOKS = 5  # at gradients that are zero
 _SAMPLE = 256  # elements of each gradient
 
 
-class TensorGradients:
-    """Sums the gradients of parameters that every rank of a tensor group has whole, while it sees only a part of the
-    activations (norms under sequence parallelism). One all-reduce in fp32 per update.
+class TensorGradients(SharedGradients):
+    """Sums the gradients of parameters that work on a part of the activations on each rank of a tensor group (norms
+    under sequence parallelism).
 
     Before the first updates it compares the gradients of the other whole parameters, which have to be equal: where they
     are not, the plan is wrong. A gradient of zero (before a layer that starts at zero) is looked at again.
@@ -26,7 +26,7 @@ class TensorGradients:
     Args:
         partial: the parameters whose gradients are summed.
         split: those of which a rank holds a part.
-        check: is called before gradients are completed.
+        try_out: is called before gradients are completed.
         shards: of the parameters that are trained.
     """
 
@@ -35,53 +35,27 @@ class TensorGradients:
         axis: TensorAxis,
         partial: Collection[nn.Parameter],
         split: Collection[nn.Parameter],
-        check: Callable[[], None],
+        try_out: Callable[[], None],
         shards: Sequence[ParamShard],
     ) -> None:
-        self._axis = axis
-        self._partial, self._split, self._check = partial, split, check
+        self._axis, self._split, self._try_out = axis, split, try_out
         self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
-        self._reducer = Reducer(self._of(shards), {}, axis.group, ReduceOptions(mean=False))
-        self._whole = self._others(shards)
-
-    @property
-    def stale(self) -> bool:
-        return self._reducer.stale
+        super().__init__(partial, axis.group, shards)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        self._reducer.cover(self._of(shards))
+        super().cover(shards)
         self._whole = self._others(shards)
 
     def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return self._reducer.covers(self._of(shards)) and self._whole == self._others(shards)
-
-    def open(self, last: bool) -> None:
-        self._reducer.open(last=False)  # the sum may be sent when the data ranks have theirs, not before
-
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        """Nothing is sent before `finish`."""
-
-    expect_rest = expect_last
+        return super().covers(shards) and self._whole == self._others(shards)
 
     def finish(self) -> None:
-        self._check()  # before gradients are compared, which a wrong plan makes differ, too
-        self._reducer.finish()
+        self._try_out()  # before gradients are compared, which a wrong plan makes differ, too
+        super().finish()
         self._compare_whole()
 
-    def forget(self) -> None:
-        self._reducer.forget()
-
-    def note_buffers(self) -> None:
-        self._reducer.note_buffers()
-
-    def close(self) -> None:
-        self._reducer.close()
-
-    def _of(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [shard for shard in shards if shard.model_param in self._partial]
-
     def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [s for s in shards if s.model_param not in self._partial and s.model_param not in self._split]
+        return [s for s in shards if s.model_param not in self._params and s.model_param not in self._split]
 
     @torch.no_grad()
     def _compare_whole(self) -> None:

@@ -5,16 +5,77 @@ The layer keeps its parameters (now this rank's part), hooks and name; `TensorPa
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ..._torch import edit_stamp, in_shapes_only
 from ...errors import InputError
+from ..rng import CommonRandom, RandomFork
 from . import collectives
-from .axis import TensorAxis
 
 SEQUENCE_DIM = 1
 """The dimension of activations along which sequence parallelism divides them: [batch, sequence, ...]."""
+
+
+class TensorAxis:
+    """The ranks that hold the parts of one layer: how to reach them, and how random numbers part and meet again.
+
+    One for each engine; all of its divided layers share it, copies of them too.
+
+    Attributes:
+        group: the ranks, `size` of them, of which this is number `rank`.
+        device: this rank's.
+        common: the random numbers of the model's forward.
+        fork: differing ones, open where activations are divided.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, common: CommonRandom | None = None) -> None:
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.size = group.size()
+        self.common = common or CommonRandom(0, device)
+        self.fork = RandomFork(self.rank, device)
+        self._copied: tuple[Any, ...] | None = None
+
+    @torch.compiler.disable
+    def copy_to_tp(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` for layers that each give part of its gradient. Those that share an input (q, k, v) share the sum."""
+        if not (x.requires_grad and torch.is_grad_enabled()) or in_shapes_only():
+            return x
+        stamp = edit_stamp(x)
+        if self._copied is None or self._copied[0] is not x or self._copied[1] != stamp:
+            self._copied = x, stamp, collectives.copy_to_tp(x, self.group)
+        return self._copied[2]
+
+    @torch.compiler.disable
+    def end_tp_region(self, *_: Any) -> None:
+        """A divided computation ends: random numbers are in common again, and its input is forgotten.
+
+        Takes what a forward hook is given.
+        """
+        self.fork.close()
+        self._copied = None
+
+    def gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all ranks, in order of rank. Without gradients."""
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self.group)
+        return parts
+
+    def __deepcopy__(self, memo: Any) -> TensorAxis:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a model that is divided over a tensor group cannot be pickled; save engine.state_dict(), or call "
+            "engine.close(restore=True) first, which gives the whole model back"
+        )
 
 
 class DividedLayer(nn.Module):
@@ -55,7 +116,7 @@ class ColwiseConv1D(DividedLayer):
 
 
 def _colwise(layer: ColwiseLinear | ColwiseConv1D, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    output = F.linear(x if layer.in_region else layer.axis.copy_in(x), weight, layer.bias)
+    output = F.linear(x if layer.in_region else layer.axis.copy_to_tp(x), weight, layer.bias)
     if layer.gathers:
         return collectives.gather(output, -1, layer.axis.group)
     if layer.training:
@@ -89,7 +150,7 @@ class RowwiseConv1D(DividedLayer):
 
 
 def _rowwise(layer: RowwiseLinear | RowwiseConv1D, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    layer.axis.settle()
+    layer.axis.end_tp_region()
     group, features = layer.axis.group, weight.shape[1]
     x = collectives.split(x, -1, group) if layer.splits else x
     if x.shape[-1] != features:
@@ -99,21 +160,21 @@ def _rowwise(layer: RowwiseLinear | RowwiseConv1D, x: torch.Tensor, weight: torc
         )
     output = F.linear(x, weight)
     if layer.in_region:
-        output = collectives.sum_and_split(output, SEQUENCE_DIM, group)
+        output = collectives.reduce_scatter_sequence(output, SEQUENCE_DIM, group)
     else:
-        output = collectives.sum_out(output, group)
+        output = collectives.reduce_from_tp(output, group)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
 class VocabEmbedding(DividedLayer, nn.Embedding):
-    """An embedding of which this rank holds some of the words. Others' are zero here, and summed up."""
+    """An embedding of which this rank holds part of the vocabulary. Other ids give zero here, and summed up."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        words, rank, size = self.weight.shape[0], self.axis.rank, self.axis.size
-        local = ids - rank * words
+        entries, rank, size = self.weight.shape[0], self.axis.rank, self.axis.size
+        local = ids - rank * entries
         # Ids that no rank has stay outside, and fail on all ranks as in one process.
-        elsewhere = (ids >= 0) & (ids < words * size) & ((local < 0) | (local >= words))
-        padding = None if self.padding_idx is None else self.padding_idx - rank * words
-        padding = padding if padding is not None and 0 <= padding < words else None
+        elsewhere = (ids >= 0) & (ids < entries * size) & ((local < 0) | (local >= entries))
+        padding = None if self.padding_idx is None else self.padding_idx - rank * entries
+        padding = padding if padding is not None and 0 <= padding < entries else None
         output = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
-        return collectives.sum_out(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis.group)
+        return collectives.reduce_from_tp(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis.group)

@@ -141,22 +141,15 @@ class _Assignments:
             self._add(new)
 
     def _add(self, new: Assignment) -> None:
-        splits = new.style.splits(new.module) if not list(new.style.find_problems(new.module, 1)) else {}
         for old in self.assignments:
             if old.name == new.name and old.text == new.text:
                 return
-            if old.name == new.name and splits and old.style.splits(old.module):
+            if old.name == new.name and (both := _divides(old) & _divides(new)):
                 registered = old.plan in TENSOR_PLANS and new.plan in TENSOR_PLANS
                 advice = f"choose one (parallel.tensor.plan={new.plan!r})" if registered else "leave one of them out"
                 self.problems.append(
-                    f"{new.name!r} is divided in two ways: {old.text} by plan {old.plan!r}, {new.text} by plan "
-                    f"{new.plan!r}; {advice}"
-                )
-                return
-            if old.name == new.name and (twice := _counted_twice(old.style, new.style)):
-                self.problems.append(
-                    f"{new.name!r} has its {' and '.join(twice)} divided twice: {old.text} by plan {old.plan!r}, "
-                    f"{new.text} by plan {new.plan!r}; leave one of them out"
+                    f"{new.name!r} has its {' and '.join(sorted(both))} divided twice: {old.text} by plan "
+                    f"{old.plan!r}, {new.text} by plan {new.plan!r}; {advice}"
                 )
                 return
         self.assignments.append(new)
@@ -172,11 +165,12 @@ class _Assignments:
         return near_names(name, self._modules)
 
 
-def _counted_twice(old: Style, new: Style) -> list[str]:
-    """What both styles would divide of a module's numbers."""
-    if isinstance(old, Heads) and isinstance(new, Heads):
-        return [name for name in old.attributes if name in new.attributes]
-    return []
+def _divides(assignment: Assignment) -> set[str]:
+    """The parameters and numbers of the module that become this rank's part."""
+    style, module = assignment.style, assignment.module
+    if isinstance(style, Heads):
+        return set(style.attributes)
+    return set() if list(style.find_problems(module, 1)) else set(style.splits(module))
 
 
 def caller(modules: Mapping[str, nn.Module], name: str) -> str:
@@ -202,8 +196,9 @@ def near_names(pattern: str, names: Iterable[str]) -> str:
 
 def _concerns(name: str, text: str, top: str) -> bool:
     """Whether a style (`text`, of the module `name`) is needed where only `top` is divided."""
-    return name == top or _is_below(name, top) or (text.startswith("off") and _is_below(top, name))
+    return is_within(name, top) or (text.startswith("off") and is_within(top, name))
 
 
-def _is_below(name: str, top: str) -> bool:
-    return not top or name.startswith(f"{top}.")
+def is_within(name: str, top: str) -> bool:
+    """Whether the module `name` is `top`, or one of those in it."""
+    return not top or name == top or name.startswith(f"{top}.")

@@ -10,9 +10,8 @@ from torch import nn
 
 from ...errors import InputError
 from . import collectives
-from .axis import TensorAxis
-from .layers import SEQUENCE_DIM
-from .style import Style, Undo, both, removal
+from .layers import SEQUENCE_DIM, TensorAxis
+from .style import Style
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -27,7 +26,7 @@ class Sequence(Style):
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return module.parameters()
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def fork(layer: nn.Module, _: Any) -> None:
             if layer.training:
                 axis.fork.open()
@@ -37,13 +36,13 @@ class Sequence(Style):
             if isinstance(layer, _DROPOUT):
                 hooks.append(layer.register_forward_pre_hook(fork))
                 hooks.append(layer.register_forward_hook(lambda *_: axis.fork.close(), always_call=True))
-        return removal(hooks)
+        return hooks
 
 
 class SequenceBegin(Style):
     """From this module's input on, activations are divided along the sequence: shape [batch, sequence, ...]."""
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def divide(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             length = args[0].shape[SEQUENCE_DIM]
             if length % axis.size:
@@ -53,20 +52,20 @@ class SequenceBegin(Style):
                 )
             return collectives.split(args[0], SEQUENCE_DIM, axis.group), *args[1:]
 
-        return removal([module.register_forward_pre_hook(divide)])
+        return [module.register_forward_pre_hook(divide)]
 
 
 class SequenceEnd(Sequence):
     """`sequence`, and this module's output is whole again."""
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def gather(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
             return collectives.gather(output, SEQUENCE_DIM, axis.group)
 
-        return both(super().install(module, axis, in_region), removal([module.register_forward_hook(gather)]))
+        return [*super().install(module, axis, in_region), module.register_forward_hook(gather)]
 
 
-class Region(Style):
+class GatherSequence(Style):
     """A module between divided sequences, within which the sequence is whole and features are divided.
 
     Args:
@@ -78,11 +77,11 @@ class Region(Style):
     def __init__(self, argument: str = "") -> None:
         self._argument = argument
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             if args:
-                return (collectives.gather_in(args[0], SEQUENCE_DIM, axis.group), *args[1:]), kwargs
-            whole = collectives.gather_in(kwargs[self._argument], SEQUENCE_DIM, axis.group)
+                return (collectives.all_gather_sequence(args[0], SEQUENCE_DIM, axis.group), *args[1:]), kwargs
+            whole = collectives.all_gather_sequence(kwargs[self._argument], SEQUENCE_DIM, axis.group)
             return args, {**kwargs, self._argument: whole}
 
-        return removal([module.register_forward_pre_hook(gather, with_kwargs=True)])
+        return [module.register_forward_pre_hook(gather, with_kwargs=True)]

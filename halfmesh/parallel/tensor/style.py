@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from torch import nn
@@ -11,10 +11,7 @@ from torch import nn
 from ...errors import InputError, RegistryError
 from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
-from .axis import TensorAxis
-from .layers import DividedLayer
-
-Undo = Callable[[], None]
+from .layers import DividedLayer, TensorAxis
 
 
 class Style:
@@ -27,10 +24,7 @@ class Style:
     """
 
     is_region: ClassVar[bool] = False
-
-    @property
-    def opens_fork(self) -> bool:
-        return False
+    opens_fork: ClassVar[bool] = False
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         """Why `module` cannot be divided by `size` in this way."""
@@ -45,9 +39,10 @@ class Style:
         to be summed over the ranks."""
         return ()
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Undo:
-        """Make `module` work on its parts. Its parameters are cut already. Returns what undoes it."""
-        return lambda: None
+    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        """Make `module` work on its parts. Its parameters are cut already. It may get another class and attributes,
+        which are given back in the end; hooks are returned."""
+        return ()
 
 
 def parse_style(text: str) -> Style:
@@ -70,57 +65,17 @@ def parse_style(text: str) -> Style:
         raise InputError(f"the style {text!r} does not take these arguments: {error}") from error
 
 
-def change(module: nn.Module, new: type[DividedLayer], **attributes: Any) -> Undo:
+def change(module: nn.Module, new: type[DividedLayer], **attributes: Any) -> None:
     """Make `module` one of class `new`, with these attributes."""
-    old = module.__class__
     module.__class__ = new
     for name, value in attributes.items():
         setattr(module, name, value)
 
-    def undo() -> None:
-        module.__class__ = old
-        for name in attributes:
-            delattr(module, name)
 
-    return undo
-
-
-def divide_attributes(module: nn.Module, names: Iterable[str], size: int) -> Undo:
+def divide_attributes(module: nn.Module, names: Iterable[str], size: int) -> None:
     """Make whole numbers of `module` those of one of `size` ranks."""
-    return set_attributes(module, {name: getattr(module, name) // size for name in names})
-
-
-def set_attributes(module: nn.Module, values: dict[str, Any]) -> Undo:
-    """Give attributes of `module` new values; undone, those of before."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-
-    def undo() -> None:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-    return undo
-
-
-def both(first: Undo, second: Undo) -> Undo:
-    """Undoes the second, then the first."""
-
-    def undo() -> None:
-        second()
-        first()
-
-    return undo
-
-
-def removal(hooks: Iterable[Any]) -> Undo:
-    """Removes the hooks."""
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    for name in names:
+        setattr(module, name, getattr(module, name) // size)
 
 
 def find_undivided(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:

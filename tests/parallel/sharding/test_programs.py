@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -14,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.models import said
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.sharding import MODES, all_equal, differences, make_engine, whole
 
 pytestmark = pytest.mark.distributed
@@ -216,38 +214,6 @@ def test_weights_that_were_given_up_are_explained():
         assert "returns tensors within an object that it cannot look into: return tensors" in found["object"]
         assert "gradients of gradients were asked for" in found["penalty"]
         assert found["dict"] == "nothing"
-
-
-class Meets(Net):
-    """Calls a block on one rank only, where the other is late."""
-
-    late = False
-
-    def forward(self, x):
-        x = self.blocks[0](self.begin(x))
-        if self.late:
-            time.sleep(2.5)
-            return x
-        return self.end(self.blocks[1](x))
-
-
-def waits(rank, world_size, port):
-    limit = timedelta(seconds=1.5)
-    address = f"tcp://localhost:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
-    model = Meets()
-    engine = make_engine("fsdp", optimizer=sgd, model=model)
-    model.late = rank == 1
-    try:
-        engine(batch(rank, 0))
-    except RuntimeError as error:
-        return error.__notes__
-
-
-def test_a_rank_that_waits_for_a_block_says_for_which():
-    notes, _ = run_ranks(waits, 2, free_port(), init=False)
-    assert len(notes) == 1
-    assert notes[0].startswith("this rank called 'blocks.1', for which all data ranks gather weights together")
 
 
 def freezes_and_writes(rank, world_size, strategy):

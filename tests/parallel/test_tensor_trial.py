@@ -16,6 +16,7 @@ from torch import nn
 import halfmesh
 from halfmesh._torch import call_hooks
 from tests.support.models import MODES
+from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS, CausalSelfAttention
 from tests.support.ranks import run_ranks
 from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
 
@@ -198,22 +199,11 @@ class Model(nn.Module):
 
 
 FUSED = {"*.qkv": "fused_colwise(3)", "*.out": "rowwise"}
-LINE = "test_tensor_verify.py:"
-WRONG: dict[type[nn.Module], tuple[dict[str, str], str]] = {
-    Softmaxed: (PAIR, "`return F.softmax(h, -1)`"),
-    ZeroStart: (PAIR, "`return F.softmax(h, -1)`"),
-    SoftmaxLayer: (PAIR, "Look at: act is a Softmax."),
-    Normed: (PAIR, "`return F.layer_norm(h, h.shape[-1:])`"),
-    RMSNormed: (PAIR, ".mean(-1, keepdim=True).add(1e-6).rsqrt()`"),
-    Centred: (PAIR, "`return h - h.mean(-1, keepdim=True)`"),
-    Relative: (PAIR, "`return h - h.amax(-1, keepdim=True)`"),
-    Normalized: (PAIR, "`return F.normalize(h, dim=-1)`"),
-    Summed: (PAIR, "`return h.cumsum(-1)`"),
-    Gated: (PAIR, "'*.up' has to be 'fused_colwise(2)'"),
-    GatedLinear: (PAIR, "'*.up' has to be 'fused_colwise(2)'"),
-    Grouped: (PAIR, "`heads = h.unflatten(-1, (HEADS, -1))`"),
-    FixedHeads: (FUSED, "`return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)`"),
-    Attention: ({"*.qkv": "colwise", "*.out": "rowwise"}, "'*.qkv' has to be 'fused_colwise(3)'"),
+WRONG: dict[type[nn.Module], dict[str, str]] = {
+    **dict.fromkeys((Softmaxed, ZeroStart, SoftmaxLayer, Normed, RMSNormed, Centred, Relative, Normalized), PAIR),
+    **dict.fromkeys((Summed, Gated, GatedLinear, Grouped), PAIR),
+    FixedHeads: FUSED,
+    Attention: {"*.qkv": "colwise", "*.out": "rowwise"},
 }
 RIGHT: dict[type[nn.Module], dict[str, str]] = {
     Hidden: PAIR,
@@ -245,19 +235,35 @@ def train(engine: Any, steps: int = 2) -> None:
 def wrong_plans(rank: int, world_size: int) -> dict[str, str]:
     return {
         kind.__name__: refusal(lambda kind=kind, plan=plan: train(engine_of(made(kind), plan)))
-        for kind, (plan, _) in WRONG.items()
+        for kind, plan in WRONG.items()
     }
 
 
 def test_plans_that_mix_features_are_refused_before_the_first_update():
     for found in run_ranks(wrong_plans, 2):
-        for kind, (plan, cause) in WRONG.items():
+        for kind, plan in WRONG.items():
             message = found[kind.__name__]
             start = "InputError: 1 kind(s) of block compute something else when they are sharded over tensor=2"
             assert message.startswith(start), (kind, message)
-            assert f"blocks.0 ({kind.__name__}, and 1 more like it): " in message
+            assert f"blocks.0 ({kind.__name__}, and 1 more like it): its output differs by " in message
             assert f"The plan: {plan}." in message
-            assert cause in message, (kind, message)
+
+
+class ScaledByInput(Hidden):
+    """The same forward, but each rank's gradient of the input is a part of it."""
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)) * x.sum(-1, keepdim=True))
+
+
+def wrong_backward(rank: int, world_size: int) -> str:
+    return refusal(lambda: train(engine_of(made(ScaledByInput), PAIR)))
+
+
+def test_a_wrong_backward_behind_a_right_forward_is_refused_before_the_first_update():
+    for message in run_ranks(wrong_backward, 2):
+        assert message.startswith("InputError: the gradients of first.weight, first.bias"), message
+        assert "differ between the ranks of a tensor group" in message
 
 
 class Residual(nn.Module):
@@ -423,3 +429,50 @@ def test_what_it_costs_and_what_is_told():
         for text in found["told"]:
             assert "whether 1.block computes the same" in text
             assert "(it draws random numbers in evaluation, too); compare a few steps" in text
+
+
+def trained(model: nn.Module, engine: halfmesh.Engine | None = None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    optimizer = None if engine else torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        ids = torch.randint(WORDS, (4, CONTEXT + 1), generator=generator)
+        output = (engine or model)(ids[:, :-1])
+        loss = F.cross_entropy(output.flatten(0, 1), ids[:, 1:].flatten())
+        if engine:
+            engine.backward(loss)
+            engine.step()
+        else:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def small_gpt(rank: int, world_size: int) -> tuple[float, float, str]:
+    torch.manual_seed(0)
+    whole = GPT().double()
+    torch.manual_seed(0)
+    model = GPT().double()
+    before = [param.detach().clone() for param in model.parameters()]
+    config = {"parallel": {"tensor": {"size": 2, "plan": PLAN}}}
+    engine = halfmesh.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config=config, device="cpu")
+    assert engine.model.get_parameter("transformer.h.0.attn.c_attn.weight").shape == (24, 16)
+    trained(model, engine)
+    engine.close(restore=True)
+    trained(whole)
+    moved = max(apart(a, b) for a, b in zip(before, whole.parameters(), strict=True))
+    found = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    unchanged = halfmesh.initialize(
+        GPT(CausalSelfAttention), lambda p: torch.optim.SGD(p, lr=1e-2), config=config, device="cpu"
+    )
+    try:
+        trained(unchanged.model, unchanged)
+    except RuntimeError as error:
+        return found, moved, "\n".join([str(error), *error.__notes__])
+    return found, moved, ""
+
+
+def test_a_gpt_of_small_scripts_trains_with_one_line_changed():
+    for found, moved, message in run_ranks(small_gpt, 2):
+        assert found < 1e-9 < 1e-2 < moved
+        assert "is invalid for input of size" in message  # without that line
+        assert "parallel.tensor.plan shards transformer.h.0.attn, transformer.h.0.mlp. Between" in message

@@ -1,0 +1,74 @@
+"""All ranks begin with the weights, buffers and optimizer state of rank 0; their models have to be alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn, optim
+
+from ..errors import InputError, shorten
+from .replica_checks import refuse_unlike
+
+if TYPE_CHECKING:
+    from .context import ParallelContext
+
+
+def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """As `ParallelContext.start_equal`, which checks that there are other ranks."""
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+    if sparse:
+        raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
+    state = list(_state_tensors(optimizer))
+    _refuse_differences(context, model, optimizer, state)
+    # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
+    for tensor in (*model.parameters(), *model.buffers(), *state):
+        if not tensor.is_meta:  # others get their values later
+            context.broadcast(tensor)
+
+
+def _refuse_differences(
+    context: ParallelContext, model: nn.Module, optimizer: optim.Optimizer, state: Sequence[torch.Tensor]
+) -> None:
+    mine = {
+        "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
+        "the model's buffers": [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+        "the optimizer": [type(optimizer).__name__, *map(plain_settings, optimizer.param_groups)],
+        "the optimizer's state": [(tuple(t.shape), str(t.dtype)) for t in state],
+    }
+    digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
+    names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
+    everyone = context.everyone((digests, bytes(trained)))
+    for what in mine:
+        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs[what] != everyone[0][0][what]]
+        if odd:
+            raise InputError(
+                f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
+                "same model and optimizer, and load the same checkpoint, on every rank before initialize"
+            )
+    refuse_unlike(names, [flags for _, flags in everyone], [f"rank {rank}" for rank in range(context.size)])
+
+
+def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Tensors of the optimizer's state in the order of its parameters."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in optimizer.state:
+                yield from (v for v in optimizer.state[param].values() if isinstance(v, torch.Tensor))
+
+
+def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The plain values of a parameter group; an object's repr may hold an address, which differs between ranks."""
+    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a number, text or None, or made of such: the same on all ranks where its repr is."""
+    return (
+        value is None
+        or isinstance(value, (int, float, str))
+        or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
+    )

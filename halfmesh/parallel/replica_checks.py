@@ -1,0 +1,256 @@
+"""Whether ranks have what they should have in common: their batches, what they train, and all else after a step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError
+from ..tensors import tensors_of
+from .objects import broadcast_object, gather_objects, is_alone
+
+ADVICE = (
+    "freeze and unfreeze the same parameters on every rank; draw what to freeze with the same seed on all of them, as "
+    "in random.Random(0)"
+)
+_SHOWN = 120
+"""Characters of a value that a message shows."""
+_NAMED = 5
+"""Of the things that differ, too, those that are named."""
+
+
+def add_tensor(found: Any, tensor: torch.Tensor) -> None:
+    """Take `tensor` into a digest of hashlib; of one that is sparse or nested only its form."""
+    found.update(_form(tensor).encode())
+    if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
+        found.update(_bytes(tensor).numpy())
+
+
+def digest(tree: Any) -> bytes:
+    """Of tensors: dtypes, shapes and bits. Of anything without: its repr, in which nan is equal to itself."""
+    found, tensors = hashlib.sha256(), tensors_of(tree)
+    for tensor in tensors:
+        add_tensor(found, tensor)
+    if not tensors:
+        found.update(repr(tree).encode())
+    return found.digest()[:16]
+
+
+# -- the batches of ranks that compute them together ---------------------------------------------------------------
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether call `number` is one that is looked at: the first, the tenth, the hundredth and so on."""
+    return str(number).rstrip("0") == "1"
+
+
+class SameCalls:
+    """Compares what goes into the model, and what comes out, over the ranks of a group: in the first call of each kind,
+    and what goes in also in the tenth, the hundredth, and so on. Ranks that see different data would mix it up
+    silently, and an output that is divided is not the model's.
+
+    Args:
+        group: the ranks.
+        what: what messages call them ("tensor group").
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self._group = group
+        self._what = what
+        self._alone = is_alone(group)
+        self._inputs_seen: Counter[tuple[bool, str]] = Counter()
+        self._outputs_seen: set[bool] = set()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
+        """Raise InputError if they differ; on all ranks. `of` is what messages call them."""
+        if self._alone:
+            return
+        self._inputs_seen[training, of] += 1
+        looks = is_looked_at(self._inputs_seen[training, of])
+        if looks and len(set(gather_objects(digest(tensors_of((args, kwargs))), self._group))) > 1:
+            raise InputError(
+                f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
+                "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "
+                "engine.context.dp_size, and seed alike what the loop itself draws (mixup)"
+            )
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def compare_outputs(self, training: bool, output: Any) -> None:
+        """Raise InputError if they differ by more than rounding; on all ranks."""
+        if self._alone or training in self._outputs_seen:
+            return
+        self._outputs_seen.add(training)
+        mine = [(tuple(tensor.shape), _norms(tensor)) for tensor in tensors_of(output)]
+        if not all(_is_near(mine, theirs) for theirs in gather_objects(mine, self._group)):
+            raise InputError(
+                f"the model's output differs between the ranks of a {self._what}: part of it is divided. Give the last "
+                "layer the style 'colwise_gather' if it has 'colwise'; do not return what is between divided layers "
+                "(hidden states under sequence_parallel, attention weights)"
+            )
+
+
+def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` gave the same tensors. False where there are none."""
+    if is_alone(group):
+        return False
+    tensors = tensors_of(tree)
+    return len(set(gather_objects(digest(tensors), group))) == 1 and bool(tensors)
+
+
+def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
+    """Norms of a tensor and of its parts, by which two are told apart."""
+    if tensor.layout != torch.strided or not tensor.is_floating_point():
+        return ()
+    flat = tensor.detach().reshape(-1).float()
+    return tuple(float(torch.linalg.vector_norm(part)) for part in (flat, *flat.chunk(7)))
+
+
+def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
+    """Whether shapes are equal, and norms but for rounding (in bf16, and of what an overflow has left)."""
+    if [shape for shape, _ in mine] != [shape for shape, _ in theirs]:
+        return False
+    pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]
+    return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
+
+
+# -- what they train -----------------------------------------------------------------------------------------------
+
+
+def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequence[str]) -> None:
+    """Raise InputError, on all ranks, if they do not train the same parameters: gradients of unlike layers would be
+    summed together.
+
+    Args:
+        names: of the parameters.
+        everyone: what each rank says of each of them: 1 if it is trained there, else 0.
+        ranks: how messages name the ranks.
+    """
+    unlike = [index for index, said in enumerate(zip(*everyone, strict=True)) if len(set(said)) > 1]
+    if not unlike:
+        return
+    trains = [rank for rank, flags in zip(ranks, everyone, strict=True) if flags[unlike[0]]]
+    freezes = [rank for rank in ranks if rank not in trains]
+    more = f" (the first of {len(unlike)} parameters that differ)" if len(unlike) > 1 else ""
+    raise InputError(
+        f"requires_grad is not the same on all ranks: {names[unlike[0]]!r} is trained on {', '.join(trains)} and "
+        f"frozen on {', '.join(freezes)}{more}; {ADVICE}"
+    )
+
+
+# -- everything ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplicatedValue:
+    """Something that ranks should have in common.
+
+    Attributes:
+        name: for messages; the same on all ranks that have it.
+        value: a tensor, or a value whose repr is the same where it is.
+        among: ranks that have a `name` for the same `among` should have the same value. None: all ranks that have it.
+    """
+
+    name: str
+    value: Any
+    among: Hashable = None
+
+
+def find_difference(
+    mine: Iterable[Iterable[ReplicatedValue]], ranks: Sequence[str], device: torch.device
+) -> tuple[str, str] | None:
+    """The first thing that is not the same where it should be: its name, and lines that say which ranks have what. The
+    same answer on all ranks, which call this together; None if all is the same.
+
+    One message of some bytes for each thing; where something differs, three more, and one copy of it.
+
+    Args:
+        mine: what this rank has, causes before what follows from them.
+        ranks: how messages name the ranks.
+    """
+    placed = [(order, value) for order, values in enumerate(mine) for value in values]
+    held = {(value.name, value.among): value.value for _, value in placed}
+    everyone = gather_objects({(v.name, v.among): (order, digest(v.value)) for order, v in placed})
+    found = _find_differing(everyone)
+    if not found:
+        return None
+    key = found[0]
+    groups = _group_by_digest([theirs.get(key) for theirs in everyone])
+    value = held.get(key)
+    reference = broadcast_object(_on_host(value), groups[0][0], device)
+    differences = gather_objects(_describe(reference, value) if key in held else None)
+    equal = "equal, " if len(groups[0]) > 1 else ""
+    said = [f"{equal}taken as the reference", *(differences[group[0]] for group in groups[1:])]
+    lines = [f"{', '.join(ranks[rank] for rank in group)}: {how}" for group, how in zip(groups, said, strict=True)]
+    others = [name for name in dict.fromkeys(name for name, _ in found) if name != key[0]]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        lines.append(f"different, too: {', '.join(others[:_NAMED])}{more}")
+    return key[0], "\n".join(f"  - {line}" for line in lines)
+
+
+def _find_differing(everyone: Sequence[dict[Any, tuple[int, bytes]]]) -> list[tuple[str, Hashable]]:
+    """The keys of what differs, in their order; the same list on all ranks."""
+    seen: dict[tuple[str, Hashable], tuple[int, set[bytes]]] = {}
+    for theirs in everyone:
+        for key, (order, found) in theirs.items():
+            seen.setdefault(key, (order, set()))[1].add(found)
+    return sorted((key for key, (_, found) in seen.items() if len(found) > 1), key=lambda key: seen[key][0])
+
+
+def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
+    """The ranks with each digest, most ranks first, then the lowest; ranks without one are left out."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, found in enumerate(digests):
+        if found is not None:
+            ranks.setdefault(found, []).append(rank)
+    return sorted(ranks.values(), key=lambda some: (-len(some), some[0]))
+
+
+def _describe(reference: Any, value: Any) -> str:
+    """How `value` differs: "differs by 1e-06 at most, in 1 of 64 elements, first at [0, 3]: 1.0 instead of 2.0"."""
+    if not isinstance(reference, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return f"{_shown(value)} instead of {_shown(reference)}"
+    if _form(value) != _form(reference):
+        return f"is {_form(value)}, not {_form(reference)}"
+    a, b = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in (reference, value))
+    apart = (_bytes(a) != _bytes(b)).view(len(a), -1).any(1).nonzero().reshape(-1)
+    if not len(apart):
+        return "is the same"
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    largest = (b[apart].to(wide) - a[apart].to(wide)).abs().max().item()
+    first = int(apart[0])
+    place = [int(index) for index in torch.unravel_index(apart[0], value.shape)]
+    return (
+        f"differs by {largest:.6g} at most, in {len(apart)} of {len(a)} elements, first at {place}: "
+        f"{b[first].item()!r} instead of {a[first].item()!r}"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _on_host(value: Any) -> Any:
+    """`value` without what pickle would take along: the whole memory of which a tensor is a part."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _form(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f"{tensor.layout} "
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{layout}{str(tensor.dtype).removeprefix('torch.')} of shape {shape}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
