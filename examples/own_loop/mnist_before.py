@@ -1,8 +1,8 @@
 """The shape of pytorch/examples mnist: a small CNN, dropout, Adadelta, a scheduler by the epoch, train() and test().
 
-    python examples/own_loop/mnist/before.py
+    python examples/own_loop/mnist_before.py
 
-after.py beside it is the same with halfmesh. The images are made up, so nothing is downloaded.
+mnist_after.py is the same with halfmesh. The images are made up, so nothing is downloaded.
 """
 
 import argparse

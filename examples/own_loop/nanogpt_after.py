@@ -1,12 +1,15 @@
-"""before.py with halfmesh.
+"""nanogpt_before.py with halfmesh.
 
-python examples/own_loop/nanogpt/after.py --set bf16.mode=torch
-torchrun --standalone --nproc-per-node 2 examples/own_loop/nanogpt/after.py --set parallel.data=fsdp
+    python examples/own_loop/nanogpt_after.py --set bf16.mode=torch
+    torchrun --standalone --nproc-per-node 2 examples/own_loop/nanogpt_after.py --set parallel.data=fsdp
+
+Without --set it is fp32 on one process; --set or --config chooses another precision or layout.
 """
 
 import math
 import os
 import tempfile
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ parser = halfmesh.get_default_parser()
 parser.add_argument("--out-dir")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--max-iters", type=int, default=12)
-parser.add_argument("--eval-interval", type=int, default=4)
+parser.add_argument("--eval-interval", type=int, default=4, help="0: no evaluation")
 args = parser.parse_args()
 
 vocab_size, block_size, n_layer, n_head, n_embd = 32, 16, 2, 4, 32
@@ -31,7 +34,7 @@ eval_iters, log_interval = 3, 2
 
 config = halfmesh.load_config(args.config or {"clip_grad_norm": grad_clip}, args.overrides)
 launch = halfmesh.launch_from_torch(config)
-config = config.replace(gradient_accumulation=accumulation // launch.dp_size)
+launch = replace(launch, config=config.replace(gradient_accumulation=accumulation // launch.dp_size))
 device, rank = launch.device, launch.rank
 torch.manual_seed(1337 + launch.dp_rank)
 
@@ -105,23 +108,10 @@ def configure_optimizer(model):
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 
 
-class Progress:
-    """What a checkpoint holds besides the engine's own."""
-
-    def __init__(self):
-        self.iter_num, self.best_val_loss = 0, 1e9
-
-    def state_dict(self):
-        return vars(self).copy()
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
 model = GPT()
-engine = halfmesh.initialize(model, configure_optimizer(model), criterion, None, config)
-progress = Progress()
-engine.attach("progress", progress)
+engine = halfmesh.initialize(model, configure_optimizer(model), criterion, None, launch)
+best = {"val_loss": 1e9}
+engine.attach("best", best)
 if args.resume:
     engine.load(args.out_dir)
 
@@ -152,28 +142,28 @@ def get_lr(it):
 x, y = get_batch("train")
 while True:
     for group in engine.optimizer.param_groups:
-        group["lr"] = get_lr(progress.iter_num)
+        group["lr"] = get_lr(engine.global_step)
 
-    if progress.iter_num % args.eval_interval == 0:  # on all ranks
+    if args.eval_interval and engine.global_step % args.eval_interval == 0:  # on all ranks
         losses = estimate_loss()
         if rank == 0:
-            print(f"step {progress.iter_num}: train loss {losses['train']:.6f}, val loss {losses['val']:.6f}")
-        if losses["val"] < progress.best_val_loss:
-            progress.best_val_loss = losses["val"]
-            if progress.iter_num > 0 and args.out_dir:
+            print(f"step {engine.global_step}: train loss {losses['train']:.6f}, val loss {losses['val']:.6f}")
+        if losses["val"] < best["val_loss"]:
+            best["val_loss"] = losses["val"]
+            if engine.global_step > 0 and args.out_dir:
                 engine.save(args.out_dir)
-    if progress.iter_num >= args.max_iters:
+    if engine.global_step >= args.max_iters:
         break
 
-    for _ in range(config.gradient_accumulation):
+    for _ in range(engine.config.gradient_accumulation):
         loss = engine.criterion(engine(x), y)
         x, y = get_batch("train")
         engine.backward(loss)
         engine.step()
 
-    if progress.iter_num % log_interval == 0 and rank == 0:
-        print(f"iter {progress.iter_num}: loss {loss.item():.6f}")
-    progress.iter_num += 1
+    done = engine.global_step - 1
+    if done % log_interval == 0 and rank == 0:
+        print(f"iter {done}: loss {loss.item():.6f}")
 
 engine.close()
 launch.close()

@@ -1,7 +1,9 @@
-"""before.py with halfmesh.
+"""imagenet_before.py with halfmesh.
 
-python examples/own_loop/imagenet/after.py --set fp16.mode=torch
-torchrun --standalone --nproc-per-node 2 examples/own_loop/imagenet/after.py --set parallel.data=zero1
+    python examples/own_loop/imagenet_after.py --set fp16.mode=torch
+    torchrun --standalone --nproc-per-node 2 examples/own_loop/imagenet_after.py --set parallel.data=zero1
+
+Without --set it is fp32 on one process; --set or --config chooses another precision or layout.
 """
 
 import os
@@ -97,19 +99,6 @@ def validate(engine):
     return top1.sum / top1.count
 
 
-class Best:
-    """The best accuracy so far; a checkpoint holds it besides the engine's own."""
-
-    def __init__(self):
-        self.acc1 = 0.0
-
-    def state_dict(self):
-        return {"acc1": self.acc1}
-
-    def load_state_dict(self, state):
-        self.acc1 = state["acc1"]
-
-
 def main():
     parser = halfmesh.get_default_parser()
     parser.add_argument("--epochs", type=int, default=3)
@@ -140,20 +129,20 @@ def main():
     engine = halfmesh.initialize(
         model, optimizer, criterion, train_loader, launch, eval_dataloader=val_loader, lr_scheduler=scheduler
     )
-    best = Best()
+    best = {"acc1": 0.0}
     engine.attach("best", best)
     if args.resume:
         engine.load(args.out)
 
     if args.evaluate:
         validate(engine)
-        return
+        args.epochs = 0
 
     for epoch in range(engine.dataloader.next_epoch, args.epochs):
         train(args, engine, epoch)
         acc1 = validate(engine)
-        is_best = acc1 > best.acc1
-        best.acc1 = max(acc1, best.acc1)
+        is_best = acc1 > best["acc1"]
+        best["acc1"] = max(acc1, best["acc1"])
         if args.out:
             engine.save(args.out, keep=1)
             if is_best:

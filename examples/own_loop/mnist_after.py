@@ -1,7 +1,9 @@
-"""before.py with halfmesh.
+"""mnist_before.py with halfmesh.
 
-python examples/own_loop/mnist/after.py --set bf16.mode=torch
-torchrun --standalone --nproc-per-node 2 examples/own_loop/mnist/after.py
+    python examples/own_loop/mnist_after.py --set bf16.mode=torch
+    torchrun --standalone --nproc-per-node 2 examples/own_loop/mnist_after.py
+
+Without --set it is fp32 on one process; --set or --config chooses another precision or layout.
 """
 
 import torch

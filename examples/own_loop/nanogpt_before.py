@@ -1,9 +1,9 @@
 """The shape of nanoGPT's train.py: batches from a memmap, accumulation, clipping, lr by hand, GradScaler, DDP.
 
-    python examples/own_loop/nanogpt/before.py
-    torchrun --standalone --nproc-per-node 2 examples/own_loop/nanogpt/before.py
+    python examples/own_loop/nanogpt_before.py
+    torchrun --standalone --nproc-per-node 2 examples/own_loop/nanogpt_before.py
 
-after.py beside it is the same with halfmesh. The tokens are made up, so nothing is downloaded.
+nanogpt_after.py is the same with halfmesh. The tokens are made up, so nothing is downloaded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"
 parser.add_argument("--out-dir")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--max-iters", type=int, default=12)
-parser.add_argument("--eval-interval", type=int, default=4)
+parser.add_argument("--eval-interval", type=int, default=4, help="0: no evaluation")
 args = parser.parse_args()
 
 vocab_size, block_size, n_layer, n_head, n_embd = 32, 16, 2, 4, 32
@@ -162,7 +162,7 @@ while True:
     for group in optimizer.param_groups:
         group["lr"] = get_lr(iter_num)
 
-    if iter_num % args.eval_interval == 0 and rank == 0:
+    if args.eval_interval and iter_num % args.eval_interval == 0 and rank == 0:
         losses = estimate_loss()
         print(f"step {iter_num}: train loss {losses['train']:.6f}, val loss {losses['val']:.6f}")
         if losses["val"] < best_val_loss:

@@ -1,9 +1,9 @@
 """The shape of pytorch/examples imagenet: a ResNet, DDP, meters, StepLR by the epoch, the best checkpoint, resume.
 
-    python examples/own_loop/imagenet/before.py
-    torchrun --standalone --nproc-per-node 2 examples/own_loop/imagenet/before.py
+    python examples/own_loop/imagenet_before.py
+    torchrun --standalone --nproc-per-node 2 examples/own_loop/imagenet_before.py
 
-after.py beside it is the same with halfmesh. The images are made up, so nothing is downloaded.
+imagenet_after.py is the same with halfmesh. The images are made up, so nothing is downloaded.
 """
 
 import argparse
