@@ -40,7 +40,8 @@ torch.manual_seed(1337 + launch.dp_rank)
 
 # -- data
 
-data_dir = tempfile.mkdtemp()
+data_folder = tempfile.TemporaryDirectory()
+data_dir = data_folder.name
 for split, length in (("train", 4096), ("val", 512)):
     noise = np.random.default_rng(length).integers(0, 3, length)
     (noise.cumsum() % vocab_size).astype(np.uint16).tofile(os.path.join(data_dir, f"{split}.bin"))
@@ -151,7 +152,7 @@ while True:
         if losses["val"] < best["val_loss"]:
             best["val_loss"] = losses["val"]
             if engine.global_step > 0 and args.out_dir:
-                engine.save(args.out_dir)
+                engine.save(args.out_dir, keep=1)
     if engine.global_step >= args.max_iters:
         break
 

@@ -53,7 +53,8 @@ scaler = torch.amp.GradScaler(device_type, enabled=args.dtype == "float16")
 
 # -- data
 
-data_dir = tempfile.mkdtemp()
+data_folder = tempfile.TemporaryDirectory()
+data_dir = data_folder.name
 for split, length in (("train", 4096), ("val", 512)):
     noise = np.random.default_rng(length).integers(0, 3, length)
     (noise.cumsum() % vocab_size).astype(np.uint16).tofile(os.path.join(data_dir, f"{split}.bin"))
