@@ -95,6 +95,8 @@ class Engine:
         """
         parts = self._parts
         parts.refuse_if_closed()
+        for before in self._before_backward:
+            before(loss)
         loader = parts.dataloader
         is_last_batch = loader is not None and loader.at_end
         try:
@@ -392,12 +394,15 @@ class Engine:
         self._parts.before_call("engine.load()", keeps_gradients=False)
         return self._checkpointer.load(Path(directory))
 
-    def attach(self, name: str, holder: Stateful) -> None:
+    def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
         """Save the state of `holder` with the engine's under `name`: counters of the loop, for example.
 
-        Every save calls `holder.state_dict()`, which must not communicate. A load gives each rank its own state back
-        by `holder.load_state_dict(state)`, in another layout rank 0's; what was loaded before this call is given at
-        once. Raises InputError if the name is taken.
+            best = {"accuracy": 0.0}
+            engine.attach("best", best)  # engine.load updates it in place
+
+        `holder` is a dict, or an object with `state_dict()`, which every save calls and which must not communicate, and
+        `load_state_dict(state)`. A load gives each rank its own state back, in another layout rank 0's; what was loaded
+        before this call is given at once. Raises InputError if the name is taken.
         """
         self._parts.refuse_if_closed()
         self._checkpointer.attached.attach(name, holder)
@@ -530,6 +535,7 @@ class Engine:
     def _set_hooks(self, hooks: Iterable[EngineHook]) -> None:
         self._hooks = tuple(hooks)
         self._before_forward = self._hooks_on("before_forward")
+        self._before_backward = self._hooks_on("before_backward")
         self._after_backward = self._hooks_on("after_backward")
         self._before_step = self._hooks_on("before_step")
         self._after_step = self._hooks_on("after_step")

@@ -29,7 +29,8 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
         return
     if isinstance(model, (DistributedDataParallel, DataParallel)):
-        yield f"model: it is wrapped in {type(model).__name__}; pass the plain model (model.module)"
+        wrapper = type(model).__name__
+        yield f"model: it is wrapped in {wrapper}; pass the plain model (model.module): the engine averages gradients"
         return
     owners = [*model.modules(), *(getattr(hook, "__self__", None) for hook in call_hooks(model))]
     if any(getattr(owner, "is_divided_by_engine", False) is True for owner in owners):

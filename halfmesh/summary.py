@@ -155,6 +155,9 @@ def _update(parts: EngineParts) -> str:
     words = [f"{type(update.optimizer).__name__} ({fused})"]
     if max_norm:
         words.append(f"clip norm {max_norm:g}")
+    if parts.lr.scheduler is not None:
+        when = {"step": "after each update", "epoch": "after each epoch", "manual": "advanced by the loop"}
+        words.append(f"{type(parts.lr.scheduler).__name__} {when[parts.config.lr_interval]}")
     if masters.masters and stepper.can_step_in_buckets:
         words.append("masters' gradients in buckets")
     trainable = sum(param.requires_grad for param in parts.model.parameters())

@@ -23,6 +23,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+class _AttachedDict:
+    """A plain dict as something with state: `load_state_dict` updates it in place."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._values
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values.update(state)
+
+
 class AttachedState:
     """The objects attached with `Engine.attach`, by name, and loaded state whose object is not attached yet."""
 
@@ -30,17 +43,18 @@ class AttachedState:
         self._holders: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}
 
-    def attach(self, name: str, holder: Stateful) -> None:
+    def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
         """`Engine.attach`."""
         if name in self._holders:
             raise InputError(
                 f"engine.attach({name!r}, ...): the name is taken by a {type(self._holders[name]).__name__}; give "
                 "another one, or call engine.detach first"
             )
+        stateful = _AttachedDict(holder) if isinstance(holder, dict) else holder
         if name in self._unclaimed:
-            holder.load_state_dict(self._unclaimed[name])
+            stateful.load_state_dict(self._unclaimed[name])
             del self._unclaimed[name]
-        self._holders[name] = holder
+        self._holders[name] = stateful
 
     def detach(self, name: str, keep: bool) -> None:
         """`Engine.detach`."""

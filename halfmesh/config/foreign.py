@@ -27,6 +27,10 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
         "optimize": "remove it: halfmesh has no such choice; parallel.pipeline.partition says how stages are cut",
         "pipeline_parallelism": "set parallel.pipeline.size instead",
         "offload_activations": "set activation_offload instead",
+        # scripts in plain PyTorch
+        "amp": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
+        "dtype": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
+        "batch_size": "give it to the DataLoader: the batch size of one data rank",
         # Lightning, accelerate, transformers, DeepSpeed
         "precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",
         "mixed_precision": "set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._torch import divisor_of
 from ..amp.step_result import StepResult
 from ..log import get_logger
 from ..parallel.replica_checks import are_same
@@ -13,7 +14,8 @@ _log = get_logger(__name__)
 
 
 class CountedBatches(EngineHook):
-    """Warns of a loop that counts its microbatches itself, at the second `step` that follows several batches.
+    """Warns of a loop that accumulates by itself: its first loss is divided by the number of batches, or `step` came
+    after several of them, for the second time.
 
     Several losses of one batch are no batches: one is counted for each that `engine.dataloader` gave or, where that is
     not iterated, for each training forward with a backward.
@@ -23,9 +25,20 @@ class CountedBatches(EngineHook):
         self._parts = parts
         self._is_new_forward = False
         self._batches = self._late_steps = 0
+        self._is_first_loss = parts.accumulation.reduction == "mean"
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_new_forward |= self._parts.model.training
+
+    def before_backward(self, loss: Any) -> None:
+        length = self._parts.accumulation.length
+        if self._is_first_loss and divisor_of(loss) == length:
+            _log.warning(
+                "the loss that engine.backward was given is divided by %d, and gradient_accumulation=%d divides it by "
+                "that number, too: gradients are 1/%d of what they should be. Remove the division from the loop",
+                *(length, length, length),
+            )
+        self._is_first_loss = False
 
     def after_backward(self, loss: Any) -> None:
         loader = self._parts.dataloader

@@ -84,6 +84,9 @@ class EngineHook:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is about to be called, with these inputs; `model.training` says what for."""
 
+    def before_backward(self, loss: Any) -> None:
+        """`engine.backward(loss)` was called."""
+
     def after_backward(self, loss: Any) -> None:
         """Gradients of one microbatch are added."""
 

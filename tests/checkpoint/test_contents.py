@@ -263,6 +263,19 @@ def test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it(tmp_path):
     assert fresh.value == 0
 
 
+def test_an_attached_dict_is_updated_in_place(tmp_path):
+    engine, best = small(), {"accuracy": 0.5}
+    engine.attach("best", best)
+    engine.save(tmp_path)
+    best["accuracy"] = 0.6
+    engine.load(tmp_path)
+    assert best == {"accuracy": 0.5}
+    other, late = small(), {"accuracy": 0.0}
+    other.load(tmp_path)
+    other.attach("best", late)
+    assert late == {"accuracy": 0.5}
+
+
 def test_attached_state_goes_with_the_state_dict():
     engine, other, there = small(), small(), Count()
     engine.attach("count", Count(7))

@@ -103,6 +103,8 @@ MISTAKES = [
     ({"static_loss_scale": 2.0}, "unknown key; set fp16.loss_scale to that number instead (mode 'naive')"),
     ({"fp16": {"mode": "naive", "delayed_shift": 2}}, "fp16.delayed_shift: unknown key; set hysteresis instead"),
     ({"grad_clip": 1.0}, "grad_clip: unknown key; set clip_grad_norm instead"),
+    ({"dtype": "bfloat16"}, "dtype: unknown key; set fp16 = dict(mode='torch') or bf16 = dict(mode='torch') instead"),
+    ({"batch_size": 32}, "batch_size: unknown key; give it to the DataLoader: the batch size of one data rank"),
     # precision
     ({"fp16": True}, f"fp16: True is not a dict; write dict(mode='torch'); {MODES}"),
     ({"fp16": "NAIVE"}, f"fp16: 'NAIVE' is not a dict; write dict(mode='naive'); {MODES}"),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import halfmesh
 from halfmesh.cli.convert_config import flatten
 from halfmesh.config.load import load_config
 from halfmesh.migration.convert import ORIGINS, convert
@@ -32,23 +36,6 @@ OTHERS = {  # package: their loop
     "accelerate": snippet("migration/libraries.md", "accelerate.py"),
     "lightning_fabric": snippet("migration/libraries.md", "fabric.py"),
 }
-OURS = snippet("migration/pytorch.md", "ours.py")
-GUIDE = {  # loops of PyTorch's guide, and the config that takes their place: on one process, and on two
-    "fp32": (snippet("migration/pytorch.md", "fp32.py"), snippet("migration/pytorch.md", "fp32_config.py")),
-    "amp": (snippet("migration/pytorch.md", "amp.py"), snippet("migration/pytorch.md", "amp_config.py")),
-    "accumulation": (
-        snippet("migration/pytorch.md", "accumulation.py"),
-        snippet("migration/pytorch.md", "accumulation_config.py"),
-    ),
-}
-GUIDE_ON_TWO = {
-    "ddp": (snippet("migration/pytorch.md", "ddp.py"), snippet("migration/pytorch.md", "ddp_config.py")),
-    "no_sync": (snippet("migration/pytorch.md", "no_sync.py"), snippet("migration/pytorch.md", "no_sync_config.py")),
-    "fully_shard": (
-        snippet("migration/pytorch.md", "fully_shard.py"),
-        snippet("migration/pytorch.md", "fully_shard_config.py"),
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +55,7 @@ def train(code, folder, config=None):
     names = stand_ins()
     exec(code.replace('config="config.py"', f'config="{folder}/config.py"'), names)
     named = (names["engine"].model if "engine" in names else names["model"]).state_dict()
-    return {name.removeprefix("module."): full(value).float() for name, value in named.items()}
-
-
-def full(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {name.removeprefix("module."): value.float() for name, value in named.items()}
 
 
 def difference(one, other):
@@ -93,50 +76,100 @@ def test_the_other_side_gives_the_same_weights(package, tmp_path):
     assert difference(ours, train(OTHERS[package], tmp_path)) < 1e-6
 
 
-def compare(rank, world_size, loops, folder):
-    """For each loop of the guide: how far our weights are from its."""
-    own = folder / f"rank{rank}"
-    own.mkdir()
-    found = {}
-    for name, (theirs, config) in loops.items():
-        expected = train(theirs, own)
-        assert difference(expected, dict(stand_ins()["model"].state_dict())) > 1e-3, "they trained"
-        found[name] = difference(train(OURS, own, config), expected)
-    return found
+# --- plain PyTorch ----------------------------------------------------------------------------------------------------
 
 
-def test_the_guides_loops(tmp_path):
-    found = compare(0, 1, GUIDE, tmp_path)
-    assert found["fp32"] < 1e-6
-    assert found["accumulation"] < 1e-6
-    assert found["amp"] < 2e-4
+def with_a_scheduler():
+    names = stand_ins()
+    scheduler = torch.optim.lr_scheduler.StepLR(names["optimizer"], 1, gamma=0.5)
+    return names | {"dataset": names["dataloader"].dataset, "device": torch.device("cpu"), "scheduler": scheduler}
+
+
+def trained_by_both_loops(rank, world_size):
+    sides = snippet("migration/pytorch.md", "before.py"), snippet("migration/pytorch.md", "after.py")
+    weights = []
+    for code in sides:
+        exec(code, names := with_a_scheduler())
+        weights.append(names["model"].state_dict())
+    return weights
 
 
 @pytest.mark.distributed
-def test_the_guides_loops_on_two_processes(tmp_path):
-    for found in run_ranks(compare, 2, GUIDE_ON_TWO, tmp_path, timeout=120):
-        assert found["ddp"] < 1e-5
-        assert found["no_sync"] < 1e-5
-        assert found["fully_shard"] < 2e-3, "bf16 gradients of both"
+def test_the_loop_before_and_after_on_two_processes():
+    for before, after in run_ranks(trained_by_both_loops, 2, timeout=120):
+        assert difference(before, stand_ins()["model"].state_dict()) > 1e-2, "it trained"
+        assert difference(after, before) < 2e-4
+
+
+def test_a_loop_that_draws_its_own_batches(run):
+    Path("config.py").write_text("BATCHES_PER_UPDATE = 4\n")
+    names = run("migration/pytorch.md", "launch.py")
+    assert names["engine"].config.gradient_accumulation == 4
 
 
 def test_the_whole_script_resumes(tmp_path, monkeypatch, capsys):
-    """Begun again after its end, it has nothing left to do; after fewer epochs, it goes on with their number."""
-    monkeypatch.chdir(tmp_path)
-    Path("config.py").write_text(GUIDE["accumulation"][1])
+    """In two goes it prints what it prints in one."""
     code = snippet("migration/pytorch.md", "whole.py")
-    shown = re.compile(r"^epoch (\d+): accuracy (\S+)$", re.MULTILINE)
-    exec(code.replace(", 20):", ", 2):"), stand_ins())
-    begun = shown.findall(capsys.readouterr().out)
-    names = stand_ins()
-    exec(code, names)
-    found = begun + shown.findall(capsys.readouterr().out)
-    assert [int(epoch) for epoch, _ in found] == list(range(len(found)))
-    assert 2 < len(found) < 20, "it stopped early"
-    assert names["best"].bad_epochs == 3
-    assert names["best"].accuracy == pytest.approx(max(float(accuracy) for _, accuracy in found), abs=1e-3)
-    exec(code, stand_ins())
-    assert "epoch" not in capsys.readouterr().out
+    printed = []
+    for folder, goes in (("one", (4,)), ("two", (2, 4))):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        for epochs in goes:
+            exec(code, stand_ins() | {"NUM_EPOCHS": epochs})
+        printed.append(re.findall(r"epoch (\d): accuracy (\S+), best (\S+)", capsys.readouterr().out))
+    assert printed[0] == printed[1]
+    assert [epoch for epoch, _, _ in printed[0]] == list("0123")
+
+
+def divide(engine, x, y):
+    engine.backward(engine.criterion(engine(x), y) / 2)
+
+
+def clip(engine, x, y):
+    engine.backward(engine.criterion(engine(x), y))
+    torch.nn.utils.clip_grad_norm_(engine.model.parameters(), 1e-3)
+    engine.step(last=True)
+
+
+def step_the_scheduler_too(engine, x, y):
+    for _ in range(4):
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        engine.lr_scheduler.step()
+
+
+def again(make):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = make(torch.nn.Linear(2, 2))
+    finally:
+        dist.destroy_process_group()
+    halfmesh.initialize(model, torch.optim.SGD(model.parameters(), 0.1), config={}, device="cpu")
+
+
+LEFT_IN = {
+    "`loss.backward()`": lambda engine, x, y: (engine.criterion(engine(x), y).backward(), engine.step()),
+    "`optimizer.step()`": lambda engine, x, y: engine.optimizer.step(),
+    "`DistributedDataParallel(model)`": lambda engine, x, y: again(DistributedDataParallel),
+    "`model.half()`": lambda engine, x, y: again(torch.nn.Module.half),
+    "`scheduler.step()`": step_the_scheduler_too,
+    "`loss / N`": divide,
+    "`clip_grad_norm_(model.parameters(), 1.0)`": clip,
+}
+
+
+@pytest.mark.parametrize("what", LEFT_IN)
+def test_the_table_of_what_is_left_in(what, caplog):
+    rows = dict(find_rows(read_page("migration/pytorch.md"), "left in"))
+    assert rows.keys() == LEFT_IN.keys()
+    names = with_a_scheduler()
+    given = [names[name] for name in ("model", "optimizer", "criterion", "dataloader")]
+    config = {"fp16": {"mode": "torch", "init_scale": 8.0}, "gradient_accumulation": 2}
+    engine = halfmesh.initialize(*given, config, lr_scheduler=names["scheduler"])
+    told, is_warning, _ = rows[what].partition(" (a warning")
+    with nullcontext() if is_warning else pytest.raises(halfmesh.HalfmeshError, match=re.escape(told)):
+        LEFT_IN[what](engine, *next(iter(engine.dataloader)))
+    assert not is_warning or told in caplog.text
 
 
 # --- apex -----------------------------------------------------------------------------------------------------------

@@ -77,9 +77,13 @@ def test_lr_of_every_update_skips_not_counted(mode):
     assert engine.lr_scheduler.get_last_lr()[0] == pytest.approx(0.05 * 0.5 ** (6 if mode == "none" else 4))
 
 
-@pytest.mark.parametrize(("interval", "advanced"), [("step", 12), ("epoch", 2), ("manual", 0)])
-def test_lr_interval(interval, advanced):
+@pytest.mark.parametrize(
+    ("interval", "advanced", "words"),
+    [("step", 12, "after each update"), ("epoch", 2, "after each epoch"), ("manual", 0, "advanced by the loop")],
+)
+def test_lr_interval(interval, advanced, words):
     engine = make_engine(FP16_TORCH | {"lr_interval": interval}, lr_scheduler=halving)
+    assert f"StepLR {words}" in engine.plan.rows["update"]
     train(engine, epochs=2)
     assert engine.lr_scheduler.last_epoch == advanced
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-import runpy
 import shutil
-import sys
 from importlib.util import find_spec
 
 import pytest
-from torch.distributed import TCPStore
 
-from tests.support.example_runs import ROOT
-from tests.support.ranks import free_port, run_ranks
+from tests.support.example_runs import ROOT, launch, numbers
 
 EXAMPLES = ROOT / "examples"
 SMALL = [
@@ -26,6 +19,12 @@ SMALL = [
     "huggingface.py",
     "own_loop/after.py",
     "own_loop/before.py",
+    "own_loop/imagenet_after.py",
+    "own_loop/imagenet_before.py",
+    "own_loop/mnist_after.py",
+    "own_loop/mnist_before.py",
+    "own_loop/nanogpt_after.py",
+    "own_loop/nanogpt_before.py",
     "pipeline.py",
     "precision.py",
     "tensor.py",
@@ -39,38 +38,6 @@ pytestmark = pytest.mark.distributed
 needs_digits = pytest.mark.skipif(
     find_spec("sklearn") is None, reason="scikit-learn, which has the digits, is not here"
 )
-
-
-def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port: int) -> tuple[str, int]:
-    """Runs `script` as torchrun would (one rank: as python would). Returns what it printed, and its exit status."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if world_size > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(world_size)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already, and outlives process groups
-    sys.argv = [script, *args]
-    printed = io.StringIO()
-    status = 0
-    with contextlib.redirect_stdout(printed):
-        try:
-            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return printed.getvalue(), status
-
-
-def launch(script: str, ranks: int, *args: object, status: int = 0) -> list[str]:
-    """What each rank printed."""
-    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # torchrun has one, too
-    reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), store.port, init=False, timeout=100)
-    assert [ended for _, ended in reports] == [status] * ranks
-    return [printed for printed, _ in reports]
-
-
-def numbers(pattern: str, text: str) -> list[float]:
-    found = [float(number) for number in re.findall(pattern, text)]
-    assert found, f"{pattern!r} is not in:\n{text}"
-    return found
 
 
 def test_all_examples_are_known():

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 
-from . import mnist, nanogpt, word_model
+from . import word_model
 from .layouts import WORLD_SIZES, config
 
 pytestmark = pytest.mark.distributed
@@ -29,8 +29,6 @@ class Script(NamedTuple):
 LSTM = partial(word_model.train_plain, "lstm"), partial(word_model.train, "lstm")
 TRANSFORMER = partial(word_model.train_plain, "transformer"), partial(word_model.train, "transformer")
 SCRIPTS = {
-    "nanogpt": Script(nanogpt.train_plain, nanogpt.train, nanogpt.PLAN, nanogpt.PARTITION),
-    "mnist": Script(mnist.train_plain, mnist.train, mnist.PLAN, mnist.PARTITION),
     "word_model lstm": Script(*LSTM, word_model.LSTM_PLAN, word_model.LSTM_PARTITION),
     "word_model transformer": Script(*TRANSFORMER, "auto", word_model.TRANSFORMER_PARTITION),
 }
