@@ -34,8 +34,8 @@ pytestmark = pytest.mark.slow
 CONFIGS = {  # a config that a page shows, and what is to be read from it
     snippet("memory.md", "config.py"): lambda config: (config.activation_checkpoint.label, "full"),
     snippet("memory.md", "offload.py"): lambda config: (config.activation_offload, True),
-    snippet("speed.md", "config.py"): lambda config: (config.compile.enabled, True),
-    snippet("speed.md", "detail.py"): lambda config: (config.compile.scope, "blocks"),
+    snippet("benchmarks.md", "config.py"): lambda config: (config.compile.enabled, True),
+    snippet("benchmarks.md", "detail.py"): lambda config: (config.compile.scope, "blocks"),
     snippet("sharding.md", "config.py"): lambda config: (config.parallel.data.strategy, "zero1"),
     snippet("sharding.md", "fsdp_config.py"): lambda config: (config.parallel.data.strategy, "fsdp"),
     snippet("pipeline.md", "config.py"): lambda config: (config.parallel.pipeline.microbatches, 4),
