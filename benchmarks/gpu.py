@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from halfmesh.debug.flops import FlopCounter
-from halfmesh.hooks.peaks import least_seconds
+from halfmesh.trainer.peaks import least_seconds
 
 from .contenders import Setup, make_halfmesh, make_loop
 from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers, ratio, settle, take_turns, time_step
@@ -212,8 +212,8 @@ and APEX stand beside the autocast loop of the same dtype. With compile, the loo
   (`gpu.update_bytes`), over the bandwidth of a copy on the same device. 1 is the best.
 - **Waits**: {", ".join(WAITS)}, as torch.profiler counts them.
 - **Peak bytes** are torch.cuda.max_memory_allocated within a step, less what was there before the model was.
-- **MFU** is the time that the device needs at least for the products of a step (`halfmesh.hooks.peaks`), over the time
-  of the step."""
+- **MFU** is the least time that the products of a step take on the device (`halfmesh.trainer.peaks`), over the time of
+  the step."""
 
 
 def main() -> None:
