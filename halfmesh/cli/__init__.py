@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=N
 
 @app.callback()
 def _commands() -> None:
-    """halfmesh: any precision mode with any parallel layout, from one config."""
+    """halfmesh: mixed precision and parallel training in PyTorch, from one config."""
 
 
 app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")(check)

@@ -77,7 +77,7 @@ def convert_config(
     ]
     where = "" if world_size is None else f" on {world_size} rank(s)"
     lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
-    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
+    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"
     text = _as_python(settings, [f"Made by halfmesh convert-config from {title} ({table.title}).", *lines])
     right = not findings and all(outcome.kind in ("converted", "without") for outcome in outcomes.values())
     if out is not None:

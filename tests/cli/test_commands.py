@@ -55,7 +55,7 @@ def test_the_package_runs_as_a_module_and_its_help_needs_no_torch():
     )
     done = start("-c", code)
     assert done.returncode == 0, done.stderr
-    assert "any precision mode with any parallel layout" in done.stdout
+    assert "mixed precision and parallel training in PyTorch" in done.stdout
 
 
 # --- configs -------------------------------------------------------------------------------------------------------
