@@ -11,6 +11,7 @@ load_state_dict.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import tempfile
 from pathlib import Path
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: that of temporary files)")
     chosen = parser.parse_args()
+    logging.getLogger("halfmesh").setLevel(logging.WARNING)
     model = make_transformer(chosen.depth, chosen.width, 64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with (

@@ -15,7 +15,7 @@ def render() -> str:
     """The picture."""
     parts = [
         _text(20, 30, "Who knows what: each room imports only from below", bold=True),
-        _box(20, 46, 400, 50, "user", "your loop, or trainer/ with hooks/", "public calls only"),
+        _box(20, 46, 400, 50, "user", "your loop, or trainer/ with its hooks", "public calls only"),
         _box(
             20,
             112,

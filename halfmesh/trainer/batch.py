@@ -11,7 +11,7 @@ import torch
 from ..engine import Engine
 from ..errors import InputError
 from ..loop.handles import Handle
-from ..tensors import tensors_of
+from ..tensors import count_rows
 
 TARGETS = ("labels", "label", "targets", "target")
 """Keys of a batch that is a dict under which the criterion's target is looked for (Hugging Face's is the first)."""
@@ -69,14 +69,6 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     *inputs, target = batch
     output = engine(*inputs)
     return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
-
-
-def count_rows(batch: Any) -> int:
-    """The size of the first tensor's first dim; 1 where there is none."""
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
-        return first.shape[0] if first.dim() else 1
-    return next((tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
 
 
 def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:

@@ -130,7 +130,7 @@ def test_what_was_stopped_stays_so(tmp_path):
     again.load(tmp_path)
     stop = fit(again, Scores())
     assert again.global_step == 21
-    assert stop.state_dict()["waited"] == 3  # the last evaluation was made again, and is counted once
+    assert stop.state_dict()["waited"] == 3
     more.load(tmp_path)
     assert fit(more, Scores(), patience=4).state_dict()["best"] == 1.0
     assert more.global_step == 24
