@@ -67,7 +67,7 @@ def gpt(
         model[-1].weight = model[0].tokens.weight  # type: ignore[union-attr]
         return model
 
-    return Work(title, title, build, lambda: tokens(batch, length, vocabulary), token_loss)
+    return Work(title, build, lambda: tokens(batch, length, vocabulary), token_loss)
 
 
 def vit(title: str, name: str, batch: int, image: int = 224, **sizes: Any) -> Work:
@@ -80,7 +80,7 @@ def vit(title: str, name: str, batch: int, image: int = 224, **sizes: Any) -> Wo
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(batch, 3, image, image), torch.randint(0, 1000, (batch,))
 
-    return Work(title, title, build, draw, class_loss)
+    return Work(title, build, draw, class_loss)
 
 
 WORKS = [  # the largest last

@@ -20,7 +20,6 @@ from .works import Work
 WIDTH, DEPTH = 1024, 16
 """64 MiB of weights: more than two buckets of 25 MiB."""
 WORK = Work(
-    "layers",
     f"{DEPTH} linear layers of {WIDTH} features",
     lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
     lambda: (torch.randn(64, WIDTH), torch.randn(64, WIDTH)),
