@@ -56,7 +56,7 @@ bench-gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu --out benchmarks/results/gpu.md
 
 bench-pipeline: $(INSTALLED)
-	$(BIN)/python benchmarks/pipeline_schedules.py --out benchmarks/results/pipeline_schedules.md
+	$(BIN)/python -m benchmarks.pipeline_schedules --out benchmarks/results/pipeline_schedules.md
 
 bench-overlap: $(INSTALLED)
 	$(BIN)/python -m benchmarks.overlap

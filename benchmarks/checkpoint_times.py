@@ -14,74 +14,54 @@ import argparse
 import logging
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import halfmesh
 
-from .harness import Row, ratio, rotated
+from .harness import Contender, ratio, take_turns, time_step
+from .machine import describe, in_one_line, publish, table
 from .works import make_transformer, token_loss, tokens
 
-SAVE, LOAD = "torch.save", "torch.load"
 
+def contenders(engine: halfmesh.Engine, folder: Path) -> list[Contender]:
+    """Each after a step of training, which is not timed."""
+    ids, targets = tokens(batch=2)
 
-class Subject:
-    """An engine that has trained a step, and what is timed of it."""
+    def train() -> None:
+        engine.wait_for_save()
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(ids), targets))
+        engine.step()
 
-    def __init__(self, depth: int, width: int, folder: Path) -> None:
-        model = make_transformer(depth, width, 64, 64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.engine = halfmesh.initialize(model, optimizer, token_loss, config={}, device="cpu")
-        self.folder = folder
-        self.batch = tokens(batch=2)
-        self.train()
+    def torch_save() -> None:
+        torch.save([engine.model.state_dict(), engine.optimizer.state_dict()], folder / "whole.pt")
 
-    def train(self) -> None:
-        """A step."""
-        ids, targets = self.batch
-        self.engine.zero_grad()
-        self.engine.backward(self.engine.criterion(self.engine(ids), targets))
-        self.engine.step()
+    def torch_load() -> None:
+        model, optimizer = torch.load(folder / "whole.pt", weights_only=True)
+        engine.model.load_state_dict(model)
+        engine.optimizer.load_state_dict(optimizer)
 
-    def torch_save(self) -> None:
-        state = {"model": self.engine.model.state_dict(), "optimizer": self.engine.optimizer.state_dict()}
-        torch.save(state, self.folder / "whole.pt")
+    def save() -> None:
+        engine.save(folder / "waiting", keep=1)
 
-    def torch_load(self) -> None:
-        state = torch.load(self.folder / "whole.pt", weights_only=True)
-        self.engine.model.load_state_dict(state["model"])
-        self.engine.optimizer.load_state_dict(state["optimizer"])
+    def save_in_background() -> None:
+        engine.save(folder / "background", keep=1, in_background=True)
 
-    def rows(self) -> dict[str, Callable[[], object]]:
-        return {
-            SAVE: self.torch_save,
-            f"{SAVE} again (A/A)": self.torch_save,
-            "engine.save": lambda: self.engine.save(self.folder / "waiting", keep=1),
-            "engine.save(in_background=True)": lambda: self.engine.save(
-                self.folder / "background", keep=1, in_background=True
-            ),
-            LOAD: self.torch_load,
-            f"{LOAD} again (A/A)": self.torch_load,
-            "engine.load": lambda: self.engine.load(self.folder / "waiting"),
-        }
+    def load() -> None:
+        engine.load(folder / "waiting")
 
-
-def measure(subject: Subject, rounds: int) -> list[Row]:
-    """Seconds of each row, round by round, after a first round that is not counted."""
-    calls = list(subject.rows().items())
-    rows = [Row(name) for name, _ in calls]
-    for number in range(rounds + 1):
-        for place in rotated(len(calls), number) if number else range(len(calls)):
-            subject.train()
-            begin = time.perf_counter()
-            calls[place][1]()
-            if number:
-                rows[place].wall.append(time.perf_counter() - begin)
-            subject.engine.wait_for_save()
-    return rows
+    calls = {
+        "torch.save": torch_save,
+        "torch.save again (A/A)": torch_save,
+        "engine.save": save,
+        "engine.save(in_background=True)": save_in_background,
+        "torch.load": torch_load,
+        "torch.load again (A/A)": torch_load,
+        "engine.load": load,
+    }
+    return [Contender(name, call, engine.model, before=train) for name, call in calls.items()]
 
 
 def main() -> None:
@@ -92,17 +72,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: that of temporary files)")
     chosen = parser.parse_args()
     logging.getLogger("halfmesh").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory(prefix="checkpoint_times_", dir=chosen.folder) as folder:
-        subject = Subject(chosen.depth, chosen.width, Path(folder))
-        numbers = sum(param.numel() for param in subject.engine.model.parameters())
-        print(f"{numbers / 1e6:.0f} M parameters in fp32 with AdamW, {torch.get_num_threads()} thread(s)")
-        print("| | seconds | ratio |\n|---|---|---|")
-        rows = measure(subject, chosen.rounds)
-        base = SAVE
-        for row in rows:
-            base = LOAD if row.name == LOAD else base
-            print(f"| {row.name} | {statistics.median(row.wall):.3f} | {ratio(rows, row.name, base)} |")
-        subject.engine.close()
+    model = make_transformer(chosen.depth, chosen.width, 64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with (
+        tempfile.TemporaryDirectory(prefix="checkpoint_times_", dir=chosen.folder) as folder,
+        halfmesh.initialize(model, optimizer, token_loss, config={}, device="cpu") as engine,
+    ):
+        each = contenders(engine, Path(folder))
+        take_turns(each, 1, time_one=time_step)  # makes what is loaded
+        rows = take_turns(each, chosen.rounds, time_one=time_step)
+    cells = []
+    for row in rows:
+        base = "torch.load" if "load" in row.name else "torch.save"
+        cells.append([row.name, f"{statistics.median(row.seconds):.3f}", ratio(rows, row.name, base)])
+    numbers = sum(param.numel() for param in model.parameters())
+    about = f"{numbers / 1e6:.0f} M parameters in fp32 with AdamW; {in_one_line(describe())}"
+    publish(None, about, table(["", "seconds", "ratio"], cells))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Setup:
         precision: "fp32", "bf16" or "fp16".
         clip: the largest norm of the gradients; 0 for no clipping.
         masters: half-precision weights with fp32 masters (mode NAIVE), in place of autocast (mode TORCH).
+        compiled: with torch.compile.
     """
 
     work: Work
@@ -36,13 +37,14 @@ class Setup:
     y: torch.Tensor
     device: torch.device
     masters: bool = False
+    compiled: bool = False
 
     @classmethod
     def of(
-        cls, work: Work, precision: str, clip: float = 0.0, device: str = "cpu", seed: int = 1, masters: bool = False
+        cls, work: Work, precision: str, clip: float = 0.0, device: str = "cpu", seed: int = 1, **options: bool
     ) -> Setup:
         x, y = work.batch(seed)
-        return cls(work, precision, clip, x.to(device), y.to(device), torch.device(device), masters)
+        return cls(work, precision, clip, x.to(device), y.to(device), torch.device(device), **options)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -53,7 +55,8 @@ class Setup:
     def config(self) -> dict[str, Any]:
         """The same for halfmesh."""
         mode = {"mode": "naive" if self.masters else "torch"}
-        return {"clip_grad_norm": self.clip, **({} if self.dtype is None else {self.precision: mode})}
+        half = {} if self.dtype is None else {self.precision: mode}
+        return {"clip_grad_norm": self.clip, "compile": self.compiled} | half
 
     def model(self) -> nn.Module:
         with self.device:  # made where it stays: drawing a billion numbers on the host takes long
@@ -62,13 +65,14 @@ class Setup:
     def forward(self, model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Forward and loss, with autocast in half precision. (A disabled autocast costs something, too.)"""
         x, y, criterion, dtype, device = self.x, self.y, self.work.criterion, self.dtype, self.device.type
+        called = torch.compile(model) if self.compiled else model
 
         def plain() -> torch.Tensor:
-            return criterion(model(x), y)
+            return criterion(called(x), y)
 
         def autocast() -> torch.Tensor:
             with torch.autocast(device, dtype):
-                return criterion(model(x), y)
+                return criterion(called(x), y)
 
         return plain if dtype is None else autocast
 
@@ -84,30 +88,26 @@ def make_loop(setup: Setup, name: str = LOOP, **flags: Any) -> Contender:
     model = setup.model()
     optimizer = adamw(model, **flags)
     forward, clip = setup.forward(model), setup.clip
+    scaler = torch.amp.GradScaler(setup.device.type) if setup.precision == "fp16" else None
 
-    def step() -> torch.Tensor:
+    def before() -> torch.Tensor:
         optimizer.zero_grad()
         loss = forward()
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         return loss
 
-    scaler = torch.amp.GradScaler(setup.device.type)
-
-    def scaled_step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = forward()
-        scaler.scale(loss).backward()
+    def step() -> None:
         if clip:
-            scaler.unscale_(optimizer)
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
 
-    return Contender(name, scaled_step if setup.precision == "fp16" else step, model, optimizer)
+    return Contender(name, step, model, optimizer, before)
 
 
 def make_masters_loop(setup: Setup, name: str = LOOP, fused: bool = False) -> Contender:
@@ -119,11 +119,15 @@ def make_masters_loop(setup: Setup, name: str = LOOP, fused: bool = False) -> Co
     x = setup.x.to(setup.dtype) if setup.x.is_floating_point() else setup.x
     y, criterion, clip = setup.y, setup.work.criterion, setup.clip
 
-    def step() -> torch.Tensor:
+    def before() -> torch.Tensor:
         for param in params:
             param.grad = None
         loss = criterion(model(x).float(), y)
         loss.backward()
+        return loss
+
+    @torch.no_grad()
+    def step() -> None:
         if fused:
             wide = [torch.empty_like(master) for master in masters]
             torch._foreach_copy_(wide, [param.grad for param in params if param.grad is not None])
@@ -135,15 +139,13 @@ def make_masters_loop(setup: Setup, name: str = LOOP, fused: bool = False) -> Co
         if clip:
             nn.utils.clip_grad_norm_(masters, clip)
         optimizer.step()
-        with torch.no_grad():
-            if fused:
-                torch._foreach_copy_(params, masters)
-            else:
-                for master, param in zip(masters, params, strict=True):
-                    param.copy_(master)
-        return loss
+        if fused:
+            torch._foreach_copy_(params, masters)
+        else:
+            for master, param in zip(masters, params, strict=True):
+                param.copy_(master)
 
-    return Contender(name, step, model, optimizer)
+    return Contender(name, step, model, optimizer, before)
 
 
 def make_halfmesh(setup: Setup, **config: Any) -> Contender:
@@ -154,24 +156,13 @@ def make_halfmesh(setup: Setup, **config: Any) -> Contender:
     engine = halfmesh.initialize(model, adamw(model), setup.work.criterion, config=config, device=setup.device)
     x, y, accumulation = setup.x, setup.y, engine.config.gradient_accumulation
 
-    def step() -> torch.Tensor:
-        for _ in range(accumulation):
+    def before() -> torch.Tensor:
+        for number in range(accumulation):
+            if number:
+                engine.step()
             engine.zero_grad()
             loss: torch.Tensor = engine.criterion(engine(x), y)
             engine.backward(loss)
-            engine.step()
-        return loss
-
-    return Contender(HALFMESH, step, engine.model, engine.optimizer, close=engine.close)
-
-
-def update_of(engine: halfmesh.Engine, setup: Setup) -> Contender:
-    """The engine's update alone: forward and backward run before it, and are not timed."""
-
-    def before() -> torch.Tensor:
-        engine.zero_grad()
-        loss: torch.Tensor = engine.criterion(engine(setup.x), setup.y)
-        engine.backward(loss)
         return loss
 
     def step() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .contenders import Setup
 from .harness import Contender
 
 # `.item()`, float(), bool() and `if tensor` all end in the first of these.
@@ -19,16 +20,12 @@ _READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero"}
 
 
 class ReadCounter(TorchDispatchMode):
-    """Counts values of tensors that Python gets; on a GPU each of them waits for the device.
-
-    Attributes:
-        reads: all but `counter_reads`.
-        counter_reads: of the optimizer's step counters, which are on the host for any device.
-    """
+    """Counts values of tensors that Python gets (`reads`); on a GPU each of them waits for the device. Not those of the
+    optimizer's step counters, which are on the host for any device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
-        self.reads = self.counter_reads = 0
+        self.reads = 0
         state = {} if optimizer is None else optimizer.state
         steps = [entry.get("step") for entry in state.values() if isinstance(entry, dict)]
         self._counters = {step.data_ptr() for step in steps if isinstance(step, torch.Tensor) and not step.is_cuda}
@@ -36,11 +33,8 @@ class ReadCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _wrapped(types):
             return NotImplemented
-        if func._schema.name in _READS:
-            if args[0].data_ptr() in self._counters:
-                self.counter_reads += 1
-            else:
-                self.reads += 1
+        if func._schema.name in _READS and args[0].data_ptr() not in self._counters:
+            self.reads += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -53,10 +47,8 @@ def count_reads(contender: Contender, steps: int = 4) -> float:
     """Host reads of the median step."""
     counted = []
     for _ in range(steps):
-        if contender.before is not None:
-            contender.before()
         with ReadCounter(contender.optimizer) as counter:
-            contender.step()
+            contender.run(1)
         counted.append(counter.reads)
     return statistics.median(counted)
 
@@ -115,13 +107,13 @@ class StorageTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.alive)
 
 
-def count_bytes(make: Callable[[], Contender], ignored: Sequence[torch.Tensor]) -> tuple[float, float]:
+def count_bytes(make: Callable[[], Contender], setup: Setup) -> tuple[float, float]:
     """Bytes a parameter that a fresh contender keeps between two steps, and at its peak within one.
 
-    Kept are parameters, buffers, gradients, masters and optimizer state; the batch is `ignored`.
+    Kept are parameters, buffers, gradients, masters and optimizer state, without the batch.
     """
     gc.collect()
-    tracker = StorageTracker(ignored)
+    tracker = StorageTracker([setup.x, setup.y])
     with tracker:
         contender = make()
         contender.run(3)  # the first ones make the optimizer's state

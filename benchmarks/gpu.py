@@ -1,7 +1,10 @@
 """The same on one CUDA device: steps, updates, waits, memory, and how much of the device is used.
 
-python -m benchmarks.gpu [--out benchmarks/results/gpu.md]       # without a GPU it says that nothing was measured
-python -m benchmarks.gpu --device cpu --tiny                      # runs all of the code with tiny models, anywhere
+python -m benchmarks.gpu --out benchmarks/results/gpu.md          # `make bench-gpu`: over an hour
+python -m benchmarks.gpu --only "124 M" --no-compile --out FILE   # minutes
+python -m benchmarks.gpu --device cpu                             # a rehearsal with tiny models: all of the code runs
+
+The page is written after each case.
 """
 
 from __future__ import annotations
@@ -9,278 +12,245 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
-import logging
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-import halfmesh
+from halfmesh.debug.flops import FlopCounter
+from halfmesh.trainer.peaks import least_seconds
 
-from .contenders import Setup, adamw, update_of
-from .gpu_figures import NOT_MEASURED, GpuRow, mfu, render, update_bytes, waits
-from .gpu_works import MODES, GpuWork, Mode, tiny_works, works
-from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Quartiles, take_turns
-from .machine import describe
+from .contenders import Setup, make_halfmesh, make_loop
+from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers, ratio, settle, take_turns, time_step
+from .machine import describe, publish, table
+from .works import Work, class_loss, make_transformer, token_loss, tokens
 
 CLIP = 1.0
 TOLERANCE = 0.02
 """Of the first loss, relative: NAIVE rounds more than autocast does, but does not compute another model."""
 STEPS = 4
 """Of each contender in a round."""
-COPIED = 1 << 30
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
-def make_loop(setup: Setup, name: str, compiled: bool, fused: bool = False) -> Contender:
-    """The loop in two parts: `before` has forward and backward, `step` the update."""
-    model = setup.model()
-    optimizer = adamw(model, **({"fused": True} if fused else {}))
-    scaler = torch.amp.GradScaler(setup.device.type, enabled=setup.precision == "fp16")
-    called: Any = torch.compile(model) if compiled else model
+class Mode(NamedTuple):
+    """`precision` is that of the loop beside it; `masters`: the model is in half precision, with fp32 masters."""
 
-    def before() -> torch.Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(setup.device.type, setup.dtype or torch.bfloat16, enabled=setup.dtype is not None):
-            loss = setup.work.criterion(called(setup.x), setup.y)
-        scaler.scale(loss).backward()
-        return loss
-
-    def step() -> None:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Contender(name, step, model, optimizer, before)
+    name: str
+    precision: str
+    config: dict[str, Any]
+    masters: bool = False
 
 
-def make_halfmesh(setup: Setup, mode: Mode, compiled: bool) -> Contender:
-    """The engine in this mode.
+MODES = [
+    Mode("fp32", "fp32", {}),
+    Mode("TORCH fp16", "fp16", {"fp16": {"mode": "torch"}}),
+    Mode("TORCH bf16", "bf16", {"bf16": {"mode": "torch"}}),
+    Mode("NAIVE fp16", "fp16", {"fp16": {"mode": "naive"}}, True),
+    Mode("NAIVE bf16", "bf16", {"bf16": {"mode": "naive"}}, True),
+    Mode("APEX O2", "fp16", {"fp16": {"mode": "apex", "opt_level": "O2"}}, True),
+]
 
-    Raises:
-        NotImplementedError: this version of halfmesh has not what the config asks for.
+
+def gpt(
+    title: str, depth: int, width: int, batch: int, length: int = 1024, vocabulary: int = 50304, head_size: int = 64
+) -> Work:
+    """GPT-2's vocabulary, rounded up to a multiple of 64; as there the head's weight is the embedding's."""
+
+    def build() -> nn.Module:
+        model = make_transformer(depth, width, length, head_size, vocabulary)
+        model[-1].weight = model[0].tokens.weight  # type: ignore[union-attr]
+        return model
+
+    return Work(title, build, lambda: tokens(batch, length, vocabulary), token_loss)
+
+
+def vit(title: str, name: str, batch: int, image: int = 224, **sizes: Any) -> Work:
+    def build() -> nn.Module:
+        import timm
+
+        model: nn.Module = timm.create_model(name, img_size=image, **sizes)
+        return model
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch, 3, image, image), torch.randint(0, 1000, (batch,))
+
+    return Work(title, build, draw, class_loss)
+
+
+WORKS = [  # the largest last
+    vit("ViT-B/16, batch 32", "vit_base_patch16_224", 32),
+    gpt("GPT of 124 M, batch 8 x 1024", 12, 768, 8),
+    gpt("GPT of 355 M, batch 4 x 1024", 24, 1024, 4),
+    gpt("GPT of 774 M, batch 2 x 1024", 36, 1280, 2),
+    gpt("GPT of 1.5 B, batch 1 x 1024", 48, 1600, 1),
+]
+TINY = [
+    vit("tiny ViT", "vit_tiny_patch16_224", 2, 32, embed_dim=32, depth=1, num_heads=2),
+    gpt("tiny GPT", 1, 64, 2, length=16, vocabulary=128, head_size=32),
+]
+
+
+def update_bytes(parameters: int, masters: bool) -> float:
+    """Bytes that a clipped AdamW has to move at least, with each number read and written once.
+
+    fp32: read weight, gradient and two moments, write weight and moments. With masters: a half-precision gradient is
+    read, masters and moments are read and written, the half-precision weight is written. The norm reads each gradient
+    once more: nothing can be updated before it is known.
     """
-    model = setup.model()
-    config = mode.config | {"clip_grad_norm": CLIP} | ({"compile": True} if compiled else {})
-    engine = halfmesh.initialize(model, adamw(model), setup.work.criterion, config=config, device=setup.device)
-    return update_of(engine, setup)
+    state = 3 * 4 * 2  # weight or master, and two moments, in fp32: read and written
+    return float(parameters * (2 * (2 if masters else 4) + state + (2 if masters else 0)))
 
 
-Makers = list[tuple[str, Callable[[], Contender]]]
-
-
-def makers(setup: Setup, mode: Mode, compiled: bool) -> Makers:
-    return [
-        (LOOP, lambda: make_loop(setup, LOOP, compiled)),
-        (AGAIN, lambda: make_loop(setup, AGAIN, compiled)),
-        (FUSED, lambda: make_loop(setup, FUSED, compiled, fused=True)),
-        (HALFMESH, lambda: make_halfmesh(setup, mode, compiled)),
-    ]
-
-
-def measure(work: GpuWork, mode: Mode, compiled: bool, device: str, rounds: int, bandwidth: float) -> list[GpuRow]:
-    """One case: a row for each contender, whatever becomes of it."""
-    setup = Setup.of(work.work, mode.precision, CLIP, device)
-    each = makers(setup, mode, compiled)
-    rows = {name: GpuRow(work.work.title, mode.name, compiled, name) for name, _ in each}
-    try:
-        _warm_libraries(setup)
-        for name, make in each:  # alone first, for the memory of each
-            _peak_alone(rows[name], make, setup.device)
-        _side_by_side(rows, [(name, make) for name, make in each if not rows[name].missing], work, setup, rounds)
-    except torch.OutOfMemoryError:
-        for row in rows.values():
-            row.missing = row.missing or "not enough memory for all contenders side by side"
-    except Exception as error:  # the next case may do better: nothing of an hour is thrown away
-        for row in rows.values():
-            row.missing = row.missing or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    _free()
-    if compiled:  # what was compiled for this model is of no use for the next
-        torch.compiler.reset()
-    name = torch.cuda.get_device_name() if setup.device.type == "cuda" else "cpu"
-    for row in rows.values():
-        if row.seconds is not None:
-            masters = mode.halved and row.name == HALFMESH
-            row.tail_bound = update_bytes(row.parameters, masters) / bandwidth
-            row.mfu = mfu(work.shape, row.seconds, name, setup.dtype is not None)
-    return list(rows.values())
-
-
-def _warm_libraries(setup: Setup) -> None:
-    """cuBLAS takes memory at its first product of each kind and keeps it: not on the first contender's account."""
-    for dtype in {torch.float32, setup.dtype or torch.float32}:
-        square = torch.ones(64, 64, device=setup.device, dtype=dtype, requires_grad=True)
-        nn.functional.linear(square, square, torch.ones(64, device=setup.device, dtype=dtype)).sum().backward()
-
-
-def _peak_alone(row: GpuRow, make: Callable[[], Contender], device: torch.device) -> None:
-    """Bytes a parameter at the peak of a step, or why there is no such contender, into `row`."""
-    _free()
-    cuda = device.type == "cuda"
-    base = torch.cuda.memory_allocated() if cuda else 0
-    try:
-        contender = make()
-        contender.run(3)
-    except NotImplementedError as error:
-        row.missing = str(error).strip().splitlines()[-1].strip(" -")
-        return
-    except torch.OutOfMemoryError:
-        row.missing = "not enough memory"
-        return
-    row.parameters = sum(param.numel() for param in contender.model.parameters())
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        contender.run(1)
-        torch.cuda.synchronize()
-        row.bytes_per_parameter = (torch.cuda.max_memory_allocated() - base) / row.parameters
-    contender.close()
-
-
-def _side_by_side(rows: dict[str, GpuRow], each: Makers, work: GpuWork, setup: Setup, rounds: int) -> None:
-    contenders: list[Contender] = []
-    first = float("nan")
-    for name, make in each:
-        contender = make()
-        # Of the first step: later ones depend on how many updates were skipped until the loss scale fits.
-        loss = contender.run(1)
-        value = float(loss.detach()) if loss is not None else float("nan")
-        first = first if contenders else value
-        if abs(value - first) <= TOLERANCE * abs(first):
-            contender.run(work.work.warm)
-            contenders.append(contender)
-        else:
-            rows[name].missing = f"a loss of {value:.4g} in the first step, and {first:.4g} by the first row"
-            contender.close()
-    whole, tails = _timers(setup.device)
-    timed = {row.name: row.wall for row in take_turns(contenders, rounds, STEPS, whole)}
-    updates = {row.name: row.wall for row in take_turns(contenders, rounds, 1, tails)}
-    for contender in contenders:
-        row, seconds = rows[contender.name], timed[contender.name]
-        if LOOP in timed:
-            row.ratio = str(_ratios(seconds, timed[LOOP]))
-        if FUSED in timed:
-            row.over_fused = f"{_ratios(seconds, timed[FUSED]).median:.3f}"
-        row.seconds, row.tail = statistics.median(seconds), statistics.median(updates[contender.name])
-        row.syncs = count_syncs(contender, setup.device)
-        contender.close()
-
-
-def _ratios(seconds: Sequence[float], base: Sequence[float]) -> Quartiles:
-    return Quartiles.of([mine / other for mine, other in zip(seconds, base, strict=True)])
-
-
-def _timers(device: torch.device) -> tuple[Callable[..., float], Callable[..., float]]:
-    """Of whole steps, and of updates alone. The device has nothing to do at either end of what is timed."""
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def whole(contender: Contender, steps: int) -> float:
-        settle()
-        begin = time.perf_counter()
-        contender.run(steps)
-        settle()
-        return (time.perf_counter() - begin) / steps
-
-    def update(contender: Contender, _: int) -> float:
-        assert contender.before is not None
-        contender.before()
-        settle()
-        begin = time.perf_counter()
-        contender.step()
-        settle()
-        return time.perf_counter() - begin
-
-    return whole, update
-
-
-def count_syncs(contender: Contender, device: torch.device, steps: int = 3) -> dict[str, float]:
-    """As `waits`."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as seen:
-        contender.run(steps)
-    return waits({event.key: event.count for event in seen.key_averages()}, steps)
-
-
-def measure_bandwidth(device: str, size: int = COPIED) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of a copy on the device, read and written ones together; the best of a few."""
+    size = 1 << (30 if device.type == "cuda" else 24)
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
     best = 0.0
     for _ in range(10):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        settle()
         begin = time.perf_counter()
         target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        settle()
         best = max(best, 2 * size / (time.perf_counter() - begin))
     return best
 
 
-def _free() -> None:
+def measure_peak(make: Callable[[], Contender], device: torch.device) -> str:
+    """Bytes a parameter at the peak of a step, above what there was before."""
+    if device.type != "cuda":
+        make().close()
+        return "-"
+    free()
+    base = torch.cuda.memory_allocated()
+    contender = make()
+    contender.run(3)
+    settle()
+    torch.cuda.reset_peak_memory_stats()
+    contender.run(1)
+    peak = torch.cuda.max_memory_allocated() - base
+    contender.close()
+    return f"{peak / sum(param.numel() for param in contender.model.parameters()):.3g}"
+
+
+def count_waits(contender: Contender, device: torch.device) -> str:
+    """How often each of `WAITS` is in a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities) as seen:
+        contender.run(1)
+    counts = {event.key: event.count for event in seen.key_averages()}
+    if not any(name.startswith("cudaLaunchKernel") for name in counts):  # it sees nothing of the device
+        return "-"
+    return ", ".join(f"{counts.get(name, 0)}" for name in WAITS)
+
+
+def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def nothing_measured(reason: str) -> str:
-    """The page without a GPU."""
-    modes = ", ".join(mode.name for mode in MODES)
-    lines = [f"| {work.work.title} | {modes}; with and without compile | {NOT_MEASURED} |" for work in works()]
-    table = ["| model | modes | |", "|---|---|---|", *lines]
-    return "\n".join(["# One GPU", "", f"Written by `make bench-gpu`: {reason}.", "", *table, ""])
+def measure(work: Work, mode: Mode, compiled: bool, device: torch.device, rounds: int, bandwidth: float) -> list[Any]:
+    """The rows of a case, one for each contender.
 
-
-def measure_all(
-    device: str, chosen: Sequence[GpuWork], rounds: int, compile_too: bool
-) -> tuple[list[GpuRow], list[str]]:
-    """All cases of these works, and the lines about the machine."""
-    bandwidth = measure_bandwidth(device, COPIED if device == "cuda" else 1 << 24)
-    name = torch.cuda.get_device_name() if device == "cuda" else "the CPU, with tiny models: to see that the code runs"
+    Raises:
+        RuntimeError: a contender computes something else; the device has not enough memory.
+    """
+    setup = Setup.of(work, mode.precision, CLIP, str(device), compiled=compiled)
+    making: Makers = [
+        (LOOP, lambda: make_loop(setup)),
+        (AGAIN, lambda: make_loop(setup, AGAIN)),
+        (FUSED, lambda: make_loop(setup, FUSED, fused=True)),
+        (HALFMESH, lambda: make_halfmesh(setup, **mode.config)),
+    ]
+    plain = make_loop(dataclasses.replace(setup, compiled=False))
+    parameters = sum(param.numel() for param in plain.model.parameters())
+    plain.before()  # cuBLAS takes memory at its first product and keeps it: not on the first contender's account
+    with FlopCounter() as counter:
+        plain.before()
+    least = least_seconds(device, counter.flops)
+    del plain
+    peaks = [measure_peak(make, device) for _, make in making]
+    contenders, losses = [], []
+    for _, make in making:
+        contenders.append(make())
+        loss = contenders[-1].run(1)
+        losses.append(float("nan") if loss is None else float(loss.detach()))
+        contenders[-1].run(work.warm)
+    if not all(abs(loss - losses[0]) <= TOLERANCE * abs(losses[0]) for loss in losses):
+        raise RuntimeError(f"the losses of the first step differ: {losses}")
+    steps = take_turns(contenders, rounds, STEPS)
+    updates = take_turns(contenders, rounds, 1, time_step)
     rows = []
-    for work in chosen:
-        for mode in MODES:
-            for compiled in (False, True) if compile_too else (False,):
-                rows += measure(work, mode, compiled, device, rounds, bandwidth)
-                print(f"{work.work.title}, {mode.name}{', compiled' if compiled else ''}: done", flush=True)
-    machine = [f"{key}: {value}" for key, value in describe().items()]
-    return rows, [f"device: {name}", f"bandwidth of a copy: {bandwidth / 1e9:.0f} GB/s", *machine]
+    for contender, peak, step, update in zip(contenders, peaks, steps, updates, strict=True):
+        seconds, tail = statistics.median(step.seconds), statistics.median(update.seconds)
+        bound = update_bytes(parameters, mode.masters and contender.name == HALFMESH) / bandwidth
+        ratios = [str(ratio(steps, contender.name, base)) for base in (LOOP, FUSED)]
+        used = "-" if least is None else f"{least / seconds:.1%}"
+        times = [f"{1000 * seconds:.3g}", f"{1000 * tail:.3g}", f"{tail / bound:.3g}"]
+        rows.append([contender.name, *ratios, *times, count_waits(contender, device), peak, used])
+        contender.close()
+    return rows
+
+
+COLUMNS = ["model", "mode", "compile", "", "against the default loop", "against fused=True", "ms a step"]
+COLUMNS += ["ms an update", "over its bound", "waits a step", "peak bytes a parameter", "MFU"]
+DEFINITIONS = f"""# One GPU
+
+Written by `make bench-gpu`. Ratios and loops: see [the CPU's table](../RESULTS.md). All clip at {CLIP:g}. NAIVE
+and APEX stand beside the autocast loop of the same dtype. With compile, the loops are compiled, too.
+
+- **An update** goes from gradients to new weights. **Its bound** is the least number of bytes that it has to move
+  (`gpu.update_bytes`), over the bandwidth of a copy on the same device. 1 is the best.
+- **Waits**: {", ".join(WAITS)}, as torch.profiler counts them.
+- **Peak bytes** are torch.cuda.max_memory_allocated within a step, less what was there before the model was.
+- **MFU** is the least time that the products of a step take on the device (`halfmesh.trainer.peaks`), over the time of
+  the step."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.md")
+    parser.add_argument("--out", type=Path, help="the page (default: print)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny models")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="models with this in their name, such as 'ViT' or '124 M'"
-    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name: '124 M', 'NAIVE'")
     parser.add_argument("--no-compile", action="store_true", help="leave out the rows with compile=True")
     chosen = parser.parse_args()
-    logging.getLogger("halfmesh").setLevel(logging.WARNING)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.device(chosen.device)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        reason = "no CUDA device here: nothing was measured"
-        print(reason)
-        chosen.out.write_text(nothing_measured(reason))
-        return
-    models = [work for work in (tiny_works() if chosen.tiny else works()) if chosen.only in work.work.title]
-    rows, heading = measure_all(chosen.device, models, chosen.rounds, not chosen.no_compile)
-    chosen.out.write_text(render(rows, heading))
-    kept = {"heading": heading, "rows": [dataclasses.asdict(row) for row in rows]}
-    chosen.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"written: {chosen.out}")
+        sys.exit("no CUDA device here: nothing was measured")
+    name = torch.cuda.get_device_name() if chosen.device == "cuda" else "the CPU: a rehearsal"
+    bandwidth = measure_bandwidth(device)
+    machine = {"device": name, "bandwidth of a copy": f"{bandwidth / 1e9:.0f} GB/s"} | describe()
+    about = "\n".join(f"- {key}: {value}" for key, value in machine.items())
+    rows: list[list[Any]] = []
+    for work in WORKS if chosen.device == "cuda" else TINY:
+        for mode in MODES:
+            for compiled in (False,) if chosen.no_compile else (False, True):
+                case = [work.title, mode.name, "yes" if compiled else "no"]
+                if chosen.only not in ", ".join(case):
+                    continue
+                try:
+                    measured = measure(work, mode, compiled, device, chosen.rounds, bandwidth)
+                except Exception as error:  # the next case may do better: nothing of an hour is thrown away
+                    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                    measured = [[f"not measured: {reason}", *[""] * (len(COLUMNS) - 4)]]
+                rows += [[*case, *row] for row in measured]
+                free()
+                torch.compiler.reset()
+                print(f"{', '.join(case)}: done", flush=True)
+                if chosen.out is not None:
+                    publish(chosen.out, DEFINITIONS, about, table(COLUMNS, rows))
+    if chosen.out is None:
+        publish(None, DEFINITIONS, about, table(COLUMNS, rows))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,19 @@
-"""Two ranks: halfmesh beside what torch has for the same layout, and accelerate.
-
-All contenders live in the same two processes. A barrier stands before each timed block, and its time is that of the
-slower rank.
-"""
+"""Two ranks: halfmesh beside what torch has for the same layout, and accelerate, all in the same two processes."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .contenders import LR, Setup, adamw, make_halfmesh
-from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Row, time_steps
+from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers
 from .peers import ACCELERATE, make_accelerate
 
 RANKS = 2
@@ -147,7 +140,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Contender], dict[str, Any], bool, list[tu
 }
 
 
-def makers(layout: str, setup: Setup) -> list[tuple[str, Callable[[], Contender]]]:
+def makers(layout: str, setup: Setup) -> Makers:
     """All contenders of a layout, the default loop first."""
     by_hand, config, _, peers = LAYOUTS[layout]
     return [
@@ -157,44 +150,3 @@ def makers(layout: str, setup: Setup) -> list[tuple[str, Callable[[], Contender]
         (HALFMESH, lambda: make_halfmesh(setup, **config)),
         *((name, partial(make, setup)) for name, make in peers),
     ]
-
-
-def on_ranks(measure: Callable[..., Any], *args: Any) -> Any:
-    """What `measure(*args)` returns on rank 0 of two."""
-    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
-        mp.spawn(_rank, (measure, args, folder), nprocs=RANKS)
-        return torch.load(f"{folder}/result", weights_only=False)
-
-
-def _rank(rank: int, measure: Callable[..., Any], args: Any, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    # accelerate knows a run of several processes by these.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29411"}
-    result = measure(*args)
-    if rank == 0:
-        torch.save(result, f"{folder}/result")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def time_after_barrier(contender: Contender, steps: int) -> float:
-    """`time_steps`, begun by all ranks at once."""
-    dist.barrier()
-    return time_steps(contender, steps)
-
-
-def slowest(seconds: list[float]) -> list[float]:
-    """The largest of all ranks, number by number."""
-    everyone = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(everyone, dist.ReduceOp.MAX)
-    return everyone.tolist()
-
-
-def check_same(rows: list[Row]) -> None:
-    """Raise if the ranks have different contenders: they would wait for each other."""
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, [row.missing for row in rows])
-    if any(other != everyone[0] for other in everyone):
-        raise RuntimeError(f"the ranks do not measure the same contenders: {everyone}")

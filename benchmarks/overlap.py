@@ -13,17 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .contenders import Setup, make_halfmesh
 from .counts import tensor_bytes
-from .layouts import on_ranks
+from .harness import on_ranks
+from .machine import publish, table
 from .works import Work
 
 WIDTH, DEPTH = 1024, 16
 """64 MiB of weights: more than two buckets of 25 MiB."""
 WORK = Work(
-    "layers",
     f"{DEPTH} linear layers of {WIDTH} features",
     lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
     lambda: (torch.randn(64, WIDTH), torch.randn(64, WIDTH)),
     nn.functional.mse_loss,
+)
+COLUMNS = (
+    "",
+    "gradients, of them before backward's last product",
+    "new weights, of them before the update's last part",
 )
 ROWS = [("zero1", 5.0), ("zero1", 25.0), ("replicate", 25.0)]
 """Strategies, and the size of a bucket in MiB."""
@@ -64,29 +69,23 @@ class Order(TorchDispatchMode):
         return total, sum(size for size, early in sizes if early) / max(1, total)
 
 
-def measure() -> list[str]:
+def measure() -> list[list[str]]:
     """The rows of the table, on one rank."""
-    lines = []
+    rows = []
     for strategy, bucket_mb in ROWS:
         data = {"strategy": strategy, "bucket_mb": bucket_mb}
         setup = Setup.of(WORK, "fp32", seed=torch.distributed.get_rank())
         contender = make_halfmesh(setup, parallel={"data": data})
         contender.run(2)  # the first step makes the optimizer's state
         with Order() as order:
-            contender.step()
+            contender.run(1)
         cells = []
         for kind, end in (("reduce", "product"), ("gather", "step")):
             total, early = order.share_before(kind, end)
             cells.append(f"{total / 2**20:.1f} MiB, {early:.0%}" if total else "none")
-        lines.append(f"| `{strategy}`, buckets of {bucket_mb:g} MiB | {' | '.join(cells)} |")
-    return lines
+        rows.append([f"`{strategy}`, buckets of {bucket_mb:g} MiB", *cells])
+    return rows
 
 
 if __name__ == "__main__":
-    from benchmarks import overlap  # under its own name, by which the ranks find it
-
-    print(
-        "| | gradients, of them before backward's last product | new weights, of them before the update's last part |"
-    )
-    print("|---|---|---|")
-    print("\n".join(on_ranks(overlap.measure)))
+    publish(None, table(COLUMNS, on_ranks(2, measure)[0]))

@@ -1,39 +1,45 @@
 """How long ranks wait under each schedule, and how much they keep for backward; beside the formulas.
 
-python benchmarks/pipeline_schedules.py [--out benchmarks/results/pipeline_schedules.md]
+python -m benchmarks.pipeline_schedules [--out benchmarks/results/pipeline_schedules.md]
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import logging
-import os
-import platform
 import statistics
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import halfmesh
 
-_METHOD = """A stage's layers sleep for a fixed time in forward and for twice that in backward, so that a few cores can
+from .harness import on_ranks
+from .machine import describe, in_one_line, publish, table
+
+METHOD = """A stage's layers sleep for a fixed time in forward and for twice that in backward, so that a few cores can
 play many ranks, and what is measured is the schedule: waiting = 1 - (time asleep) / (time of `engine.backward`), the
 median of several steps, averaged over the ranks. What is kept for backward is counted in bytes by
 `torch.autograd.graph.saved_tensors_hooks`, and given in microbatches of a stage."""
-_READING = """The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m
+READING = """The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m
 microbatches. What is measured is longer by what the formulas leave out: sending, which interleaved does more often, the
 loss, and Python.
 
 gpipe keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait. The last rank
 has the criterion's tensors, too."""
+
+COLUMNS = (
+    "ranks",
+    "microbatches",
+    "schedule",
+    "waiting, measured",
+    "by the formula",
+    "kept by each rank, in microbatches",
+)
 
 FORWARD_S = 0.04
 LAYERS = 8
@@ -115,16 +121,9 @@ class Kept:
         self._meter.kept -= self._bytes
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Of one rank: the part of a step that it waited, and microbatches of a stage that it kept at most."""
-
-    waiting: float
-    kept: float
-
-
-def measure(size: int, microbatches: int, schedule: str, chunks: int) -> Measured:
-    """One case on one rank."""
+def measure(size: int, microbatches: int, schedule: str, chunks: int) -> tuple[float, float]:
+    """Of a rank: the part of a step that it waited, and how many microbatches of a stage it kept at most."""
+    logging.getLogger("halfmesh").setLevel(logging.WARNING)
     torch.manual_seed(0)
     meter = Meter()
     meter.share = size / LAYERS  # all microbatches' forwards take m x FORWARD_S on each rank
@@ -153,59 +152,22 @@ def measure(size: int, microbatches: int, schedule: str, chunks: int) -> Measure
     engine.close()
     # Each layer keeps the product's input and the nap's, of a microbatch.
     of_a_microbatch = LAYERS / size * ROWS * FEATURES * 4 * 2
-    return Measured(statistics.median(waiting), meter.most / of_a_microbatch)
-
-
-def run(rank: int, cases: list[tuple[int, int, str, int]], size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("halfmesh").setLevel(logging.WARNING)
-    dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"file://{folder}/store")
-    found = [measure(*case) for case in cases]
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        torch.save(everyone, f"{folder}/found")
-    dist.destroy_process_group()
-
-
-def table() -> str:
-    lines = [
-        "| ranks | microbatches | schedule | waiting, measured | by the formula | kept by each rank, in microbatches |",
-        "|---|---|---|---|---|---|",
-    ]
-    for size in sorted({case[0] for case in CASES}):
-        cases = [case for case in CASES if case[0] == size]
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run, (cases, size, folder), nprocs=size)
-            everyone = torch.load(f"{folder}/found", weights_only=False)
-        for number, (_, microbatches, schedule, chunks) in enumerate(cases):
-            found = [measured[number] for measured in everyone]
-            formula = halfmesh.SCHEDULES.get(schedule).bubble(size, chunks, microbatches)
-            name = f"{schedule}, {chunks} chunks" if chunks > 1 else schedule
-            waiting = statistics.mean(one.waiting for one in found)
-            kept = ", ".join(f"{one.kept:.1f}" for one in found)
-            lines.append(f"| {size} | {microbatches} | {name} | {waiting:.1%} | {formula:.1%} | {kept} |")
-    return "\n".join(lines)
+    return statistics.median(waiting), meter.most / of_a_microbatch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table here, too")
+    parser.add_argument("--out", type=Path, help="the page (default: print)")
     out = parser.parse_args().out
-    where = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {datetime.date.today()}"
-    text = f"""# Schedules of a pipeline
-
-Written by `make bench-pipeline`: {where}.
-
-{_METHOD}
-
-{table()}
-
-{_READING}
-"""
-    print(text)
-    if out is not None:
-        out.write_text(text)
+    rows = []
+    for size, microbatches, schedule, chunks in CASES:
+        waiting, kept = zip(*on_ranks(size, measure, size, microbatches, schedule, chunks), strict=True)
+        formula = halfmesh.SCHEDULES.get(schedule).bubble(size, chunks, microbatches)
+        name = f"{schedule}, {chunks} chunks" if chunks > 1 else schedule
+        kept_by_each = ", ".join(f"{microbatches:.1f}" for microbatches in kept)
+        rows.append([size, microbatches, name, f"{statistics.mean(waiting):.1%}", f"{formula:.1%}", kept_by_each])
+    made = f"Written by `make bench-pipeline`: {in_one_line(describe())}."
+    publish(out, "# Schedules of a pipeline", made, METHOD, table(COLUMNS, rows), READING)
 
 
 if __name__ == "__main__":

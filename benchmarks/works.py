@@ -108,7 +108,6 @@ def tokens(batch: int = 8, length: int = 64, vocabulary: int = VOCABULARY) -> tu
 class Work:
     """A model, a batch and a loss. `warm` steps are taken before anything is measured."""
 
-    name: str
     title: str
     build: Callable[[], nn.Module]
     draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -126,24 +125,19 @@ class Work:
 
 
 WORKS = {
-    work.name: work
-    for work in [
-        Work("mlp", "MLP: 4 x Linear(32, 32), batch 8", make_mlp, vectors, class_loss),
-        Work(
-            "transformer",
-            "transformer: 4 blocks of width 128, 0.87 M parameters, batch 8 x 64",
-            make_transformer,
-            tokens,
-            token_loss,
-            warm=3,
-        ),
-        Work(
-            "vit",
-            "ViT: timm's vit_tiny_patch16_224, 5.5 M parameters, batch 8 of 64 x 64",
-            make_vit,
-            images,
-            class_loss,
-            warm=3,
-        ),
-    ]
+    "mlp": Work("MLP: 4 x Linear(32, 32), batch 8", make_mlp, vectors, class_loss),
+    "transformer": Work(
+        "transformer: 4 blocks of width 128, 0.87 M parameters, batch 8 x 64",
+        make_transformer,
+        tokens,
+        token_loss,
+        warm=3,
+    ),
+    "vit": Work(
+        "ViT: timm's vit_tiny_patch16_224, 5.5 M parameters, batch 8 of 64 x 64",
+        make_vit,
+        images,
+        class_loss,
+        warm=3,
+    ),
 }

@@ -31,9 +31,12 @@ def render() -> str:
 
 def public_places(package: str = "halfmesh") -> dict[str, Place]:
     """The public names of `package`, each with its definition."""
-    block = next(node for node in _tree(package).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    found = {name.name: _find(_absolute(node, package, True), name.name) for node in imports for name in node.names}
+    body = _tree(package).body
+    body = next((node.body for node in body if isinstance(node, ast.If)), body)  # TYPE_CHECKING, if the rest is lazy
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
+    is_package = ROOT.joinpath(*package.split(".")).is_dir()
+    modules = {name.name: _absolute(node, package, is_package) for node in imports for name in node.names}
+    found = {name: _find(module, name) for name, module in modules.items()}
     return {name: place for name, place in sorted(found.items()) if place is not None}
 
 

@@ -61,9 +61,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` fi
     from .report.folder import RunFolder
     from .report.page import write_report
     from .trainer.batch import Outcome, compute_batch
-    from .trainer.hook import Hook
+    from .trainer.hook import HOOKS, Hook
     from .trainer.loaders import shard_dataloader
-    from .trainer.named_hooks import HOOKS
     from .trainer.trainer import Trainer
 
 _NAMES = {
@@ -116,9 +115,8 @@ _NAMES = {
     "registry": ("Registry",),
     "report.folder": ("RunFolder",),
     "report.page": ("write_report",),
-    "trainer.hook": ("Hook",),
+    "trainer.hook": ("HOOKS", "Hook"),
     "trainer.loaders": ("shard_dataloader",),
-    "trainer.named_hooks": ("HOOKS",),
     "trainer.batch": ("Outcome", "compute_batch"),
     "trainer.trainer": ("Trainer",),
 }

@@ -42,6 +42,14 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def count_rows(batch: Any) -> int:
+    """The size of the first tensor's first dim; 1 where there is none."""
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
+        return first.shape[0] if first.dim() else 1
+    return next((tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
+
+
 def _rebuild_sequence(tree: Any, values: list[Any]) -> Any:
     kind: Any = type(tree)
     return kind(*values) if hasattr(tree, "_fields") else kind(values)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -38,7 +39,7 @@ def check(
         Path | None, typer.Option(help="With --model: draw who holds what, a .png or .svg file.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="With --picture: mark the nodes, of so many devices.")
+        int | None, typer.Option(min=1, help="With --picture: mark the nodes, of so many devices.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="With --picture: replace a file that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -56,113 +57,81 @@ def check(
     from ..config.load import load_leniently
     from ..key_checks import find_advice
 
-    with contextlib.redirect_stdout(sys.stderr):  # what a .py config prints is not part of the answer
+    if picture is None and (force or gpus_per_node is not None):
+        raise typer.BadParameter("--gpus-per-node and --force say something about --picture, which is missing")
+    if model is None and (batch or gpu_memory or picture):
+        raise typer.BadParameter("--batch, --gpu-memory and --picture say something about --model, which is missing")
+    with contextlib.redirect_stdout(sys.stderr):  # what a config or a model prints is not part of the answer
         loaded, problems = load_leniently(config, overrides or ())
-    findings = find(loaded, world_size, device) if loaded else []
-    right = bool(loaded) and not problems and not findings
-    if loaded and get_layout(loaded, world_size).data > 1:
-        findings += find_advice(loaded)
-    for option, is_given in (("--gpus-per-node", gpus_per_node is not None), ("--force", force)):
-        if is_given and picture is None:
-            raise typer.BadParameter(f"{option} says something about --picture, which is missing")
-    if model is None:
-        if batch or gpu_memory or picture:
-            raise typer.BadParameter(
-                "--batch, --gpu-memory and --picture say something about --model, which is missing"
-            )
-        planned = None
-    else:
-        with contextlib.redirect_stdout(sys.stderr):
-            if picture is not None:
-                _refuse_picture(picture, gpus_per_node, force)
-            planned = _Planned(
-                loaded, right, world_size, device, model, tuple(batch or ()), gpu_memory, bool(context.obj)
-            )
-            if picture is not None:
-                planned.draw(picture, gpus_per_node)
-        right = right and not planned.problems
-    plan = _plan(loaded, world_size) if loaded and right else None
+        findings = find(loaded, world_size, device) if loaded else []
+        right = bool(loaded) and not problems and not findings
+        if loaded and get_layout(loaded, world_size).data > 1:
+            findings += find_advice(loaded)
+        run = _DryRun()
+        if model is not None:
+            asked = _Asked(model, tuple(batch or ()), gpu_memory, picture, gpus_per_node, force)
+            run = _dry_run(loaded, right, world_size, device, asked, bool(context.obj))
+    plan = _plan(loaded, world_size) if loaded and right and not run.problems else None
     if as_json:
         answer = _as_json(problems, findings, plan)
-        print(json.dumps(answer if planned is None else answer | planned.as_json(plan is not None), indent=2))
+        if model is not None:
+            answer |= {"ok": plan is not None and run.fits, "model_problems": run.problems, "dry_run": run.answer}
+        print(json.dumps(answer, indent=2))
     else:
-        _print(config, world_size, problems, findings, plan, planned)
-    raise typer.Exit(0 if plan and (planned is None or planned.fits) else 1)
+        _print(config, world_size, problems, findings, plan, run)
+    raise typer.Exit(0 if plan and run.fits else 1)
 
 
-def _refuse_picture(path: Path, node: int | None, may_replace: bool) -> None:
+class _Asked(NamedTuple):
+    """The options about a model."""
+
+    model: str
+    batch: tuple[str, ...]
+    memory: str | None
+    picture: Path | None
+    node: int | None
+    force: bool
+
+
+class _DryRun(NamedTuple):
+    """What a dry run of the model has found; without a model nothing."""
+
+    problems: Sequence[str] = ()
+    fits: bool = True
+    lines: Sequence[str] = ()
+    answer: dict[str, Any] | None = None
+
+
+def _dry_run(
+    config: Config | None, right: bool, world_size: int, device: str, asked: _Asked, is_fresh: bool
+) -> _DryRun:
+    """Run the model, if the config can run; draw the picture."""
+    from ..data.global_batch import accumulate
     from ..errors import InputError
-    from ..plan import picture
+    from ..memory import parse_bytes
+    from ..plan import advice, dry_run, picture, show
 
-    if node is not None and node < 1:
-        raise typer.BadParameter(f"--gpus-per-node {node}: it must be at least 1")
     try:
-        picture.refuse_path(path, may_replace)
+        if asked.picture is not None:
+            picture.refuse_path(asked.picture, asked.force)
+        limit = None if asked.memory is None else parse_bytes(asked.memory)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-class _Planned:
-    """What a dry run of the model has found."""
-
-    def __init__(
-        self,
-        config: Config | None,
-        right: bool,
-        world_size: int,
-        device: str,
-        model: str,
-        batch: tuple[str, ...],
-        memory: str | None,
-        is_fresh: bool,
-    ) -> None:
-        from ..data.global_batch import accumulate
-        from ..errors import InputError
-        from ..memory import parse_bytes
-        from ..plan import advice, dry_run, show
-
-        try:
-            self.limit = None if memory is None else parse_bytes(memory)
-        except InputError as error:
-            raise typer.BadParameter(f"--gpu-memory {error}") from None
-        self._run: dry_run.DryRun | None = None
-        self._change: advice.Change | None = None
-        self._show = show
-        self._config, self._model, self._batch = config, model, batch
-        self.problems: list[str] = []
-        if config is None:
-            return
-        if not right:
-            self.problems = dry_run.find_model_problems(config, world_size, model)
-            return
-        run = dry_run.dry_run(config, world_size, model, batch, is_fresh)
-        self.problems = run.problems
-        if not run.problems:
-            self._run = run
-            if not self.fits and self.limit is not None:
-                self._change = advice.find_change(
-                    accumulate(config, run.rows or None, run.layout.data),
-                    advice.Asked(run, world_size, device, self.limit, model, batch),
-                )
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device has enough memory, as far as it is known."""
-        return self._run is None or self.limit is None or self._show.fits(self._run, self.limit)
-
-    def draw(self, path: Path, node: int | None) -> None:
-        """Draw who holds what, if it can run."""
-        from ..plan import picture
-
-        if self._run is not None and self._config is not None:
-            picture.draw(path, self._config, self._run, self._model, self._batch, node)
-
-    def as_json(self, can_run: bool) -> dict[str, Any]:
-        run = None if self._run is None else self._show.as_json(self._run, self.limit, self._change)
-        return {"ok": can_run and self.fits, "model_problems": self.problems, "dry_run": run}
-
-    def lines(self) -> list[str]:
-        return [] if self._run is None else list(self._show.lines(self._run, self.limit, self._change))
+    if config is None:
+        return _DryRun()
+    if not right:
+        return _DryRun(dry_run.find_model_problems(config, world_size, asked.model))
+    run = dry_run.dry_run(config, world_size, asked.model, asked.batch, is_fresh)
+    if run.problems:
+        return _DryRun(run.problems)
+    change, fits = None, limit is None or show.fits(run, limit)
+    if limit is not None and not fits:
+        rows = accumulate(config, run.rows or None, run.layout.data)
+        question = advice.Asked(run, world_size, device, limit, asked.model, asked.batch)
+        change = advice.find_change(rows, question)
+    if asked.picture is not None:
+        picture.draw(asked.picture, config, run, asked.model, asked.batch, asked.node)
+    return _DryRun([], fits, list(show.lines(run, limit, change)), show.as_json(run, limit, change))
 
 
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
@@ -193,40 +162,35 @@ def _print(
     problems: list[str],
     findings: list[Finding],
     plan: dict[str, Any] | None,
-    planned: _Planned | None,
+    run: _DryRun,
 ) -> None:
     console = Console(highlight=False)
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
-    if plan:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
-        fits = planned is None or planned.fits
-        say(
-            f"{path}: can run on {world_size} rank(s)" + ("" if fits else ", but does not fit"),
-            "green" if fits else "red",
-        )
-        say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
-        say(f"  mesh {mesh}, data strategy {plan['data_strategy']}")
-        clip = plan["clip_grad_norm"] or "off"
-        total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]
-        batches = f"gradient_accumulation {cycle}" if total is None else f"global_batch_size {total}"
-        say(f"  {batches}, clip_grad_norm {clip}")
-        for finding in findings:
-            say(f"  advice: {finding}", "yellow")
-        for line in planned.lines() if planned else ():
-            say(line)
+    if plan is None:
+        say(f"{path}: cannot run on {world_size} rank(s)", "red")
+        for title, lines in (
+            ("config problems", problems),
+            ("refused", [str(finding) for finding in findings if finding.kind == "refused"]),
+            ("advice", [str(finding) for finding in findings if finding.kind == "advice"]),
+            ("problems with the model", run.problems),
+        ):
+            if lines:
+                say(f"{title}:", "bold")
+            for line in lines:
+                say(f"  - {line}")
         return
-    say(f"{path}: cannot run on {world_size} rank(s)", "red")
-    refused = [str(finding) for finding in findings if finding.kind == "refused"]
-    for title, lines in (
-        ("config problems", problems),
-        ("refused", refused),
-        ("advice", [str(finding) for finding in findings if finding.kind == "advice"]),
-        ("problems with the model", planned.problems if planned else []),
-    ):
-        if lines:
-            say(f"{title}:", "bold")
-        for line in lines:
-            say(f"  - {line}")
+    fits, color = ("", "green") if run.fits else (", but does not fit", "red")
+    say(f"{path}: can run on {world_size} rank(s){fits}", color)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
+    say(f"  mesh {mesh}, data strategy {plan['data_strategy']}")
+    total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]
+    batches = f"gradient_accumulation {cycle}" if total is None else f"global_batch_size {total}"
+    say(f"  {batches}, clip_grad_norm {plan['clip_grad_norm'] or 'off'}")
+    for finding in findings:
+        say(f"  advice: {finding}", "yellow")
+    for line in run.lines:
+        say(line)

@@ -24,8 +24,8 @@ def configs(
 
     found = find_configs()
     if name is None:
-        if out is not None or force:
-            raise typer.BadParameter("--out and --force say something about a config: name one")
+        if out is not None:
+            raise typer.BadParameter("--out says where a config goes: name one")
         lines = {stem: describe(path) for stem, path in found.items()}
         if as_json:
             print(json.dumps({"configs": [{"name": stem, "about": line} for stem, line in lines.items()]}, indent=2))
@@ -38,8 +38,6 @@ def configs(
     if stem not in found:
         near = did_you_mean(stem, found)
         raise typer.BadParameter(f"{name}: there is no such config{near}; halfmesh configs lists them")
-    if force and out is None:
-        raise typer.BadParameter("--force says something about --out, which is missing")
     text = found[stem].read_text(encoding="utf-8")
     if out is not None:
         try:

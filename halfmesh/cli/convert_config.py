@@ -54,10 +54,6 @@ def convert_config(
 
     if origin not in ORIGINS:
         raise typer.BadParameter(f"--from {origin}: allowed: {', '.join(ORIGINS)}{did_you_mean(origin, ORIGINS)}")
-    if device not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"--device {device}: allowed: cuda, cpu")
-    if out is None and force:
-        raise typer.BadParameter("--force says something about --out, which is missing")
     try:
         if out is not None:
             refuse_path(out, force)
@@ -65,34 +61,33 @@ def convert_config(
             values = dict(flatten(read(source, origin)))
     except (InputError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
-    outcomes, settings = convert(ORIGINS[origin], values)
+    table = ORIGINS[origin]
+    outcomes, settings = convert(table, values)
     config, findings = load_leniently(settings)
     for key in [key for key, value in settings.items() if not _is_literal(value)]:
         del settings[key]
         findings.append(f"{key}: it cannot be written as a literal: copy it by hand")
     if config is not None:
         findings += _find_problems(config, world_size, device)
-    looks = [ORIGINS[origin].look, _EACH_BATCH if settings.get("gradient_accumulation", 1) != 1 else ""]
-
-    looks = list(filter(None, looks))
-    prefix = ORIGINS[origin].prefix
-    unsaid = ORIGINS[origin].always({key.removeprefix(prefix): value for key, value in values.items()})
-    looks += [
-        f"{key} = {value!r} follows from what {ORIGINS[origin].title} does by default" for key, value in unsaid.items()
+    unsaid = table.always({key.removeprefix(table.prefix): value for key, value in values.items()})
+    looks = [
+        *([table.look] if table.look else []),
+        *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
+        *(f"{key} = {value!r} follows from what {table.title} does by default" for key, value in unsaid.items()),
     ]
     where = "" if world_size is None else f" on {world_size} rank(s)"
-    lines = list(_describe(values, outcomes, looks, [f"cannot run{where}: {finding}" for finding in findings]))
-    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "what was given"
-    text = _as_python(settings, [f"Made by halfmesh convert-config from {title} ({ORIGINS[origin].title}).", *lines])
-    answer = _as_json(values, outcomes) | {"findings": findings, "looks": looks, "world_size": world_size}
-    right = not (findings or answer["lost"] or answer["not_understood"])
+    lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
+    title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"
+    text = _as_python(settings, [f"Made by halfmesh convert-config from {title} ({table.title}).", *lines])
+    right = not findings and all(outcome.kind in ("converted", "without") for outcome in outcomes.values())
     if out is not None:
         put(out, text)
     if as_json:
-        print(json.dumps({"ok": right, **answer, "config": text}, indent=2, default=repr))
+        answer = {"ok": right, **_as_json(values, outcomes), "findings": findings, "looks": looks}
+        print(json.dumps(answer | {"world_size": world_size, "config": text}, indent=2, default=repr))
     else:
         print("\n".join(lines), file=sys.stderr)
-        print(f"written: {out}\n" if out is not None else text, end="")
+        print(text if out is None else f"written: {out}\n", end="")
     raise typer.Exit(0 if right else 1)
 
 
@@ -154,10 +149,8 @@ def _is_literal(value: Any) -> bool:
         return False
 
 
-def _describe(
-    values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str], problems: list[str]
-) -> Iterator[str]:
-    """What cannot run, what is lost, what to look at, and the three lists."""
+def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:
+    """What is lost, what to look at, and the three lists."""
     from ..errors import show
 
     rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
@@ -166,7 +159,6 @@ def _describe(
         said = f"{ours} (look: {outcome.note})" if ours and outcome.note else ours or outcome.note
         sign = " ->" if outcome.kind == "converted" else ":"
         rows[outcome.kind].append(f"{key} = {show(values[key], 80)}{sign} {said}")
-    yield from problems
     yield from (f"lost: {row}" for row in rows.pop("lost"))
     yield from (f"look: {look}" for look in looks)
     for kind, listed in rows.items():
@@ -176,40 +168,24 @@ def _describe(
 
 
 def _as_json(values: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """By kind: key, value, what it becomes here, and what there is to say."""
     from ..errors import show
 
-    def reasons(*kinds: str) -> list[dict[str, str]]:
-        rows = [(key, outcome) for key, outcome in outcomes.items() if outcome.kind in kinds]
-        return [{"key": key, "value": show(values[key]), "reason": outcome.note} for key, outcome in rows]
-
-    return {
-        "lost": [key for key, outcome in outcomes.items() if outcome.kind == "lost"],
-        "converted": [
-            {
-                "key": key,
-                "to": dict(outcome.settings.items()),
-                "says": "" if outcome.settings else outcome.note,
-                "look": outcome.note if outcome.settings else "",
-            }
-            for key, outcome in outcomes.items()
-            if outcome.kind == "converted"
-        ],
-        "without_equivalent": reasons("without", "lost"),
-        "not_understood": reasons("not understood"),
-    }
+    found: dict[str, list[dict[str, Any]]] = {"lost": [], "converted": [], "without": [], "not understood": []}
+    for key, outcome in outcomes.items():
+        row = {"key": key, "value": show(values[key]), "to": dict(outcome.settings), "note": outcome.note}
+        found[outcome.kind].append(row)
+    return {kind.replace("without", "without_equivalent").replace(" ", "_"): rows for kind, rows in found.items()}
 
 
 def _as_python(settings: Mapping[str, Any], comment: list[str]) -> str:
     lines = [part for line in comment for part in textwrap.wrap(line, 100, subsequent_indent="  ")]
-    return "".join(
-        [*(f"# {line}\n" for line in lines), "\n", *(f"{key} = {_show(value)}\n" for key, value in settings.items())]
-    )
+    keys = (f"{key} = {_show(value)}\n" for key, value in settings.items())
+    return "".join([*(f"# {line}\n" for line in lines), "\n", *keys])
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, dict) and all(
-        isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value
-    ):
+    if isinstance(value, dict) and all(str(key).isidentifier() and not iskeyword(key) for key in value):
         return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 

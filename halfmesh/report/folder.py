@@ -20,7 +20,7 @@ import torch
 from ..errors import InputError, Preempted, cut
 from ..log import Listener, get_logger
 from ..loop.parts import EngineHook
-from ..trainer.batch import count_rows
+from ..tensors import count_rows
 from .facts import describe_ranks, describe_settings, make_plain
 from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 from .run_files import RecordFile, begin_together, replace_file, set_aside

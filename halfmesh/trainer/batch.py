@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from ..engine import Engine
 from ..errors import InputError
 from ..loop.handles import Handle
-from ..tensors import tensors_of
+from ..tensors import count_rows
 
 TARGETS = ("labels", "label", "targets", "target")
 """Keys of a batch that is a dict under which the criterion's target is looked for (Hugging Face's is the first)."""
@@ -71,23 +71,6 @@ def compute_batch(engine: Engine, batch: Any) -> Outcome:
     return Outcome(_loss(engine, output, target), output, target, count_rows(batch))
 
 
-def checked(outcome: Outcome) -> Outcome:
-    """What a `compute` has returned, if it is an Outcome."""
-    if isinstance(outcome, Outcome):
-        return outcome
-    raise InputError(
-        f"compute returned a {type(outcome).__name__}; it has to return halfmesh.Outcome(loss, output, target, rows)"
-    )
-
-
-def count_rows(batch: Any) -> int:
-    """The size of the first tensor's first dim; 1 where there is none."""
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(first, torch.Tensor):  # the ordinary case, once for each batch
-        return first.shape[0] if first.dim() else 1
-    return next((tensor.shape[0] if tensor.dim() else 1 for tensor in tensors_of(batch)), 1)
-
-
 def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:
     key = next((key for key in TARGETS if key in batch), None)
     target = None if key is None else batch[key]
@@ -96,7 +79,7 @@ def _from_dict(engine: Engine, batch: Mapping[str, Any]) -> Outcome:
         return Outcome(_own_loss(engine, output), output, target, count_rows(batch))
     if key is None:
         raise InputError(
-            f"a batch with the keys {_names(list(batch))} has no target for the criterion: none of "
+            f"a batch with the keys {', '.join(map(repr, batch))} has no target for the criterion: none of "
             f"{', '.join(TARGETS)} is there; name it so, or give the trainer a compute of your own"
         )
     output = engine(**{name: value for name, value in batch.items() if name != key})
@@ -127,7 +110,3 @@ def _own_loss(engine: Engine, output: Any) -> Any:
 def _is_elsewhere(output: Any) -> bool:
     """In evaluation: the output is on another stage."""
     return isinstance(output, Handle) and not output.is_ready
-
-
-def _names(keys: Sequence[Any]) -> str:
-    return ", ".join(map(repr, keys))

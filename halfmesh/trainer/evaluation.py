@@ -55,14 +55,6 @@ class MeanLoss:
         self._total.add_(_detached(loss), alpha=1 if self._is_sum else weight)
         self._weight += weight
 
-    def state_dict(self) -> dict[str, float]:
-        """Of this rank; it reads the device."""
-        return {"total": self._total.item(), "weight": float(self._weight)}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._total.fill_(state["total"])
-        self._weight = state["weight"]
-
     def take(self) -> float | None:
         """The mean since the last call; None if there was nothing. All ranks together."""
         context = self._engine.context

@@ -1,13 +1,14 @@
-"""What a hook may do, and when."""
+"""What a hook may do, and when; and hooks by name: "progress", or dict(type="run", directory=...)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..amp.step_result import StepResult
 from ..errors import InputError, show
+from ..registry import Registry
 from .batch import Outcome
 
 Trainer = Any
@@ -89,21 +90,71 @@ def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, An
     """Add what a `method` of `hook` has returned to `record`.
 
     Raises:
-        InputError: it is no dict, or has a name that is in the record already, which would hide a number.
+        InputError: it is no dict, because a `return` was forgotten; or it has a name that is in the record already,
+            which would hide a number.
     """
-    given = refuse_nothing(hook, method, given)
-    if twice := [name for name in given if name in record]:
+    name = f"{type(hook).__name__}.{method}"
+    if not isinstance(given, Mapping):
+        raise InputError(f"{name} returned {show(given)}; it has to return a dict of values by name, or {{}}")
+    if twice := [key for key in given if key in record]:
         raise InputError(
-            f"{type(hook).__name__}.{method} gives {', '.join(map(repr, twice))}, which the record has already; give "
-            "it another name (of a metric, or of a hook that is there twice)"
+            f"{name} gives {', '.join(map(repr, twice))}, which the record has already; give it another name (of a "
+            "metric, or of a hook that is there twice)"
         )
     record.update(given)
 
 
-def refuse_nothing(hook: Hook, method: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a `method` of `hook` has returned. Raises InputError if that is no dict: a `return` was forgotten."""
-    if isinstance(given, Mapping):
+# -- hooks by name ---------------------------------------------------------------------------------------------------
+
+
+def _no_hook(obj: Any) -> str | None:
+    if not callable(obj):
+        return f"{obj!r} makes no hook; expected a subclass of halfmesh.Hook, or a function that returns one"
+    return None
+
+
+HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks", _no_hook)
+for _name, _class in {
+    "metric": "MetricHook",
+    "lr_scheduler": "LRSchedulerHook",
+    "progress": "ProgressHook",
+    "throughput": "ThroughputHook",
+    "memory": "MemoryHook",
+    "checkpoint": "CheckpointHook",
+    "early_stop": "EarlyStopHook",
+    "tensorboard": "TensorBoardHook",
+    "wandb": "WandbHook",
+    "mlflow": "MLflowHook",
+    "run": "RunHook",
+}.items():
+    HOOKS.register_lazy(_name, f"halfmesh.hooks:{_class}")
+
+HookLike = Hook | str | Mapping[str, Any]
+
+
+def make_hooks(given: Sequence[HookLike]) -> list[Hook]:
+    """The hooks that `given` names.
+
+    Raises:
+        RegistryError: no hook of that name. InputError: something else than a hook, or arguments that it does not take.
+    """
+    if isinstance(given, (Hook, str, Mapping)):
+        raise InputError(f"hooks={given!r}: expected a list, hooks={[given]!r}")
+    return [_make(hook) for hook in given]
+
+
+def _make(given: HookLike) -> Hook:
+    if isinstance(given, Hook):
         return given
-    raise InputError(
-        f"{type(hook).__name__}.{method} returned {show(given)}; it has to return a dict of values by name, or {{}}"
-    )
+    options = {"type": given} if isinstance(given, str) else given
+    if not isinstance(options, Mapping) or "type" not in options:
+        raise InputError(
+            f"{given!r} is no hook: expected an object of a subclass of halfmesh.Hook (not the class), a name "
+            f"({', '.join(HOOKS.names())}), or dict(type=name, ...)"
+        )
+    made = HOOKS.get(options["type"])
+    try:
+        hook: Hook = made(**{key: value for key, value in options.items() if key != "type"})
+    except TypeError as error:
+        raise InputError(f"hook {options['type']!r}: {error}") from error
+    return hook

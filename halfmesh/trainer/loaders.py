@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.loader import EngineDataLoader
-from ..data.sharding import ShardedLoader, copied
+from ..data.sharding import ShardedLoader
 from ..division_plans import data_strategy
 from ..engine import Engine
 from ..errors import InputError
 from ..inputs import refuse_uneven_evaluation
-
-_END = object()
 
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:
@@ -49,11 +46,6 @@ def choose_train_loader(engine: Engine, train: Any) -> Any:
             f"fit was given a {type(train).__name__} that is not sharded over the data ranks; give it to initialize as "
             "its dataloader, and leave it out here. (fit also takes batches of your own that are on the device)"
         )
-    if not isinstance(train, Iterable) or isinstance(train, (Mapping, str)):
-        raise InputError(
-            f"fit was given a {type(train).__name__} to train on, which is no sequence of batches; give batches, or "
-            "nothing for the engine's dataloader"
-        )
     return train
 
 
@@ -63,27 +55,8 @@ def choose_eval_loader(engine: Engine, dataloader: Any) -> Any:
         return engine.eval_dataloader if engine.has_eval_dataloader else None
     if isinstance(dataloader, DataLoader):
         return shard_dataloader(engine, dataloader)
-    if isinstance(dataloader, Dataset) or not isinstance(dataloader, Iterable):
+    if isinstance(dataloader, Dataset):
         raise InputError(
             f"{type(dataloader).__name__} is no loader; wrap it: halfmesh.get_dataloader(dataset, batch_size=...)"
         )
     return dataloader
-
-
-def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last.
-
-    Where no length says so the next one is fetched before. What is given is a copy then: the next one may be written
-    over it.
-    """
-    if isinstance(batches, Sequence):
-        for count, batch in enumerate(batches, start=1):
-            yield batch, count == len(batches)
-        return
-    iterator = iter(batches)
-    batch = next(iterator, _END)
-    while batch is not _END:
-        batch = copied(batch)
-        following = next(iterator, _END)
-        yield batch, following is _END
-        batch = following

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,42 @@ from ..debug.precision import judge_scale
 from ..engine import Engine
 from ..errors import InputError, refuse_below
 from ..log import get_logger
-from .batch import Compute, checked, compute_batch
+from .batch import Compute, Outcome, compute_batch
 from .evaluation import MeanLoss, evaluating, predict
-from .fit_state import NAME, FitState
-from .hook import Hook, Record, add_measured
-from .loaders import choose_eval_loader, choose_train_loader, with_last
-from .named_hooks import HookLike, make_hooks
+from .hook import Hook, HookLike, Record, add_measured, make_hooks
+from .loaders import choose_eval_loader, choose_train_loader
 
 _log = get_logger(__name__)
+
+
+class FitState:
+    """What of a `fit` is saved with the engine; of each rank by itself.
+
+    Attributes:
+        evaluated_at: the update after which was evaluated last; -1: none.
+        hooks: by class; of several of one class the second is "MetricHook 2".
+    """
+
+    def __init__(self, hooks: Sequence[Hook] = ()) -> None:
+        self.evaluated_at = -1
+        self.hooks: dict[str, Hook] = {}
+        for hook in hooks:
+            kind = type(hook).__name__
+            count = 1 + sum(type(earlier).__name__ == kind for earlier in self.hooks.values())
+            self.hooks[kind if count == 1 else f"{kind} {count}"] = hook
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: hook.state_dict() for name, hook in self.hooks.items()}
+        return {
+            "evaluated_at": self.evaluated_at,
+            "hooks": {name: dict(state) for name, state in states.items() if state},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.evaluated_at = state["evaluated_at"]
+        for name, hook in self.hooks.items():
+            if name in state["hooks"]:
+                hook.load_state_dict(state["hooks"][name])
 
 
 class Trainer:
@@ -46,8 +73,6 @@ class Trainer:
             raise InputError(
                 f"Trainer takes the engine that halfmesh.initialize returns, not a {type(engine).__name__}"
             )
-        if not callable(compute):
-            raise InputError(f"compute={compute!r}: expected a function f(engine, batch) that returns halfmesh.Outcome")
         refuse_below(1, log_every=log_every)
         self.engine = engine
         self.compute = compute
@@ -59,10 +84,9 @@ class Trainer:
         self._stopped: str | None = None
         self._eval_steps: int | None = None
         self._evaluated: Iterable[Any] | None = None
-        self._evaluated_at = -1
         self._has_odd_scale = False
         self._loss = MeanLoss(engine)
-        self._fit_state = FitState(engine, self._loss, [])
+        self._fit_state = FitState()
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -101,7 +125,7 @@ class Trainer:
         evaluated = choose_eval_loader(self.engine, eval_dataloader) if eval_interval or eval_steps else None
         if eval_steps is not None and evaluated is None:
             raise InputError("eval_steps needs something to evaluate on: give fit or initialize an eval_dataloader")
-        self._max_steps, self._stopped, self._evaluated_at = max_steps, None, -1
+        self._max_steps, self._stopped = max_steps, None
         self._eval_steps, self._evaluated = eval_steps, evaluated
         self._loss = MeanLoss(self.engine)
         first = batches.next_epoch if batches is self._own_loader else 0
@@ -113,8 +137,7 @@ class Trainer:
                 is_complete = self._train_epoch(batches)
                 if is_complete and eval_interval and (self.epoch + 1) % eval_interval == 0:
                     self._evaluate_once()
-            if evaluated is not None and self._evaluated_at != self.engine.global_step:
-                self._evaluate(evaluated)
+            self._evaluate_once()
             self._call("after_fit")
         if self._stopped is not None:
             _log.info("training was stopped after update %d: %s", self.engine.global_step, self._stopped)
@@ -170,56 +193,53 @@ class Trainer:
         engine = self.engine
         engine.train()
         self._call("before_epoch")
-        before = self._hearing("before_batch")
-        heard, own = self._hearing("after_batch"), batches is self._own_loader
-        stepped = self._hearing("after_step")
+        before, after = self._hearing("before_batch"), self._hearing("after_batch")
         count, is_complete = 0, True
-        # The engine's loader knows when it ends, and without accumulation every batch ends a cycle.
-        knows_last = not own and engine.config.gradient_accumulation > 1
-        for batch, is_last in with_last(batches) if knows_last else ((batch, False) for batch in batches):
-            if self._is_over and not knows_last:  # asked for only now, to know whether it was the last batch
+        for batch in batches:
+            if self._is_over:  # asked for only now, to know whether it was the last batch
                 is_complete = False
                 break
             count += 1
             for hook in before:
                 hook.before_batch(self, batch)
             engine.zero_grad()
-            outcome = checked(self.compute(engine, batch))
+            outcome = self._compute(batch)
             engine.backward(outcome.loss)
-            self.result = engine.step(last=is_last)
+            self.result = engine.step()
             self._loss.add(outcome)
-            for hook in heard:
+            for hook in after:
                 hook.after_batch(self, outcome)
             del outcome  # the output is not needed while the next one is made
-            if self.result is None:
-                continue
-            for hook in stepped:
-                hook.after_step(self, self.result)
-            if engine.global_step % self.log_every == 0:
-                self._record()
-            if self._eval_steps is not None and engine.global_step % self._eval_steps == 0:
-                self._evaluate_once()
-            if knows_last and self._is_over:
-                is_complete = is_last
-                break
-        if not count and not own:
+            if self.result is not None:
+                self._after_step(self.result)
+        if not count and batches is not self._own_loader:
             raise InputError(
                 f"epoch {self.epoch}: there was no batch to train on; give fit a `train` that can be iterated once an "
                 "epoch (a list, a DataLoader, not a generator)"
             )
+        if is_complete and count and self.result is None:  # batches of the user's own that end within a cycle
+            self.result = engine.step(last=True)
+            if self.result is not None:
+                self._after_step(self.result)
         if is_complete:
             self._call("after_epoch")
         self._record()
         return is_complete
 
-    def _evaluate_once(self) -> None:
-        """Unless this was done since the last update, or before a run that goes on was saved."""
+    def _after_step(self, result: StepResult) -> None:
+        self._call("after_step", result)
         step = self.engine.global_step
-        if self._evaluated is None or self._evaluated_at == step:
-            return
-        if self._fit_state.evaluated_at != step:
+        if step % self.log_every == 0:
+            self._record()
+        if self._eval_steps is not None and step % self._eval_steps == 0:
+            self._evaluate_once()
+
+    def _evaluate_once(self) -> None:
+        """Unless this was done since the last update, maybe before the run was saved and resumed."""
+        step = self.engine.global_step
+        if self._evaluated is not None and self._fit_state.evaluated_at != step:
             self._evaluate(self._evaluated)
-        self._evaluated_at = self._fit_state.evaluated_at = step
+            self._fit_state.evaluated_at = step
 
     def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         engine, mean = self.engine, MeanLoss(self.engine, by_rows=True)
@@ -227,7 +247,7 @@ class Trainer:
         with evaluating(engine):
             self._call("before_eval")
             for batch in loader:
-                outcome = checked(self.compute(engine, batch))
+                outcome = self._compute(batch)
                 mean.add(outcome)
                 for hook in heard:
                     hook.after_eval_batch(self, outcome)
@@ -238,6 +258,15 @@ class Trainer:
         self._call("after_eval", results)
         self._write({"step": self.engine.global_step, "epoch": self.epoch, **results})
         return results
+
+    def _compute(self, batch: Any) -> Outcome:
+        outcome = self.compute(self.engine, batch)
+        if not isinstance(outcome, Outcome):
+            raise InputError(
+                f"compute returned a {type(outcome).__name__}; it has to return "
+                "halfmesh.Outcome(loss, output, target, rows)"
+            )
+        return outcome
 
     def _record(self) -> None:
         """Collect what was measured since the last record."""
@@ -291,26 +320,17 @@ class Trainer:
         with ExitStack() as closed:
             closed.callback(setattr, self, "_hooks", outside)
             for hook in self._hooks:
-                closed.push(partial(self._close, hook))  # also where another one fails
+                closed.callback(hook.close, self)  # also where another one fails
             yield
-
-    def _close(self, hook: Hook, kind: Any, first: BaseException | None, trace: Any) -> None:
-        """The first error is the one to raise: what `close` raises after it is told only."""
-        try:
-            hook.close(self)
-        except Exception as error:
-            if first is None:
-                raise
-            _log.error("%s.close raised %s: %s", type(hook).__name__, type(error).__name__, error)
 
     @contextmanager
     def _saved_with_the_engine(self) -> Iterator[None]:
-        """Hooks get their state of a run that goes on, and their last one is kept for the next `fit`."""
-        self._fit_state = FitState(self.engine, self._loss, self._hooks)
-        self.engine.attach(NAME, self._fit_state)
+        """Hooks get their state of a resumed run, and their last one is kept for the next `fit`."""
+        self._fit_state = FitState(self._hooks)
+        self.engine.attach("trainer", self._fit_state)
         is_over = False
         try:
             yield
             is_over = True
         finally:
-            self.engine.detach(NAME, keep=is_over)
+            self.engine.detach("trainer", keep=is_over)

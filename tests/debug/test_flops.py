@@ -110,7 +110,7 @@ def test_an_operator_without_a_formula_is_refused_and_trained_all_the_same(caplo
     with pytest.raises(halfmesh.InputError, match=f"no formula is known for {name}; register one"):
         counted(engine, *make_data(6))
     halfmesh.Trainer(engine).fit([make_data(6)], epochs=1, hooks=[hook])
-    assert (engine.global_step, hook.state_dict()["flops"]) == (1, {})
+    assert (engine.global_step, hook.flops) == (1, {})
     assert "give ThroughputHook flops_per_sample" in caplog.text
 
 
@@ -133,7 +133,7 @@ def measured(rank, world_size, cells):
     for layout, mode in cells:
         engine, hook = make_engine(layout, mode, dropout=0.1), ThroughputHook()
         halfmesh.Trainer(engine).fit(max_steps=1, hooks=[hook])
-        found.append(sum(hook.state_dict()["flops"].values()))
+        found.append(sum(hook.flops.values()))
         engine.close()
     engine = engine_of(make_gpt(), token_loss, parallel={"pipeline": {"size": world_size, "microbatches": 2}})
     found.append(counted(engine, *text(4))[FP32] / 4)

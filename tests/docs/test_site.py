@@ -45,7 +45,7 @@ def test_links_of_the_site():
 
     known = {"loop.md", "assets/inside.svg", "repository/CONTRIBUTING.md", "repository/benchmarks/RESULTS.md"}
     for page, given, expected in [
-        ("speed.md", "[table](../benchmarks/RESULTS.md#x)", "[table](repository/benchmarks/RESULTS.md#x)"),
+        ("benchmarks.md", "[table](../benchmarks/RESULTS.md#x)", "[table](repository/benchmarks/RESULTS.md#x)"),
         ("repository/README.md", "[loop](docs/loop.md#x)", "[loop](../loop.md#x)"),
         ("repository/README.md", "in [gpt.py](examples/gpt.py)", "in gpt.py"),
         ("inside.md", "```\n[a](../b.md)\n```", "```\n[a](../b.md)\n```"),

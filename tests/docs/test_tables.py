@@ -42,7 +42,7 @@ TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
     ("precision.md", "key of torch"): AMP.get("torch").options,
     ("precision.md", "key of naive"): AMP.get("naive").options,
     ("pipeline.md", "key"): PipelineConfig,
-    ("speed.md", "key"): CompileConfig,
+    ("benchmarks.md", "key"): CompileConfig,
     ("extending.md", "field of Recipe"): halfmesh.Recipe,
     ("extending.md", "field of LossScale"): halfmesh.LossScale,
     ("extending.md", "field of Composes"): halfmesh.Composes,

@@ -35,7 +35,7 @@ rank that does not end by itself is ended 5 s after another has failed. "By itse
 | one rank | by itself | under torchrun |
 |---|---|---|
 """
-TAIL = "\n- gloo, 2 cores shared by all ranks; torch {torch}; {date}\n- NCCL was not measured: see [gpu.md](gpu.md)\n"
+TAIL = "\n- gloo, 2 cores shared by all ranks; torch {torch}; {date}\n- NCCL was not measured\n"
 
 
 def under_torchrun(case: Case, folder: Path) -> float:

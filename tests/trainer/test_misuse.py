@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import halfmesh
-from halfmesh.hooks import CheckpointHook, EarlyStopHook, LRSchedulerHook, MetricHook, ThroughputHook
+from halfmesh.hooks import CheckpointHook, EarlyStopHook, LRSchedulerHook, MetricHook
 from tests.support.models import linear_engine, make_data
 
 MANUAL = {"lr_interval": "manual"}
@@ -25,16 +25,11 @@ def fit(config=None, engine_options=(), **arguments):
     [
         (lambda: EarlyStopHook(patience=0), "patience=0: expected a whole number, 1 or more"),
         (lambda: EarlyStopHook(patience="3"), "patience='3': expected a whole number"),
-        (lambda: EarlyStopHook(min_delta=-1.0), r"min_delta=-1\.0"),
         (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
         (lambda: LRSchedulerHook("day"), "interval='day': expected 'step', 'epoch' or 'eval'"),
         (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
         (lambda: MetricHook(MeanMetric()), r"takes metrics by name, dict\(accuracy=MeanMetric\(...\)\)"),
-        (lambda: MetricHook({"acc": fit}), "metric 'acc': function is no Metric of torchmetrics"),
-        (lambda: ThroughputHook(tokens=128), "tokens=128: expected a function"),
-        (lambda: ThroughputHook(flops_per_sample=0), "flops_per_sample=0: expected a number greater than 0"),
         (lambda: halfmesh.Trainer(nn.Linear(1, 1)), "takes the engine that halfmesh.initialize returns, not a Linear"),
-        (lambda: halfmesh.Trainer(linear_engine(), compute="mine"), "compute='mine': expected a function"),
         (lambda: halfmesh.Trainer(linear_engine(), log_every=0), "log_every=0"),
         (lambda: halfmesh.Trainer(linear_engine(evaluated=0)).evaluate(), "there is nothing to evaluate on"),
         (lambda: halfmesh.Trainer(linear_engine()).predict([1]), "predict takes a DataLoader, but a list was given"),
@@ -56,11 +51,12 @@ def test_arguments(build, message):
         ({"hooks": "progress"}, r"expected a list, hooks=\['progress'\]"),
         ({"hooks": ["progres"]}, "no hook named 'progres'; did you mean 'progress'"),
         ({"hooks": [{"type": "memory", "file": "x"}]}, "hook 'memory': .*"),
-        ({"hooks": [{"path": "x"}]}, r"is no hook: expected an object of halfmesh.Hook, a name \(metric"),
-        ({"hooks": [EarlyStopHook]}, r"EarlyStopHook is a class; give an object of it: EarlyStopHook\(...\)"),
+        (
+            {"hooks": [{"path": "x"}]},
+            r"is no hook: expected an object of a subclass of halfmesh.Hook \(not the class\), a",
+        ),
+        ({"hooks": [EarlyStopHook]}, r"EarlyStopHook'> is no hook: expected an object"),
         ({"train": DataLoader(TensorDataset(torch.ones(2)))}, "a DataLoader that is not sharded"),
-        ({"train": 3}, "fit was given a int to train on, which is no sequence of batches"),
-        ({"train": {"x": torch.zeros(2, 4)}}, "fit was given a dict to train on, which is no sequence"),
         ({"train": [(torch.ones(2, 8),)]}, r"a batch of 1 item\(s\) has no target"),
         ({"epochs": 2, "train": iter([make_data(4)])}, "epoch 1: there was no batch to train on"),
         ({"eval_dataloader": TensorDataset(torch.ones(2))}, "TensorDataset is no loader; wrap it"),
@@ -70,10 +66,6 @@ def test_arguments(build, message):
         (
             {"hooks": ["lr_scheduler"], "engine_options": {"lr_scheduler": lambda o: optim.lr_scheduler.StepLR(o, 1)}},
             r"the engine advances the scheduler already \(lr_interval='step'\)",
-        ),
-        (
-            {"hooks": ["lr_scheduler"], "config": MANUAL, "engine_options": {"lr_scheduler": PLATEAU}},
-            r"interval='epoch' does not give it; use LRSchedulerHook",
         ),
     ],
 )
@@ -108,11 +100,11 @@ def test_hooks_that_wait_for_an_evaluation_that_never_comes(hook, reason):
         )
 
 
-@pytest.mark.parametrize("method", ["measure", "eval_results", "state_dict"])
-def test_a_hook_that_forgets_to_return(tmp_path, method):
+@pytest.mark.parametrize("method", ["measure", "eval_results"])
+def test_a_hook_that_forgets_to_return(method):
     forgetful = type("Forgetful", (halfmesh.Hook,), {method: lambda self, *args: None})
     with pytest.raises(halfmesh.InputError, match=rf"Forgetful\.{method} returned None; it has to return a dict"):
-        fit({"checkpoint": {"directory": str(tmp_path), "every": 1}}, hooks=[forgetful()])
+        fit(hooks=[forgetful()])
 
 
 @pytest.mark.parametrize(("on", "name", "times"), [("train", "loss", 1), ("eval", "loss", 1), ("eval", "mean", 2)])

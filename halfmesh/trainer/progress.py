@@ -6,11 +6,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..log import get_logger
-from ..trainer.hook import Hook, Record
+from .hook import Hook, Record
 
 if TYPE_CHECKING:
-    from ..trainer.batch import Outcome
-    from ..trainer.trainer import Trainer
+    from .batch import Outcome
+    from .trainer import Trainer
 
 _log = get_logger(__name__)
 

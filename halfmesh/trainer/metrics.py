@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..trainer.hook import Hook
+from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..trainer.batch import Outcome
-    from ..trainer.trainer import Trainer
+    from .batch import Outcome
+    from .trainer import Trainer
 
 
 def _output_and_target(outcome: Outcome) -> tuple[Any, ...]:
@@ -35,7 +35,7 @@ class MetricHook(Hook):
         arguments: what of an Outcome `metric.update` is given; (output, target) by default.
 
     Raises:
-        InputError: a metric is none of torchmetrics'.
+        InputError: a metric was given without a name.
     """
 
     def __init__(
@@ -49,41 +49,13 @@ class MetricHook(Hook):
         if not isinstance(metrics, (Mapping, nn.ModuleDict)):  # a MetricCollection is the latter
             kind = type(metrics).__name__
             raise InputError(f"MetricHook takes metrics by name, dict(accuracy={kind}(...)), but a {kind} was given")
-        needed = ("update", "compute", "reset", "sync_context", "dist_sync_fn", "update_count")
-        for name, metric in metrics.items():
-            if not all(hasattr(metric, attribute) for attribute in needed):
-                raise InputError(
-                    f"metric {name!r}: {type(metric).__name__} is no Metric of torchmetrics; give an object of one, "
-                    "such as torchmetrics.MeanMetric()"
-                )
         self._metrics = dict(metrics.items())
         self._on = on
         self._arguments = arguments
-        self._place: list[int] = []
-        self._earlier: dict[str, list[_State]] = {}
-        """What this rank had counted since the last record when the run was saved."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._on == "eval":
-            return {}
-        counted = {name: [vars(state) for state in states] for name, states in self._counted().items()}
-        return {"place": self._place, "counted": counted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._on == "train":
-            self._place = state["place"]
-            self._earlier = {name: [_State(**found) for found in states] for name, states in state["counted"].items()}
 
     def before_fit(self, trainer: Trainer) -> None:
         if self._on == "train":
-            context = trainer.engine.context
-            place = [context.rank, *context.shape]
-            if self._place != place:  # those of another layout counted other samples
-                self._earlier, self._place = {}, place
             self._begin(trainer)
-
-    def close(self, trainer: Trainer) -> None:
-        self._earlier, self._place = {}, []
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         if self._on == "train":
@@ -120,21 +92,18 @@ class MetricHook(Hook):
     def _compute(self, trainer: Trainer, prefix: str) -> dict[str, float]:
         """The values over the data ranks, on all ranks."""
         context = trainer.engine.context
-        mine = self._counted() if context.counts_outputs else None  # others have seen no outputs, or the same ones
-        self._earlier = {}
+        mine = None
+        if context.counts_outputs:  # others have seen no outputs, or the same ones
+            mine = {name: _State.of(metric) for name, metric in self._metrics.items()}
         everyone = [states for states in context.everyone(mine) if states is not None]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            filled = [state for states in everyone for state in states[name] if state.updates]
+            filled = [states[name] for states in everyone if states[name].updates]
             # A rank without a batch has no state of the right form; it takes the values of one that has.
             if metric.update_count or not filled:
                 values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
         return max(context.everyone(values), key=len)
-
-    def _counted(self) -> dict[str, list[_State]]:
-        """What this rank has counted, by metric."""
-        return {name: [*self._earlier.get(name, []), _State.of(metric)] for name, metric in self._metrics.items()}
 
 
 @dataclass(frozen=True)

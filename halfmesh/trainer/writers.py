@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..errors import InputError
-from ..trainer.hook import Hook, Record
+from .hook import Hook, Record
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from .trainer import Trainer
 
 
 class Writer(Protocol):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.folder import RunFolder
-from ..trainer.hook import Hook, Record
+from .hook import Hook, Record
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
     from ..debug.precision import PrecisionReport
-    from ..trainer.trainer import Trainer
+    from .trainer import Trainer
 
 
 class RunHook(Hook):

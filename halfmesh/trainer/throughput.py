@@ -1,8 +1,9 @@
-"""How fast training is."""
+"""How fast training is, and how much memory it uses."""
 
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +14,12 @@ import torch
 
 from ..errors import InputError
 from ..log import get_logger
-from ..trainer.hook import Hook
+from .hook import Hook
 from .peaks import least_seconds
 
 if TYPE_CHECKING:
-    from ..trainer.batch import Outcome
-    from ..trainer.trainer import Trainer
+    from .batch import Outcome
+    from .trainer import Trainer
 
 _log = get_logger(__name__)
 
@@ -48,17 +49,9 @@ class ThroughputHook(Hook):
         tokens: Callable[[Outcome], int] | None = None,
         flops_per_sample: float | Literal["auto"] | None = "auto",
     ) -> None:
-        is_number = isinstance(flops_per_sample, (int, float)) and not isinstance(flops_per_sample, bool)
-        if flops_per_sample not in (None, "auto") and not (is_number and flops_per_sample > 0):  # type: ignore[operator]
-            raise InputError(f"flops_per_sample={flops_per_sample!r}: expected a number greater than 0, 'auto' or None")
-        if tokens is not None and not callable(tokens):
-            raise InputError(
-                f"tokens={tokens!r}: expected a function from an Outcome to the number of its tokens, or None"
-            )
         self._tokens, self._given = tokens, flops_per_sample
-        self._flops: dict[str, float] = {}
+        self.flops: dict[str, float] = {}
         """Of a sample, by dtype."""
-        self._counted_for = -1
         self._is_due = False
         self._counting = ExitStack()
         self._counted: dict[str, int] | None = None
@@ -74,22 +67,11 @@ class ThroughputHook(Hook):
         self._begin = time.perf_counter()
         self._left = 0.0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"flops": self._flops, "of": self._counted_for} if self._given == "auto" else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._given == "auto":
-            self._flops, self._counted_for = state["flops"], state["of"]
-
     def before_fit(self, trainer: Trainer) -> None:
         if self._given == "auto":
-            engine = trainer.engine
-            trained = sum(param.numel() for param in engine.model.parameters() if param.requires_grad)
-            # All count, or none: a stage may hold as much as the one whose state was loaded, and the next one not.
-            self._is_due = any(engine.context.everyone(self._counted_for != trained))
-            self._counted_for = trained
+            self._is_due = True
         elif self._given is not None:
-            self._flops = {_dtype(trainer): float(self._given)}
+            self.flops = {_dtype(trainer): float(self._given)}
         self._waited_before = _waited_s(trainer)
         self._reset()
 
@@ -101,7 +83,7 @@ class ThroughputHook(Hook):
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         if self._counted is not None:
-            self._flops = self._per_sample(trainer, outcome.rows, self._counted)
+            self.flops = self._per_sample(trainer, outcome.rows, self._counted)
             self._counted = None
             self._come_back()  # the first batch is slower than others
             return
@@ -143,9 +125,9 @@ class ThroughputHook(Hook):
         measured = {"samples_per_s": rows / seconds}
         if self._tokens is not None:
             measured["tokens_per_s"] = tokens / seconds
-        if self._flops:
-            measured["model_flops_per_s"] = rows * sum(self._flops.values()) / seconds
-            least = least_seconds(context.device, self._flops)
+        if self.flops:
+            measured["model_flops_per_s"] = rows * sum(self.flops.values()) / seconds
+            least = least_seconds(context.device, self.flops)
             if least is not None:
                 measured["mfu"] = rows * least / (seconds * context.size)
         return measured
@@ -202,3 +184,21 @@ def _dtype(trainer: Trainer) -> str:
     options = None if config.precision is None else config.precision.options
     is_off = getattr(options, "opt_level", None) == "O0" or not getattr(options, "enabled", True)
     return "torch.float32" if options is None or is_off else f"torch.{config.precision_dtype}"
+
+
+class MemoryHook(Hook):
+    """Adds "memory_mib" to records: the most that a rank has had in use, of the rank that had the most.
+
+    On a GPU what torch has allocated there since the last record; on a CPU the process's largest resident set since it
+    began.
+    """
+
+    def measure(self, trainer: Trainer) -> Mapping[str, float]:
+        context = trainer.engine.context
+        if context.device.type == "cuda":
+            mine = torch.cuda.max_memory_allocated(context.device)
+            torch.cuda.reset_peak_memory_stats(context.device)
+        else:
+            # Linux counts KiB, macOS bytes.
+            mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {"memory_mib": max(context.everyone(mine)) / 2**20}

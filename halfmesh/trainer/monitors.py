@@ -1,0 +1,197 @@
+"""Hooks that follow one result of evaluation: the best weights, early stopping, learning-rate schedulers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import InputError, did_you_mean, refuse_below
+from ..report.run_files import replace_file
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ..amp.step_result import StepResult
+    from .trainer import Trainer
+
+
+class Monitor:
+    """The best value so far of one result.
+
+    Args:
+        name: of a result of evaluation, "eval_loss".
+        mode: whether less or more is better.
+        min_delta: what a value has to be better by to count.
+    """
+
+    def __init__(self, name: str, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise InputError(f"mode={mode!r}: expected 'min' (less is better) or 'max'")
+        self.name, self.mode, self._min_delta = name, mode, min_delta
+        self._sign = 1 if mode == "min" else -1
+        self.reset()
+
+    def reset(self) -> None:
+        self.best = math.inf * self._sign
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and of what."""
+        return {"monitor": self.name, "mode": self.mode, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether `state` is of the same result; of another one nothing is taken."""
+        is_same = (state["monitor"], state["mode"]) == (self.name, self.mode)
+        if is_same:
+            self.best = state["best"]
+        return is_same
+
+    def require(self, trainer: Trainer, hook: Hook) -> None:
+        """Raise InputError if this `fit` evaluates nothing, so that there is never a result."""
+        if not trainer.evaluates:
+            raise InputError(
+                f"{type(hook).__name__} waits for {self.name!r} of an evaluation, and this fit has none; give fit or "
+                "initialize an eval_dataloader (and eval_interval= or eval_steps= above 0), or leave the hook out"
+            )
+
+    def read(self, results: Mapping[str, float]) -> float:
+        """The value. Raises InputError if there is none of that name."""
+        if self.name not in results:
+            raise InputError(
+                f"monitor={self.name!r}: evaluation gave {', '.join(results) or 'nothing'}"
+                f"{did_you_mean(self.name, results)}"
+            )
+        return results[self.name]
+
+    def improves(self, results: Mapping[str, float]) -> bool:
+        """Whether this is the best so far; nan is not."""
+        value = self.read(results)
+        is_better = self._sign * value < self._sign * self.best - self._min_delta
+        self.best = value if is_better else self.best
+        return is_better
+
+
+class CheckpointHook(Hook):
+    """Keeps the weights with the best result of evaluation, as `directory/best.safetensors`; `best.json` has the result
+    and its update. Checkpoints to resume from are saved by the config's key `checkpoint`.
+
+    Args:
+        directory: a folder that all ranks share.
+        monitor: a result of evaluation.
+        mode: whether less ("min") or more ("max") of it is better.
+    """
+
+    def __init__(self, directory: str | Path, monitor: str, mode: Literal["min", "max"] = "min") -> None:
+        self._directory = Path(directory)
+        self._monitor = Monitor(monitor, mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._monitor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._monitor.load_state_dict(state)
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self._monitor.require(trainer, self)
+        if trainer.engine.global_step == 0:  # this object may have seen another run
+            self._monitor.reset()
+
+    def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+        if not self._monitor.improves(results):
+            return
+        trainer.engine.save_weights(self._directory / "best.safetensors")
+        if trainer.engine.context.rank == 0:
+            best = {"step": trainer.engine.global_step, self._monitor.name: self._monitor.best}
+            replace_file(self._directory / "best.json", json.dumps(best) + "\n")
+
+
+class EarlyStopHook(Hook):
+    """Stops after `patience` evaluations in a row that were no better than the best before them.
+
+    A resumed run counts on: what has been stopped stays so, until `patience` is larger. An evaluation that is made
+    again at the same update does not count again.
+
+    Args:
+        monitor: the name of a result of evaluation.
+        mode: whether less ("min") or more ("max") is better.
+        min_delta: what has to be gained to count as better.
+    """
+
+    def __init__(
+        self, monitor: str = "eval_loss", patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
+    ) -> None:
+        refuse_below(1, patience=patience)
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self._patience = patience
+        self._waited, self._last = 0, -1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._monitor.state_dict(), "waited": self._waited, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._monitor.load_state_dict(state):
+            self._waited, self._last = state["waited"], state["last"]
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self._monitor.require(trainer, self)
+        if trainer.engine.global_step == 0:  # this object may have seen another run
+            self._monitor.reset()
+            self._waited, self._last = 0, -1
+        self._stop_if_due(trainer)
+
+    def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+        step = trainer.engine.global_step
+        improves = self._monitor.improves(results)
+        if step != self._last:
+            self._waited = 0 if improves else self._waited + 1
+        self._last = step
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if self._waited >= self._patience:
+            name, best = self._monitor.name, self._monitor.best
+            trainer.stop(f"{name} was not better than {best:g} in {self._waited} evaluations")
+
+
+class LRSchedulerHook(Hook):
+    """Advances the scheduler that was given to initialize, with `lr_interval="manual"` in the config: where it is saved
+    with the run, and nobody else advances it.
+
+    Args:
+        interval: after each "step" that was not skipped (which reads the device), after each "epoch", or after each
+            "eval" with one of its results, as ReduceLROnPlateau wants it.
+        monitor: that result.
+    """
+
+    def __init__(self, interval: Literal["step", "epoch", "eval"] = "epoch", monitor: str = "eval_loss") -> None:
+        if interval not in ("step", "epoch", "eval"):
+            raise InputError(f"interval={interval!r}: expected 'step', 'epoch' or 'eval'")
+        self._interval = interval
+        self._monitor = Monitor(monitor)
+        self._scheduler: Any = None
+
+    def before_fit(self, trainer: Trainer) -> None:
+        engine = trainer.engine
+        self._scheduler = engine.lr_scheduler
+        if self._scheduler is None:
+            raise InputError("LRSchedulerHook: there is no scheduler; give initialize an lr_scheduler")
+        if engine.config.lr_interval != "manual":
+            raise InputError(
+                "LRSchedulerHook: the engine advances the scheduler already (lr_interval="
+                f"{engine.config.lr_interval!r}); leave the hook out, or set lr_interval='manual' in the config"
+            )
+        if self._interval == "eval":
+            self._monitor.require(trainer, self)
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self._interval == "step" and not result.skipped:
+            self._scheduler.step()
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        if self._interval == "epoch":
+            self._scheduler.step()
+
+    def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
+        if self._interval == "eval":
+            self._scheduler.step(self._monitor.read(results))
