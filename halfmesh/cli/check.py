@@ -35,7 +35,7 @@ def check(
         str | None, typer.Option(help="With --model: what one device has, such as 80GB or 80GiB.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="With --model: draw who holds what, a .png or .svg file.")
+        Path | None, typer.Option(help="With --model: draw what each rank holds, as an .svg file.")
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(help="With --picture: mark the nodes, of so many devices.")
@@ -167,14 +167,13 @@ class _Planned:
 
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
-    from ..compat import get_layout
     from ..key_checks import recipe_of
+    from ..mesh_picture import mesh_sizes
 
-    layout, mesh = get_layout(config, world_size), config.parallel.mesh_sizes
     return {
         "mode": config.precision.label if config.precision else None,
         "dtype": str(recipe_of(config).compute_dtype).removeprefix("torch."),
-        "mesh": {"pp": layout.pipeline, "dp": layout.data} | {k: n for k, n in mesh.items() if k != "pp"},
+        "mesh": mesh_sizes(config, world_size),
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,
         "global_batch_size": config.global_batch_size,
@@ -195,13 +194,15 @@ def _print(
     plan: dict[str, Any] | None,
     planned: _Planned | None,
 ) -> None:
+    from ..mesh_picture import in_words
+
     console = Console(highlight=False)
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     if plan:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+        mesh = in_words(plan["mesh"])
         fits = planned is None or planned.fits
         say(
             f"{path}: can run on {world_size} rank(s)" + ("" if fits else ", but does not fit"),
