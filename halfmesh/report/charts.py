@@ -55,8 +55,6 @@ class Line:
 
     def row(self) -> list[str]:
         """For the table: label, first and last value, lowest and highest."""
-        if self.kind == "skips":
-            return [self.label, "", "", "", ""]
         values = self.series.numbers
         return [self.label, *map(number, (values[0], values[-1], min(values), max(values)))]
 
@@ -74,11 +72,11 @@ class Chart:
 
     def data(self) -> dict[str, Any]:
         """What the script draws."""
-        lines = [
-            {"label": line.label, "colour": line.colour, "kind": line.kind, "x": thin.steps, "y": thin.values}
-            for line in self.lines
-            for thin in [thinned(line.series)]
-        ]
+        lines = []
+        for line in self.lines:
+            thin = thinned(line.series)
+            line_data = {"label": line.label, "colour": line.colour, "kind": line.kind}
+            lines.append(line_data | {"x": thin.steps, "y": thin.values})
         return {"title": self.title, "log": self.log, "zero": self.from_zero, "last": self.last_step, "lines": lines}
 
 

@@ -12,8 +12,12 @@ function readable(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: 5 });
 }
 
-function ticks(log, values) {
-  if (log) return values.map((v) => v == null ? "" : power(log, Math.round(Math.log2(v) / Math.log2(log))));
+function ticks(chart, values) {
+  const { log, lines } = chart;
+  if (log) {  // below the lines are the marks of skipped updates only
+    const least = Math.min(...lines.filter((line) => line.kind !== "skips").flatMap((line) => line.y.filter((v) => v)));
+    return values.map((v) => v == null || v < least / log ? "" : power(log, Math.round(Math.log2(v) / Math.log2(log))));
+  }
   const most = Math.max(...values.map(Math.abs));
   if (most < 2e-3) return values.map((v) => v === 0 ? "0" : v.toExponential(2).replace(/\.?0*e/, "e"));
   return values.map(most >= 1e4 && most < 1e15 ? short.format : readable);
@@ -62,8 +66,8 @@ function draw(figure) {
     },
     axes: [
       { ...axis, font, incrs: [1, 2, 5].flatMap((n) => [...Array(13).keys()].map((p) => n * 10 ** p)).sort((a, b) => a - b),
-        values: (u, values) => ticks(0, values), label: "update", labelFont: font, labelSize: 18, size: 30 },
-      { ...axis, font, size: 58, values: (u, values) => ticks(chart.log, values) },
+        values: (u, values) => ticks({}, values), label: "update", labelFont: font, labelSize: 18, size: 30 },
+      { ...axis, font, size: 58, values: (u, values) => ticks(chart, values) },
     ],
     series: [{ label: "update", value: (u, value) => value == null ? "last" : value.toLocaleString("en") }, ...chart.lines.map(series)],
   };

@@ -15,8 +15,9 @@ from . import tables
 from .charts import make_charts
 from .run import Run, read_runs
 
-MARK = "halfmesh report"
-"""Of the page's generator: a file that has it may be written anew."""
+_MARK = '<meta name="generator" content="halfmesh report'
+"""A file that begins with it may be replaced."""
+_EMBEDDED = ("page.css", "page.js", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
 def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bool = False) -> Path:
@@ -29,16 +30,12 @@ def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bo
     """
     target, shown = Path(out), show_name(str(out))
     try:
-        if (
-            target.exists()
-            and not replace
-            and f'name="generator" content="{MARK}' not in target.read_text("utf-8")[:2000]
-        ):
+        if not replace and target.exists() and _MARK not in target.read_text("utf-8", "replace")[:1000]:
             raise InputError(f"{shown} is there, and is no report; give another name, or ask for it to be replaced")
         page = make_page(read_runs([Path(run) for run in runs]))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page, encoding="utf-8", errors="replace")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"{shown} cannot be written ({cut(str(error))}); give another file") from error
     return target
 
@@ -57,7 +54,6 @@ def make_page(runs: Sequence[Run]) -> str:
     return page.render(
         runs=runs,
         several=len(runs) > 1,
-        mark=MARK,
         version=__version__,
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         files={name: files.joinpath(name).read_text("utf-8") for name in _EMBEDDED},
@@ -70,9 +66,6 @@ def make_page(runs: Sequence[Run]) -> str:
         meshes=[draw_mesh(run) for run in runs],
         tables=tables,
     )
-
-
-_EMBEDDED = ("page.css", "page.js", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
 def draw_mesh(run: Run) -> str | None:
