@@ -16,7 +16,7 @@ function ticks(chart, values) {
   const { log, lines } = chart;
   if (log) {  // below the lines are the marks of skipped updates only
     const least = Math.min(...lines.filter((line) => line.kind !== "skips").flatMap((line) => line.y.filter((v) => v)));
-    return values.map((v) => v == null || v < least / log ? "" : power(log, Math.round(Math.log2(v) / Math.log2(log))));
+    return values.map((v) => v == null || (log === 2 && v < least) ? "" : power(log, Math.round(Math.log2(v) / Math.log2(log))));
   }
   const most = Math.max(...values.map(Math.abs));
   if (most < 2e-3) return values.map((v) => v === 0 ? "0" : v.toExponential(2).replace(/\.?0*e/, "e"));
@@ -42,7 +42,8 @@ function series(line) {
     width: isSkips ? 0 : 1.6,
     dash: line.kind === "plan" ? [2, 5] : line.kind === "dots" ? [6, 4] : [],
     paths: isSkips ? () => null : undefined,
-    points: isSkips || line.kind === "dots" ? { show: true, size: 6, fill: colour, stroke: colour } : {},
+    points: isSkips || line.kind === "dots" ? { show: true, size: 6, fill: colour, stroke: colour }
+      : line.kind === "plan" ? { show: false } : { fill: () => css("--card") },
     value: (u, value, i, at) => isSkips ? (at == null ? "" : value == null ? "no" : "yes") : readable(at == null ? last : value),
   };
 }
