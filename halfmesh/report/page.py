@@ -23,7 +23,7 @@ _EMBEDDED = ("page.css", "page.js", "uplot/uPlot.min.css", "uplot/uPlot.iife.min
 def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bool = False) -> Path:
     """Write one page about `runs`, folders of RunFolder or the hook "run", into `out`.
 
-    A report that is there is written anew; another file only with `replace`.
+    A report that exists is replaced; another file only with `replace`.
 
     Raises:
         InputError: one of `runs` is no run's folder, or `out` cannot be written.
