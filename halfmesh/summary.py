@@ -13,6 +13,7 @@ from .amp.recipe import Recipe
 from .data.global_batch import batch_size
 from .errors import readable
 from .memory import state_bytes
+from .mesh_picture import in_words
 
 if TYPE_CHECKING:
     from .loop.parts import EngineParts
@@ -101,7 +102,7 @@ def _loss_scale(recipe: Recipe) -> str:
 def _layout(parts: EngineParts) -> dict[str, str]:
     """The mesh, this rank's place in it, and notes of the axes."""
     context, division, parallel = parts.context, parts.division, parts.config.parallel
-    mesh = " x ".join(f"{axis} {size}" for axis, size in context.sizes.items()) + f" on {context.device.type}"
+    mesh = in_words(context.sizes) + f" on {context.device.type}"
     if context.size == 1:
         return {"layout": f"{mesh}; one process holds all of the model"}
     came = {part.source.param: part.model_param for part in division.data.shards if part.source is not None}

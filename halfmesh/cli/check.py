@@ -36,7 +36,7 @@ def check(
         str | None, typer.Option(help="With --model: what one device has, such as 80GB or 80GiB.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="With --model: draw who holds what, a .png or .svg file.")
+        Path | None, typer.Option(help="With --model: draw what each rank holds, as an .svg file.")
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="With --picture: mark the nodes, of so many devices.")
@@ -136,14 +136,13 @@ def _dry_run(
 
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
-    from ..compat import get_layout
     from ..key_checks import recipe_of
+    from ..mesh_picture import mesh_sizes
 
-    layout, mesh = get_layout(config, world_size), config.parallel.mesh_sizes
     return {
         "mode": config.precision.label if config.precision else None,
         "dtype": str(recipe_of(config).compute_dtype).removeprefix("torch."),
-        "mesh": {"pp": layout.pipeline, "dp": layout.data} | {k: n for k, n in mesh.items() if k != "pp"},
+        "mesh": mesh_sizes(config, world_size),
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,
         "global_batch_size": config.global_batch_size,
@@ -164,6 +163,8 @@ def _print(
     plan: dict[str, Any] | None,
     run: _DryRun,
 ) -> None:
+    from ..mesh_picture import in_words
+
     console = Console(highlight=False)
 
     def say(text: str, style: str | None = None) -> None:
@@ -184,7 +185,7 @@ def _print(
         return
     fits, color = ("", "green") if run.fits else (", but does not fit", "red")
     say(f"{path}: can run on {world_size} rank(s){fits}", color)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    mesh = in_words(plan["mesh"])
     say(f"  mode {plan['mode'] or 'none'}, {plan['dtype']}")
     say(f"  mesh {mesh}, data strategy {plan['data_strategy']}")
     total, cycle = plan["global_batch_size"], plan["gradient_accumulation"]

@@ -12,7 +12,7 @@ import typer
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of the hook 'run', or RunFolder.")],
-    out: Annotated[Path, typer.Option(help="The page. A report that is there is written anew.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="The page; a report that exists is replaced.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the data as one JSON object, and write no page.")

@@ -1,39 +1,35 @@
-"""The folder that keeps what a run was: config, plan, records, findings about its precision."""
+"""`RunFolder` keeps what a run was: config, plan, records, findings about its precision."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import math
 import platform
 import sys
 from collections import deque
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic_core import to_json
 
-from ..errors import InputError, Preempted, cut
-from ..log import Listener, get_logger
-from ..loop.parts import EngineHook
-from ..tensors import count_rows
-from .facts import describe_ranks, describe_settings, make_plain
-from .names import CONFIG, FILES, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
-from .run_files import RecordFile, begin_together, replace_file, set_aside
+from ..errors import InputError, Preempted, cut, show, show_name
+from ..log import Listener
+from ..mesh_picture import block_of, compress, describe_shards
+from . import run_files
+from .run_files import CONFIG, METRICS, PLAN, PRECISION, SKIPPED, WARNINGS
 
 if TYPE_CHECKING:
     from ..amp.step_result import StepResult
+    from ..config import Config
     from ..debug.precision import PrecisionReport
     from ..engine import Engine
 
-_log = get_logger(__name__)
 _MOST_UNREAD = 1000
 """Results that are kept unread; older ones have reached the host long ago, so that reading them waits for nothing."""
-_OWN_NAMES = ("step", SKIPPED, WARNINGS)
 
 
 class RunFolder:
@@ -48,8 +44,8 @@ class RunFolder:
 
     Rank 0 writes. All ranks make it together; `note`, `record` and `close` do not communicate.
 
-    A run that begins moves the files of an earlier one into `earlier-1` there. One that goes on from a checkpoint takes
-    away the records of what is trained again, and adds its config to the earlier ones.
+    A run that begins moves the files of an earlier one into `earlier-1` there. One that resumes from a checkpoint drops
+    the records of the updates that it repeats, and adds its config to the earlier ones.
 
     Raises:
         InputError: the folder cannot be made or written; on all ranks.
@@ -58,22 +54,29 @@ class RunFolder:
     def __init__(self, engine: Engine, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._engine = engine
-        self._file = RecordFile(self.directory / METRICS)
         self._results: deque[tuple[int, StepResult]] = deque()
         self._skipped: list[int] = []
         self._warnings: list[tuple[int, str]] = []
-        self._listener = Listener(logging.WARNING)
-        self._listener.emit = self._hear  # type: ignore[method-assign]
         self._noted = engine.global_step
         self._last: StepResult | None = None
-        self._is_open = True
         self._sessions: list[dict[str, Any]] = []
-        ranks = engine.context.everyone(describe_ranks(engine))
-        begin_together(engine.context, self.directory, lambda: self._begin(ranks))
-        self._first_batch = contextlib.ExitStack()
-        if self._writes:
+        self._file: Any = None  # of the records; None where this rank does not write, or no longer
+        ranks, problem = engine.context.everyone(_describe_rank(engine)), None
+        if engine.context.rank == 0:
+            try:
+                self._begin(ranks)
+            except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the answer
+                problem = cut(f"{type(error).__name__}: {error}")
+        problem = engine.context.from_first(problem)
+        if problem is not None:
+            raise InputError(
+                f"{show_name(str(directory))} cannot be the folder of a run ({problem}); give a folder that rank 0 may "
+                "write to, or a name that is not there yet"
+            )
+        self._listener = Listener(logging.WARNING)
+        self._listener.emit = self._hear  # type: ignore[method-assign]
+        if self._file is not None:
             logging.getLogger("halfmesh").addHandler(self._listener)
-            self._first_batch.enter_context(engine._with_hook(_FirstBatch(engine, self._note_rows)))
 
     # -- while it trains ---------------------------------------------------------------------------------------
 
@@ -83,7 +86,7 @@ class RunFolder:
         Returns:
             `result`; None (inside an accumulation cycle) is nothing to note.
         """
-        if result is not None and self._writes and self._noted != self._engine.global_step:
+        if result is not None and self._file is not None and self._noted != self._engine.global_step:
             self._noted, self._last = self._engine.global_step, result
             self._results.append((self._noted, result))
             if len(self._results) > _MOST_UNREAD:
@@ -96,14 +99,9 @@ class RunFolder:
 
         A value of yours that has the name of one of these takes its place. Reads the device, so not every update. Use
         the Trainer's names to have them drawn together: loss, eval_loss, samples_per_s, memory_mib.
-
-        Raises:
-            InputError: a value is no number, or has a name that the record itself uses.
         """
-        _refuse_odd(values)
-        if not self._writes:
+        if self._file is None:
             return
-        numbers = {name: _as_number(name, value) for name, value in values.items()}
         engine, last = self._engine, self._last
         record: dict[str, Any] = {"step": engine.global_step}
         if last is not None:
@@ -112,45 +110,43 @@ class RunFolder:
                 record["grad_norm"] = last.grad_norm
         if engine.config.precision is not None:
             record |= {"loss_scale": engine.loss_scale, "skipped_steps": engine.skipped_steps}
-        self.write(record | numbers)
+        numbers = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        self.write(record | {name: float(value) for name, value in numbers.items()})
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record that is complete, with a "step", and the updates skipped and warnings since the last one."""
-        if not self._writes:
+        if self._file is None:
             return
-        self._read()
-        heard, self._warnings = self._warnings, []
-        since = {SKIPPED: self._skipped, WARNINGS: heard}
-        self._file.write(record | {name: found for name, found in since.items() if found})
-        self._skipped = []
+        self._read(len(self._results))
+        since = {SKIPPED: self._skipped, WARNINGS: self._warnings}
+        self._file.write(run_files.format_record(record | {name: found for name, found in since.items() if found}))
+        self._file.flush()
+        self._skipped, self._warnings = [], []
 
     def flush(self) -> None:
         """Write what is not written yet of skipped updates and warnings, as before a checkpoint."""
-        if self._writes:
-            self._read()
-            if self._skipped or self._warnings:
-                self.write({"step": self._engine.global_step})
+        self._read(len(self._results))
+        if self._skipped or self._warnings:
+            self.write({"step": self._engine.global_step})
 
     def save_precision_report(self, report: PrecisionReport) -> None:
         """Keep what `with engine.precision_report() as report:` has measured."""
-        if self._writes:
-            self._put(PRECISION, {"step": self._engine.global_step, "report": make_plain(report.to_dict())})
+        if self._file is not None:
+            self._put(PRECISION, step=self._engine.global_step, report=report.to_dict(), text=str(report))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None) -> None:
         """Write how the run ended: with `error`, or well. May be called twice; the first counts."""
-        if not self._is_open:
-            return
         logging.getLogger("halfmesh").removeHandler(self._listener)
-        self._first_batch.close()
-        if self._writes:
-            with contextlib.suppress(RuntimeError):  # the device is of no use after some errors
-                self.flush()
-            self._sessions[-1] |= {"ended": _now(), "to_step": self._engine.global_step, **_how(error)}
-            self._put(CONFIG, {"sessions": self._sessions})
-            self._file.close()
-        self._is_open = False
+        if self._file is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the device is of no use after some errors
+            self.flush()
+        self._sessions[-1] |= {"ended": _now(), "to_step": self._engine.global_step, **_how(error)}
+        self._put(CONFIG, sessions=self._sessions)
+        self._file.close()
+        self._file = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -162,25 +158,21 @@ class RunFolder:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    @property
-    def _writes(self) -> bool:
-        return self._is_open and self._engine.context.rank == 0
-
     def _begin(self, ranks: list[dict[str, Any]]) -> None:
-        step = self._engine.global_step
+        step, plan = self._engine.global_step, self._engine.plan
         self.directory.mkdir(parents=True, exist_ok=True)
         if step == 0:
-            _move_earlier(self.directory)
-        sessions, plans = (_read_list(self.directory / name, key) for name, key in _LISTS)
-        self._sessions = [*sessions, self._session()]
-        plan = {"rows": dict(self._engine.plan.rows), "values": {**self._engine.plan.values, "ranks": ranks}}
-        if not plans or {key: plans[-1].get(key) for key in plan} != plan:
-            plans.append({"from_step": step, **plan})
-        self._put(CONFIG, {"sessions": self._sessions})
-        self._put(PLAN, {"plans": plans})
-        dropped = self._file.open(step)
-        self._skipped = sorted({number for line in dropped for number in _skips_of(line) if number <= step})
-        self._warnings = [found for line in dropped for found in _warnings_of(line) if found[0] <= step]
+            run_files.move_earlier(self.directory)
+        self._sessions = [*run_files.read_earlier(self.directory / CONFIG, "sessions"), self._session()]
+        plans = run_files.read_earlier(self.directory / PLAN, "plans")
+        new = _plain({"rows": dict(plan.rows), "values": {**plan.values, "ranks": ranks}})
+        if not plans or {key: plans[-1].get(key) for key in new} != new:
+            plans.append({"from_step": step, **new})
+        self._put(CONFIG, sessions=self._sessions)
+        self._put(PLAN, plans=plans)
+        skipped, self._warnings = run_files.drop_records(self.directory / METRICS, step)
+        self._skipped = sorted(skipped)
+        self._file = (self.directory / METRICS).open("a")
         self.flush()
 
     def _session(self) -> dict[str, Any]:
@@ -188,91 +180,62 @@ class RunFolder:
 
         engine, device = self._engine, self._engine.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "halfmesh": __version__}
-        return {
+        cuda = {"cuda": torch.version.cuda} if device.type == "cuda" else {}
+        session = {
             "started": _now(),
             "ended": None,
             "status": "running",
             "from_step": engine.global_step,
-            "argv": [str(word) for word in sys.argv],
-            "versions": versions,
+            "argv": sys.argv,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                **cuda,
+                "halfmesh": __version__,
+            },
             "device": name,
             "world_size": engine.context.size,
-            "config": make_plain(engine.config.to_dict()),
-            "settings": describe_settings(engine.config),
+            "config": engine.config.to_dict(),
+            "settings": _settings(engine.config),
         }
+        return _plain(session)
 
     def _hear(self, record: logging.LogRecord) -> None:
         self._warnings.append((self._engine.global_step, record.getMessage().removeprefix("[rank 0] ")))
 
-    def _note_rows(self, rows: int) -> None:
-        """Once: the size of the first batch, which a loader need not tell."""
-        self._first_batch.close()
-        if self._writes:
-            self._sessions[-1]["batch_rows"] = rows
-            self._put(CONFIG, {"sessions": self._sessions})
-
-    def _read(self, count: int | None = None) -> None:
-        """Read the results that were noted, the `count` oldest or all."""
-        for _ in range(len(self._results) if count is None else count):
+    def _read(self, count: int) -> None:
+        """Read the `count` oldest results that were noted."""
+        for _ in range(count):
             number, result = self._results.popleft()
             if result.skipped:
                 self._skipped.append(number)
 
-    def _put(self, name: str, content: dict[str, Any]) -> None:
-        replace_file(self.directory / name, json.dumps({"format": 1, **content}, indent=1) + "\n")
+    def _put(self, name: str, **content: Any) -> None:
+        run_files.replace_file(self.directory / name, json.dumps({"format": 1, **_plain(content)}, indent=1) + "\n")
 
 
-class _FirstBatch(EngineHook):
-    def __init__(self, engine: Engine, note: Callable[[int], None]) -> None:
-        self._engine = engine
-        self._note = note
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._engine.training:
-            self._note(count_rows((args, kwargs)))
-
-
-_LISTS = ((CONFIG, "sessions"), (PLAN, "plans"))
+def _describe_rank(engine: Engine) -> dict[str, Any]:
+    """The blocks whose parameters this rank holds, which part of them, and bytes."""
+    context = engine.context
+    return {
+        "holds": compress(dict.fromkeys(block_of(name) for name, _ in engine.model.named_parameters())),
+        "part": describe_shards(engine.config.parallel, context.sizes, context.rank),
+        "bytes": sum(size or 0 for size in engine.plan.values["bytes"].values()),
+    }
 
 
-def _read_list(path: Path, key: str) -> list[dict[str, Any]]:
-    """What an earlier part of the run has written, as far as it can be read; what cannot is renamed."""
-    if not path.exists():
-        return []
-    try:
-        return [dict(item) for item in json.loads(path.read_text())[key]]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        set_aside(path)
-        return []
+def _settings(config: Config) -> dict[str, Any]:
+    """All keys with their values, defaults too; the mode's own keys beside the mode, as a user writes them."""
+    settings = config.model_dump(exclude=set(config.user))
+    for name in ("fp16", "bf16"):
+        if settings[name] is not None:
+            settings[name] = {"mode": settings[name]["mode"], **settings[name]["options"]}
+    return settings
 
 
-def _skips_of(line: str) -> list[int]:
-    try:
-        return [int(number) for number in json.loads(line).get(SKIPPED, [])]
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return []
-
-
-def _warnings_of(line: str) -> list[tuple[int, str]]:
-    try:
-        return [(int(step), str(text)) for step, text in json.loads(line).get(WARNINGS, [])]
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return []
-
-
-def _move_earlier(directory: Path) -> None:
-    """Make room: the files of another run go into a folder of their own, which can be reported as well."""
-    there = [path for name in FILES if (path := directory / name).exists()]
-    if not any(path.stat().st_size for path in there):
-        return
-    number = 1
-    while (earlier := directory / f"earlier-{number}").exists():
-        number += 1
-    earlier.mkdir()
-    for path in there:
-        path.rename(earlier / path.name)
-    _log.info("%s held a run already, which is in %s now", directory, earlier)
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` of what JSON has; of anything else its repr."""
+    return dict(json.loads(to_json(value, fallback=show, inf_nan_mode="strings")))
 
 
 def _how(error: BaseException | None) -> dict[str, Any]:
@@ -280,31 +243,8 @@ def _how(error: BaseException | None) -> dict[str, Any]:
         return {"status": "finished"}
     if isinstance(error, Preempted):
         return {"status": "preempted"}
-    lines = str(error).splitlines()
-    return {"status": "failed", "error": cut(f"{type(error).__name__}: {lines[0] if lines else ''}")}
-
-
-def _refuse_odd(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if name in _OWN_NAMES:
-            raise InputError(f"{name}= is what a record says by itself; give the value another name")
-        if not isinstance(value, (int, float)) and (not hasattr(value, "item") or math.prod(_shape(value)) != 1):
-            raise _no_number(name, f"{type(value).__name__}{list(_shape(value)) or ''}")
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
-def _as_number(name: str, value: Any) -> int | float:
-    number = value if isinstance(value, (int, float)) else value.item()
-    if not isinstance(number, (int, float)):
-        raise _no_number(name, type(number).__name__)
-    return number
-
-
-def _no_number(name: str, what: str) -> InputError:
-    return InputError(f"{name}={what} is no number; give record numbers, or tensors of one element")
+    first, *_ = str(error).splitlines() or [""]
+    return {"status": "failed", "error": cut(f"{type(error).__name__}: {first}")}
 
 
 def _now() -> str:

@@ -1,82 +1,93 @@
 "use strict";
-// Values where the pointer is, or the arrow keys have gone to. Without this script the page only lacks them.
 const data = JSON.parse(document.getElementById("data").textContent);
-
-function nearest(steps, step) {
-  let low = 0, high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < step) low = middle + 1; else high = middle;
-  }
-  return low > 0 && step - steps[low - 1] <= steps[low] - step ? low - 1 : low;
-}
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 3 });
+const digits = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+const power = (base, n) => base + (n < 0 ? "⁻" : "") + [...String(Math.abs(n))].map((d) => digits[d]).join("");
 
 function readable(value) {
-  if (value === null) return "no number";
+  if (value == null) return "no number";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-4 || size >= 1e15)) return value.toExponential(4).replace(/\.?0*e\+?/, "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e15)) return value.toExponential(3).replace(/\.?0*e\+?/, "e");
   return value.toLocaleString("en", { maximumSignificantDigits: 5 });
 }
 
-function show(svg, step) {
-  const { left, right, low, high, chart } = Object.fromEntries(
-    Object.entries(svg.dataset).map(([key, value]) => [key, key === "chart" ? value : Number(value)]));
-  const drawn = data[chart];
-  const lines = [];
-  let at = null;
-  for (const line of drawn.lines) {
-    const place = nearest(line.x, step);
-    if (at === null || Math.abs(line.x[place] - step) < Math.abs(at - step)) at = line.x[place];
+function ticks(chart, values) {
+  const { log, lines } = chart;
+  if (log) {  // below the lines are the marks of skipped updates only
+    const least = Math.min(...lines.filter((line) => line.kind !== "skips").flatMap((line) => line.y.filter((v) => v)));
+    return values.map((v) => v == null || (log === 2 && v < least) ? "" : power(log, Math.round(Math.log2(v) / Math.log2(log))));
   }
-  const slack = (high - low) / (right - left) * 4;
-  for (const line of drawn.lines) {
-    const place = nearest(line.x, at);
-    if (Math.abs(line.x[place] - at) > slack * 3) continue;
-    const elsewhere = line.x[place] === at ? "" : ` (update ${line.x[place].toLocaleString("en")})`;
-    lines.push(`${line.label} ${readable(line.y[place])}${elsewhere}`);
-  }
-  for (const marks of drawn.skips) {
-    const near = marks.ranges.filter(([first, last]) => first <= at + slack && last >= at - slack).slice(0, 6);
-    if (near.length) lines.push(`${marks.label}: ${near.map(([a, b]) => a === b ? a : `${a}-${b}`).join(", ")}`);
-  }
-  const cross = svg.querySelector(".cross");
-  const x = left + (at - low) / (high - low) * (right - left);
-  cross.setAttribute("x1", x);
-  cross.setAttribute("x2", x);
-  cross.setAttribute("visibility", "visible");
-  svg.dataset.at = at;
-  const tip = svg.parentElement.querySelector(".tip");
-  tip.textContent = [`update ${at.toLocaleString("en")}`, ...lines].join("\n");
-  tip.hidden = false;
-  const scale = svg.clientWidth / svg.viewBox.baseVal.width;
-  const before = x * scale > svg.clientWidth / 2;
-  const shift = before ? x * scale - tip.offsetWidth - 10 : x * scale + 10;
-  tip.style.left = `${Math.max(0, Math.min(shift, svg.clientWidth - tip.offsetWidth))}px`;
-  tip.style.top = `${svg.offsetTop + svg.getBoundingClientRect().top - svg.parentElement.getBoundingClientRect().top + 8}px`;
+  const most = Math.max(...values.map(Math.abs));
+  if (most < 2e-3) return values.map((v) => v === 0 ? "0" : v.toExponential(2).replace(/\.?0*e/, "e"));
+  return values.map(most >= 1e4 && most < 1e15 ? short.format : readable);
 }
 
-function hide(svg) {
-  svg.querySelector(".cross").setAttribute("visibility", "hidden");
-  svg.parentElement.querySelector(".tip").hidden = true;
+// The place of a line's value at, or nearest to, a place of all lines: lines have values at different updates.
+function nearest(values, at) {
+  for (let d = 0; d < values.length; d++) {
+    if (values[at - d] !== undefined) return at - d;
+    if (values[at + d] !== undefined) return at + d;
+  }
+  return at;
 }
 
-for (const svg of document.querySelectorAll("svg.chart")) {
-  svg.addEventListener("pointermove", (event) => {
-    const { left, right, low, high } = svg.dataset;
-    const box = svg.getBoundingClientRect();
-    const x = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
-    const share = Math.min(1, Math.max(0, (x - left) / (right - left)));
-    show(svg, Number(low) + share * (high - low));
-  });
-  svg.addEventListener("pointerleave", () => hide(svg));
-  svg.addEventListener("blur", () => hide(svg));
-  svg.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") return hide(svg);
-    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+function series(line) {
+  const colour = () => css(`--c${line.colour}`);
+  const isSkips = line.kind === "skips";
+  const last = line.y[line.y.length - 1];
+  return {
+    label: line.label,
+    stroke: colour,
+    width: isSkips ? 0 : 1.6,
+    dash: line.kind === "plan" ? [2, 5] : line.kind === "dots" ? [6, 4] : [],
+    paths: isSkips ? () => null : undefined,
+    points: isSkips || line.kind === "dots" ? { show: true, size: 6, fill: colour, stroke: colour }
+      : line.kind === "plan" ? { show: false } : { fill: () => css("--card") },
+    value: (u, value, i, at) => isSkips ? (at == null ? "" : value == null ? "no" : "yes") : readable(at == null ? last : value),
+  };
+}
+
+function draw(figure) {
+  const chart = data[figure.dataset.chart];
+  const axis = { stroke: () => css("--soft"), grid: { stroke: () => css("--grid") }, ticks: { stroke: () => css("--grid") } };
+  const font = "11px system-ui, sans-serif";
+  const base = chart.log || 10;
+  const options = {
+    width: figure.clientWidth,
+    height: 240,
+    cursor: {
+      sync: { key: "update" },
+      y: false,
+      dataIdx: (u, i, at) => i === 0 || chart.lines[i - 1].kind === "skips" ? at : nearest(u.data[i], at),
+    },
+    scales: {
+      x: { time: false },
+      y: chart.log ? { distr: 3, log: base } : { range: (u, low, high) => range(chart, low, high) },
+    },
+    axes: [
+      { ...axis, font, incrs: [1, 2, 5].flatMap((n) => [...Array(13).keys()].map((p) => n * 10 ** p)).sort((a, b) => a - b),
+        values: (u, values) => ticks({}, values), label: "update", labelFont: font, labelSize: 18, size: 30 },
+      { ...axis, font, size: 58, values: (u, values) => ticks(chart, values) },
+    ],
+    series: [{ label: "update", value: (u, value) => value == null ? "last" : value.toLocaleString("en") }, ...chart.lines.map(series)],
+  };
+  const plot = new uPlot(options, uPlot.join([[[0, chart.last]], ...chart.lines.map((line) => [line.x, line.y])]), figure);
+  new ResizeObserver(() => plot.setSize({ width: figure.clientWidth, height: 240 })).observe(figure);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false));
+  figure.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by) return;
     event.preventDefault();
-    const steps = data[svg.dataset.chart].lines[0].x;
-    const from = "at" in svg.dataset ? nearest(steps, Number(svg.dataset.at)) : -1;
-    const place = from + (event.key === "ArrowLeft" ? -1 : 1);
-    show(svg, steps[Math.max(0, Math.min(place, steps.length - 1))]);
+    const at = Math.max(0, Math.min(plot.data[0].length - 1, (plot.cursor.idx ?? -1) + by));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][at], "x"), top: 0 });
   });
 }
+
+function range(chart, low, high) {
+  if (low == null) return [0, 1];
+  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  return [chart.zero && low >= 0 ? 0 : low - room, high + room];
+}
+
+document.querySelectorAll("figure.plot").forEach(draw);

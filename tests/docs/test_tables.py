@@ -17,7 +17,7 @@ from halfmesh.config.activations import CheckpointConfig
 from halfmesh.config.automatic import AutomaticConfig
 from halfmesh.config.schema import ClipConfig, CompileConfig, DataConfig, PipelineConfig, Settings, TensorConfig
 from halfmesh.options import Options
-from halfmesh.report.names import FILES
+from halfmesh.report.run_files import FILES
 from tests.support.models import make_engine
 from tests.support.pages import defaults, find_rows, read_page, stand_ins
 

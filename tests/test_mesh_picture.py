@@ -1,0 +1,91 @@
+"""The picture of a mesh: all axes, also those of others; what each rank holds; large meshes."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+import halfmesh
+from halfmesh.mesh_picture import compress, describe_shards, draw, in_words, mesh_sizes
+from halfmesh.options import Options
+from halfmesh.parallel.axis import Axis
+
+
+def words(svg):
+    """The texts of a picture."""
+    return [element.text for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.fixture
+def wide():
+    """An axis of a third party."""
+
+    class WideOptions(Options):
+        size: int = 1
+
+    class Wide(Axis):
+        dim = "wp"
+        options = WideOptions
+
+    halfmesh.AXES.register("wide", Wide)
+    yield
+    halfmesh.AXES.unregister("wide")
+
+
+def config_of(**parallel):
+    return halfmesh.Config.model_validate({"parallel": parallel})
+
+
+def test_an_axis_of_others_appears_by_itself(wide):
+    config = config_of(pipeline={"size": 2, "microbatches": 2}, tensor=2, wide=3, data="fsdp")
+    sizes = mesh_sizes(config, 24)
+    assert in_words(sizes) == "pp 2 x dp 2 x wp 3 x tp 2"
+    assert describe_shards(config.parallel, sizes, 23) == "tensor 2/2, wide 3/3, fsdp 2/2"
+    assert describe_shards(config.parallel, sizes, 0) == "tensor 1/2, wide 1/3, fsdp 1/2"
+    drawn = words(draw(sizes, lambda rank: []))
+    assert drawn[0] == "24 ranks: pp 2 x dp 2 x wp 3 x tp 2 (10 are not drawn)"
+    assert "dp 1, wp 2, tp 1" in drawn
+    assert "rank 23" in drawn
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("replicate", ["", "", "", ""]),
+        ("zero1", ["zero1 1/4", "zero1 2/4", "zero1 3/4", "zero1 4/4"]),
+        ({"strategy": "fsdp", "hybrid": 2}, ["fsdp 1/2", "fsdp 2/2", "fsdp 1/2", "fsdp 2/2"]),
+    ],
+)
+def test_what_data_ranks_hold(data, expected):
+    config = config_of(data=data)
+    sizes = mesh_sizes(config, 4)
+    assert [describe_shards(config.parallel, sizes, rank) for rank in range(4)] == expected
+
+
+def test_a_rank_has_its_lines_and_its_node():
+    svg = draw({"pp": 2, "dp": 1, "tp": 2}, lambda rank: [f"blocks.{rank} <&>", "", "1.0 GiB"], node=2)
+    assert words(svg) == [
+        "4 ranks: pp 2 x dp 1 x tp 2", "tp 0", "tp 1",
+        "pp 0", "rank 0", "node 0", "blocks.0 <&>", "1.0 GiB", "rank 1", "node 0", "blocks.1 <&>", "1.0 GiB",
+        "pp 1", "rank 2", "node 1", "blocks.2 <&>", "1.0 GiB", "rank 3", "node 1", "blocks.3 <&>", "1.0 GiB",
+    ]  # fmt: skip
+
+
+def test_one_rank():
+    assert words(draw({"pp": 1, "dp": 1, "tp": 1}, lambda rank: ["all"])) == [
+        "1 rank: pp 1 x dp 1 x tp 1", "rank 0", "all",
+    ]  # fmt: skip
+
+
+def test_a_large_mesh_shows_its_first_ranks_and_its_last():
+    asked = []
+    drawn = words(draw({"pp": 16, "dp": 512, "tp": 8}, lambda rank: asked.append(rank) or []))
+    assert drawn[0] == "65,536 ranks: pp 16 x dp 512 x tp 8 (65,487 are not drawn)"
+    assert len(asked) == 49
+    assert {"rank 0", "rank 65535", "pp 15", "dp 511, tp 7", "..."} <= set(drawn)
+
+
+def test_blocks_that_follow_each_other_are_a_range():
+    names = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.7", "head", "0", "1"]
+    assert compress(names) == ["embed", "blocks.0-2", "blocks.7", "head", "0-1"]
