@@ -116,17 +116,16 @@ class _Planned:
         memory: str | None,
         is_fresh: bool,
     ) -> None:
-        from ..data.global_batch import accumulate
         from ..errors import InputError
         from ..memory import parse_bytes
-        from ..plan import advice, dry_run, show
+        from ..plan import dry_run, show
+        from ..plan.workers import Workers, count_cores
 
         try:
             self.limit = None if memory is None else parse_bytes(memory)
         except InputError as error:
             raise typer.BadParameter(f"--gpu-memory {error}") from None
         self._run: dry_run.DryRun | None = None
-        self._change: advice.Change | None = None
         self._show = show
         self._config, self._model, self._batch = config, model, batch
         self.problems: list[str] = []
@@ -135,15 +134,11 @@ class _Planned:
         if not right:
             self.problems = dry_run.find_model_problems(config, world_size, model)
             return
-        run = dry_run.dry_run(config, world_size, model, batch, is_fresh)
+        # One for each kind of rank, also if there are fewer cores: they take unequally long.
+        with Workers(max(dry_run.MOST_KINDS, count_cores()) if world_size > 1 else 1, is_fresh) as workers:
+            run = dry_run.dry_run(workers, config, world_size, model, batch)
         self.problems = run.problems
-        if not run.problems:
-            self._run = run
-            if not self.fits and self.limit is not None:
-                self._change = advice.find_change(
-                    accumulate(config, run.rows or None, run.layout.data),
-                    advice.Asked(run, world_size, device, self.limit, model, batch),
-                )
+        self._run = None if run.problems else run
 
     @property
     def fits(self) -> bool:
@@ -158,11 +153,11 @@ class _Planned:
             picture.draw(path, self._config, self._run, self._model, self._batch, node)
 
     def as_json(self, can_run: bool) -> dict[str, Any]:
-        run = None if self._run is None else self._show.as_json(self._run, self.limit, self._change)
+        run = None if self._run is None else self._show.as_json(self._run, self.limit)
         return {"ok": can_run and self.fits, "model_problems": self.problems, "dry_run": run}
 
     def lines(self) -> list[str]:
-        return [] if self._run is None else list(self._show.lines(self._run, self.limit, self._change))
+        return [] if self._run is None else list(self._show.lines(self._run, self.limit))
 
 
 def _plan(config: Config, world_size: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from ..config import Config
 from ..division_plans import make_plans
 from ..parallel.pipeline.partition import all_entries
-from . import subject
+from .model_spec import build_model
 from .tracker import Tracker, dry_run_mode
 
 
@@ -21,7 +21,7 @@ def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -
         InputError, IncompatibleConfigError: the model cannot be built, or not be cut so.
     """
     with dry_run_mode(), Tracker():
-        model = subject.make(reference, batch).model
+        model = build_model(reference, batch).model
         size = config.parallel.pipeline.size
         if size == 1:
             return [_modules(model, all_names(model))]

@@ -23,6 +23,7 @@ class Zero1(DataStrategy):
     """Each data rank steps a part of the weights, and holds optimizer state and masters of that part."""
 
     shards_state = True
+    cost = "each update sends the new weights to all data ranks"
 
     def __init__(self, inputs: StrategyInputs) -> None:
         super().__init__(inputs)
@@ -58,6 +59,7 @@ class FSDP(DataStrategy):
     """Weights, gradients and optimizer state in parts; each block gathers its weights before it computes."""
 
     shards_state = shards_model = True
+    cost = "each block waits for its weights in forward and again in backward, for every batch of an update"
     keys = (
         *DataStrategy.keys,
         *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),

@@ -1,4 +1,4 @@
-"""What is planned: the user's model, and what it is called with."""
+"""The user's model and a batch of its inputs, built without memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSpec:
     """A model, and a batch as the loader of one data rank gives it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Subject:
         """Of the batch: the size of the first dim of its first tensor that has one."""
         return next((tensor.shape[0] for tensor in tensors_of(self.inputs) if tensor.dim()), 0)
 
-    def with_rows(self, rows: int) -> Subject:
+    def with_rows(self, rows: int) -> ModelSpec:
         """The same with a batch of so many rows."""
         whole = self.rows
 
@@ -57,10 +57,10 @@ class Subject:
                 return tensor
             return tensor.new_zeros((rows, *tensor.shape[1:]))
 
-        return Subject(self.model, map_tensors(resize, self.inputs), map_tensors(resize, self.targets), self.criterion)
+        return replace(self, inputs=map_tensors(resize, self.inputs), targets=map_tensors(resize, self.targets))
 
 
-def make(reference: str, batch: Sequence[str] = ()) -> Subject:
+def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
     """Call what `reference` ("package.module:build") names, on the meta device; within a dry run.
 
     `build()` returns the model; or (model, inputs); or (model, (inputs, targets), criterion), as in
@@ -101,7 +101,7 @@ def make(reference: str, batch: Sequence[str] = ()) -> Subject:
     _without_memory(model)
     if isinstance(criterion, nn.Module):
         _without_memory(criterion)
-    return Subject(model, _faked(inputs), _faked(targets), criterion)
+    return ModelSpec(model, _faked(inputs), _faked(targets), criterion)
 
 
 def _without_memory(model: nn.Module) -> None:
