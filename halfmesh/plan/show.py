@@ -22,8 +22,8 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
         table.append((part, ["?" if size is None else readable(size) for size in found]))
     table.append(("between two updates", [readable(figures.kept) for _, figures in ranks]))
     table.append(("peak", ["?" if figures.peak is None else readable(figures.peak) for _, figures in ranks]))
-    axes = sorted({axis for _, figures in ranks for axis in figures.traffic})
-    for axis in axes:
+    axes = {axis for _, figures in ranks for axis in figures.traffic}
+    for axis in sorted(axes, key=lambda axis: (axis == "all", axis)):
         sent = [figures.traffic.get(axis) for _, figures in ranks]
         cells = ["-" if one is None else f"{one.messages} x, {readable(one.bytes)}" for one in sent]
         table.append((f"sent over {axis if axis != 'all' else 'all ranks'}", cells))
@@ -35,7 +35,7 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
     if stages:
         yield f"  bubble {run.bubble:.0%}: that part of a step a stage waits"
     for note in run.notes:
-        yield f"  not known: {note}" if "not known" in note else f"  left out: {note}"
+        yield f"  note: {note}"
     if limit is not None:
         yield from _verdict(run, limit)
 
