@@ -101,7 +101,7 @@ class _Climb:
         found = iter(dry_runs(self._workers, calls, asked.world_size, asked.model, asked.batch, asked.room))
         runs = [None if rung.refused else next(found) for rung in rungs]
         return [
-            replace(rung, run=run, refused="; ".join(run.problems)) if run else rung
+            replace(rung, run=run, refused="\n".join(run.problems)) if run else rung
             for rung, run in zip(rungs, runs, strict=True)
         ]
 
@@ -166,9 +166,11 @@ class _Climb:
             self._note_least(first)
             return None
         kinds = ["", *self._recompute]
-        *_, last = self._try([(changes, kinds[0], sizes[-1]), (changes, kinds[-1], sizes[-1])])
-        if not self._fits(last):
-            self._note_least(last)
+        # Accumulated gradients take memory, too, so that smaller batches may need more.
+        ends = [(changes, kind, size) for kind in (kinds[-1], kinds[0]) for size in (sizes[-1], sizes[0])]
+        least = min(self._try(ends), key=lambda rung: (bool(rung.refused), rung.needs))
+        if not self._fits(least):
+            self._note_least(least)
             return None
         for kind in kinds:
             large, small = self._try([(changes, kind, sizes[0]), (changes, kind, sizes[-1])])
@@ -204,7 +206,8 @@ class _Climb:
         return not rung.refused and rung.needs <= self._asked.room
 
     def _note_least(self, rung: Rung) -> None:
-        assert rung.run is not None
+        if rung.run is None or rung.refused:
+            return
         ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()
         least = min(map(needed, figures)), min(one.state for one in figures), ranks
         self._least.setdefault(rung.config.parallel.data.strategy, least)

@@ -76,7 +76,7 @@ class Rung:
         passes: forwards and backwards of an update.
         recompute: what `activation_checkpoint` was changed to; "" if it was not.
         run: its dry run.
-        refused: why it has none.
+        refused: why it has none, a reason a line.
     """
 
     changes: Changes
@@ -135,7 +135,7 @@ def make_rung(asked: Asked, update: Update, changes: Changes, recompute: str, at
     if config.gradient_accumulation != batches and not follows:
         changes += (f"gradient_accumulation={batches}",)
     changed = load_config(asked.config, changes)
-    refused = "; ".join(map(str, check(changed, asked.world_size, asked.device)))
+    refused = "\n".join(map(str, check(changed, asked.world_size, asked.device)))
     return Rung(changes, changed, rows, batches * microbatches, recompute, refused=refused)
 
 

@@ -25,8 +25,8 @@ _RECOMPUTED = {
 def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
     """The rungs, why each does not fit, and what the one that fits costs."""
     if ladder.update is None:
-        yield f"{asked.model} cannot be simulated with the config as it is, so there is nothing to change"
-        yield from (f"  {problem}" for problem in ladder.rungs[0].refused.split("; "))
+        yield f"{asked.model} cannot be simulated with the config as it is:"
+        yield from (f"  {problem}" for problem in ladder.rungs[0].refused.splitlines())
         return
     yield (
         f"{asked.world_size} rank(s), {ladder.update.rows} rows in an update; a rank may use {readable(asked.room)} of "
@@ -47,6 +47,8 @@ def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
             "counts as the device's"
         )
         return
+    if ladder.chosen.run is not None:
+        yield from (f"note: {note}" for note in ladder.chosen.run.notes)
     yield "it costs"
     yield from (f"  {cost}" for cost in costs(ladder.chosen, ladder.update))
     yield from (f"advice: {finding}" for finding in find_advice(ladder.chosen.config))
@@ -60,7 +62,7 @@ def _name(rung: Rung) -> str:
 
 def _verdict(rung: Rung, asked: Asked) -> str:
     if rung.refused:
-        return f"cannot run: {rung.refused}"
+        return f"cannot run: {'; '.join(rung.refused.splitlines())}"
     assert rung.run is not None
     rank, figures = rung.run.largest
     parts = sorted(figures.parts.items(), key=lambda part: -part[1])[:2]

@@ -50,12 +50,20 @@ def train(rank, world_size, path, rows):
     return seen, engine.context.dp_rank, changed > len(before) / 2
 
 
-@pytest.mark.parametrize(("room", "changes"), [])
+@pytest.mark.parametrize(
+    ("room", "changes"),
+    [
+        (6700, "bf16.mode=torch"),
+        (3750, "bf16.mode=torch gradient_accumulation=8"),
+        pytest.param(2860, "bf16.mode=torch parallel.data.strategy=zero1", marks=slow),
+        pytest.param(2500, "bf16.mode=torch parallel.tensor.size=2", marks=slow),
+    ],
+)
 def test_the_first_that_fits_is_chosen_and_trains(room, changes, tmp_path):
     asked, ladder = plan(room, 2)
     *others, chosen = ladder.rungs
     assert chosen is ladder.chosen
-    assert " ".join(chosen.changes) == changes
+    assert " ".join(chosen.changes).startswith(changes)
     assert others[0].changes == ()
     assert all(rung.needs > asked.room for rung in others)
     assert chosen.needs <= asked.room
@@ -118,9 +126,9 @@ def test_what_changes_the_result_is_left_out(models):
 
 def test_models_that_cannot_be_planned(models):
     asked, ladder = plan(1, 1, model="some_models:hollow")
-    first, reason = lines(ladder, asked)
+    first, *reasons = lines(ladder, asked)
     assert first.startswith("some_models:hollow cannot be simulated with the config as it is")
-    assert "empty parameter list" in reason
+    assert any("empty parameter list" in reason for reason in reasons)
     with pytest.raises(InputError, match=r"inputs are not known, .*: give --batch, or let build return"):
         plan(1, 1, model="some_models:bare")
 
