@@ -139,19 +139,23 @@ class _Climb:
         return self.ladder
 
     def _look_at_model(self) -> None:
-        """What the model does not allow, whatever the memory."""
+        """Leave out what the composition table or the model does not allow, whatever the memory."""
         asked, update, kinds = self._asked, self._update, list(recomputations(self._asked.config))
-        single = [*(change for _, change, _ in axis_changes(asked)), *strategy_changes(asked.config)]
-        rungs = [make_rung(asked, update, (change,), "", update.at_once) for change in single]
-        rungs += [make_rung(asked, update, (), kind, update.at_once) for kind in kinds]
+        single: list[Changes] = [(change,) for _, change, _ in axis_changes(asked)]
+        single += [(change,) for change in strategy_changes(asked.config)]
+        tried = [(changes, "", self._sizes(changes)[0]) for changes in single] + [
+            ((), k, update.at_once) for k in kinds
+        ]
+        rungs = [make_rung(asked, update, *key) for key in tried]
         call = ([rung.config for rung in rungs], asked.world_size, asked.model)
         ((has_batch_norm, problems),) = self._workers.run(_look_at, [call])
-        for change, reasons in zip([*single, *kinds], problems, strict=True):
-            if reasons:
+        for (changes, kind, _), rung, reasons in zip(tried, rungs, problems, strict=True):
+            if reasons := [*rung.refused.splitlines(), *reasons]:
+                change = f"activation_checkpoint={kind}" if kind else changes[0]
                 self._refused.add(change)
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
                 self.ladder.notes.append(f"{change} is left out: {reason}")
-        self._recompute = [kind for kind in kinds if kind not in self._refused]
+        self._recompute = [k for k in kinds if f"activation_checkpoint={k}" not in self._refused]
         if has_batch_norm:
             self._splits_batches = False
             self.ladder.notes.append("smaller batches are left out: BatchNorm's statistics would change")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.load import load_config
 from ..errors import InputError, readable
+from ..parallel.registries import AXES
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -39,11 +40,11 @@ def describe(rung: Rung, asked: Asked, update: Update) -> str:
 
 
 def short(config: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults, in the shorthand forms: data="zero1" in place of a dict with one key."""
-    parallel = dict(config.get("parallel", {}))
-    for axis, key in (("tensor", "size"), ("data", "strategy")):
-        if isinstance(parallel.get(axis), dict) and list(parallel[axis]) == [key]:
-            parallel[axis] = parallel[axis][key]
+    """What differs from the defaults, in the shorthand forms: a size or a strategy in place of a dict with one key."""
+    parallel = {}
+    for name, keys in config.get("parallel", {}).items():
+        key = "size" if name in AXES else "strategy"
+        parallel[name] = keys[key] if isinstance(keys, dict) and list(keys) == [key] else keys
     found = dict(config) | ({"parallel": parallel} if parallel else {})
     checkpoint = found.get("activation_checkpoint")
     if checkpoint in ({"every": 1}, {"every": 1, "selective": True}):
