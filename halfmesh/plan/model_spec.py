@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,19 +155,10 @@ def _find(reference: str) -> Callable[[], Any]:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise InputError(f"--model {reference}: {module_name} needs {error.name!r}, which is missing") from error
-        known = [path.stem for path in Path(here).glob("*.py")] + [
-            p.parent.name for p in Path(here).glob("*/__init__.py")
-        ]
-        raise InputError(
-            f"--model {reference}: there is no module {error.name!r}{did_you_mean(error.name, known)}; it is looked "
-            f"for from {here} and in the installed packages"
-        ) from error
     except Exception as error:
+        where = f" (looked for in {here} and in the installed packages)" if isinstance(error, ImportError) else ""
         raise InputError(
-            f"--model {reference}: importing {module_name} raised {type(error).__name__}: {error}"
+            f"--model {reference}: importing {module_name} raised {type(error).__name__}: {error}{where}"
         ) from error
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, nn.Module):

@@ -125,7 +125,7 @@ def test_a_model_without_inputs(models):
     ("model", "batch", "words"),
     [
         ("my_models", (), "name a function as package.module:build"),
-        ("my_model:build", (), "there is no module 'my_model'"),
+        ("my_model:build", (), "ModuleNotFoundError: No module named 'my_model' (looked for in "),
         ("my_models:bar", (), "my_models.bar does not exist; did you mean 'bare'?"),
         ("my_models:MODEL", (), "my_models.MODEL is no function"),
         ("my_models:fails", (), "load no weights"),
