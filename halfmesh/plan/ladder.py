@@ -32,6 +32,7 @@ from .tracker import Tracker, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
+    from .simulate_rank import Figures
     from .workers import Workers
 
 _REASON = 200
@@ -162,24 +163,25 @@ class _Climb:
 
     def _try_layout(self, changes: Changes) -> Rung | None:
         """The simplest batch and recomputation by which the layout fits."""
-        sizes = self._sizes(changes)
-        (first,) = self._try([(changes, "", sizes[0])])
+        sizes, kinds = self._sizes(changes), ["", *self._recompute]
+        most, fewest = sizes[0], sizes[-1]
+        first, last = self._try([(changes, "", most), (changes, kinds[-1], most)])
         if first.refused or self._fits(first):
             return None if first.refused else first
         if first.state > self._asked.room:
-            self._note_least(first)
+            self._note_least(first, lambda figures: figures.state)
             return None
-        kinds = ["", *self._recompute]
-        # Accumulated gradients take memory, too, so that smaller batches may need more.
-        ends = [(changes, kind, size) for kind in (kinds[-1], kinds[0]) for size in (sizes[-1], sizes[0])]
-        least = min(self._try(ends), key=lambda rung: (bool(rung.refused), rung.needs))
-        if not self._fits(least):
-            self._note_least(least)
-            return None
-        for kind in kinds:
-            large, small = self._try([(changes, kind, sizes[0]), (changes, kind, sizes[-1])])
+        if not self._fits(last):
+            # Accumulated gradients take memory, too, so that smaller batches may need more.
+            (small,) = self._try([(changes, kinds[-1], fewest)])
+            if not self._fits(small):
+                self._note_least(min(last, small, key=lambda rung: rung.needs), needed)
+                return None
+        for kind, following in zip(kinds, [*kinds[1:], ""], strict=True):
+            (large,) = self._try([(changes, kind, most)])
             if self._fits(large):
                 return large
+            small, _ = self._try([(changes, kind, fewest), (changes, following, most)])  # on two cores
             if self._fits(small):
                 return self._find_largest(changes, kind, sizes)
         return None
@@ -209,12 +211,12 @@ class _Climb:
     def _fits(self, rung: Rung) -> bool:
         return not rung.refused and rung.needs <= self._asked.room
 
-    def _note_least(self, rung: Rung) -> None:
-        if rung.run is None or rung.refused:
-            return
-        ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()
-        least = min(map(needed, figures)), min(one.state for one in figures), ranks
-        self._least.setdefault(rung.config.parallel.data.strategy, least)
+    def _note_least(self, rung: Rung, of: Callable[[Figures], int]) -> None:
+        """Nothing else in this layout needs less than this rung; `of` says what of its figures is meant."""
+        if rung.run is not None and not rung.refused:
+            ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()
+            least = min(map(of, figures)), min(one.state for one in figures), ranks
+            self._least.setdefault(rung.config.parallel.data.strategy, least)
 
     def _is_hopeless(self, changes: Changes) -> bool:
         """Whether a layout cannot fit, because a simpler one with the same data strategy needs too much even if the
