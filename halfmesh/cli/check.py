@@ -119,7 +119,6 @@ class _Planned:
         from ..errors import InputError
         from ..memory import parse_bytes
         from ..plan import dry_run, show
-        from ..plan.workers import Workers, count_cores
 
         try:
             self.limit = None if memory is None else parse_bytes(memory)
@@ -134,9 +133,7 @@ class _Planned:
         if not right:
             self.problems = dry_run.find_model_problems(config, world_size, model)
             return
-        # One for each kind of rank, also if there are fewer cores: they take unequally long.
-        with Workers(max(dry_run.MOST_KINDS, count_cores()) if world_size > 1 else 1, is_fresh) as workers:
-            run = dry_run.dry_run(workers, config, world_size, model, batch)
+        run = dry_run.dry_run(config, world_size, model, batch, is_fresh)
         self.problems = run.problems
         self._run = None if run.problems else run
 

@@ -17,10 +17,10 @@ from ..parallel.registries import SCHEDULES
 from .model_spec import build_model
 from .simulate_rank import Figures, simulate_rank
 from .tracker import Tracker, Traffic, dry_run_mode
+from .workers import Workers, count_cores
 
 if TYPE_CHECKING:
     from ..config import Config
-    from .workers import Workers
 
 MOST_KINDS = 3
 """Ranks that are simulated: on the first, a middle and the last stage. Those of a stage are alike."""
@@ -63,18 +63,18 @@ def needed(figures: Figures) -> int:
     return figures.peak if figures.peak is not None else figures.state
 
 
-def dry_run(
-    workers: Workers, config: Config, world_size: int, model: str, batch: tuple[str, ...] = (), rows: int | None = None
-) -> DryRun:
+def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] = (), is_fresh: bool = False) -> DryRun:
     """Simulate one update of `config` with AdamW. `compat.check` has nothing against the config.
 
     Args:
         model: "package.module:build", see `build_model`.
         batch: shapes of the model's inputs, in place of those that `build` returns.
-        rows: of a data rank's batch, in place of those of the inputs.
+        is_fresh: see `Workers`.
     """
-    (run,) = dry_runs(workers, [(config, rows)], world_size, model, batch)
-    return run
+    jobs = len(_Simulated(config, None, world_size).jobs)
+    # One for each kind of rank, also if there are fewer cores: they take unequally long.
+    with Workers(min(jobs, max(MOST_KINDS, count_cores())), is_fresh) as workers:
+        return dry_runs(workers, [(config, None)], world_size, model, batch)[0]
 
 
 def dry_runs(
@@ -85,7 +85,8 @@ def dry_runs(
     batch: tuple[str, ...] = (),
     limit: int | None = None,
 ) -> list[DryRun]:
-    """Several of them side by side, each a config with the rows of its batch; `limit`: see `simulate_rank`."""
+    """Several side by side, each a config with the rows of its batch (None: those of the inputs); `limit`: see
+    `simulate_rank`."""
     runs = [_Simulated(config, rows, world_size) for config, rows in wanted]
     calls = [
         (run.config, model, batch, rank, world_size, count, run.rows, limit) for run in runs for rank, count in run.jobs

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfmesh import load_config
-from halfmesh.plan import dry_run as dry_runs
-from halfmesh.plan.dry_run import needed
+from halfmesh.plan.dry_run import dry_runs, needed
 from halfmesh.plan.simulate_rank import simulate_rank
 from halfmesh.plan.tracker import Traffic
 from halfmesh.plan.workers import Workers
@@ -21,7 +20,7 @@ def pipeline(microbatches, schedule="1f1b", size=2, **parallel):
 
 def dry_run(config, world_size, model, batch=()):
     """In this process: tests of the command start others."""
-    return dry_runs.dry_run(Workers(1, False), config, world_size, model, batch)
+    return dry_runs(Workers(1, False), [(config, None)], world_size, model, batch)[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh import InputError, load_config
 from halfmesh.compat import check
-from halfmesh.plan.dry_run import dry_run, needed
+from halfmesh.plan.dry_run import dry_runs, needed
 from halfmesh.plan.ladder import climb
 from halfmesh.plan.rungs import Asked
 from halfmesh.plan.show_ladder import lines
@@ -74,7 +74,7 @@ def test_the_first_that_fits_is_chosen_and_trains(room, changes, tmp_path):
     assert path.read_text() == "\n".join(said[said.index("") + 1 :]) + "\n"
     config = load_config(path)
     assert check(config, 2) == []
-    again = dry_run(HERE, config, 2, SMALL, rows=chosen.rows)
+    (again,) = dry_runs(HERE, [(config, chosen.rows)], 2, SMALL)
     assert needed(again.largest[1]) == chosen.needs
     done = run_ranks(train, 2, str(path), chosen.rows)
     assert all(changed for *_, changed in done)
