@@ -170,6 +170,7 @@ class _Climb:
             return None if first.refused else first
         if first.state > self._asked.room:
             self._note_least(first, lambda figures: figures.state)
+            self._tried = {key: rung for key, rung in self._tried.items() if rung is not last or last is first}
             return None
         if not self._fits(last):
             # Accumulated gradients take memory, too, so that smaller batches may need more.
