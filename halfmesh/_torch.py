@@ -122,7 +122,7 @@ def shapes_only() -> Iterator[None]:
 
 def in_shapes_only() -> bool:
     """Whether this is within `shapes_only`."""
-    return isinstance(getattr(torch.empty(0, device="cpu"), "fake_mode", None), _ShapesOnly)
+    return isinstance(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE), _ShapesOnly)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def _commands() -> None:
 
 app.command(epilog="Example: halfmesh check config.py --world-size 8 --device cuda")(check)
 app.command(
-    epilog="Example: halfmesh plan --model my_package.my_model:build --world-size 64 --gpu-memory 80GB --out config.py"
+    epilog="Example: halfmesh plan config.py --model my_package.my_model:build --world-size 64 --gpu-memory 80GB"
 )(plan)
 app.command(
     epilog="Example: halfmesh run --nproc 4 train.py --config config.py",

@@ -106,10 +106,9 @@ def _dry_run(
     config: Config | None, right: bool, world_size: int, device: str, asked: _Asked, is_fresh: bool
 ) -> _DryRun:
     """Run the model, if the config can run; draw the picture."""
-    from ..data.global_batch import accumulate
     from ..errors import InputError
     from ..memory import parse_bytes
-    from ..plan import advice, dry_run, picture, show
+    from ..plan import dry_run, picture, show
 
     try:
         if asked.picture is not None:
@@ -124,14 +123,10 @@ def _dry_run(
     run = dry_run.dry_run(config, world_size, asked.model, asked.batch, is_fresh)
     if run.problems:
         return _DryRun(run.problems)
-    change, fits = None, limit is None or show.fits(run, limit)
-    if limit is not None and not fits:
-        rows = accumulate(config, run.rows or None, run.layout.data)
-        question = advice.Asked(run, world_size, device, limit, asked.model, asked.batch)
-        change = advice.find_change(rows, question)
+    fits = limit is None or show.fits(run, limit)
     if asked.picture is not None:
         picture.draw(asked.picture, config, run, asked.model, asked.batch, asked.node)
-    return _DryRun([], fits, list(show.lines(run, limit, change)), show.as_json(run, limit, change))
+    return _DryRun([], fits, list(show.lines(run, limit)), show.as_json(run, limit))
 
 
 def _plan(config: Config, world_size: int) -> dict[str, Any]:

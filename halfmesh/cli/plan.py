@@ -1,4 +1,4 @@
-"""`halfmesh plan`: look for the best config of a model on so many devices."""
+"""`halfmesh plan`: the simplest change of a config by which a model fits."""
 
 from __future__ import annotations
 
@@ -17,70 +17,63 @@ def plan(
     model: Annotated[str, typer.Option(help="package.module:build, which builds the model and says its inputs.")],
     world_size: Annotated[int, typer.Option(help="The number of ranks.")],
     gpu_memory: Annotated[str, typer.Option(help="What one device has, such as 80GB or 80GiB.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="The config to begin with, a .py, .yaml, .yml or .json file; left out: {}.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE, such as parallel.tensor=2; repeatable.")
+    ] = None,
     batch: Annotated[
         list[str] | None,
         typer.Option(help="An input as a data rank's loader gives it, such as 8,2048:int64; repeatable."),
     ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(help="The rows that an update takes over all ranks; left out: the batch's rows on each rank."),
-    ] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="Devices of one node, over which tensor groups do not reach.")] = 8,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A precision to choose from, such as fp32 or torch-fp16; repeatable; left out: all but fp16."
-        ),
-    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Devices of one machine, which tensor groups stay within.")] = 8,
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
-    top: Annotated[int, typer.Option(help="Layouts that are listed.")] = 8,
-    out: Annotated[Path | None, typer.Option(help="Write the chosen config there, a .py file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the config that fits there, a .py file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw who holds what: a .png or .svg file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw what each rank holds, as an .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look for the config that suits a model, and say why.
+    """Find the simplest change of a config by which a model fits into memory, and say what it costs.
 
-    That is: layout, precision, batches and recomputation. Needs no GPU. The exit status is 0 if something fits,
-    else 1. What is chosen was done as a dry run: one rank of each kind does an update on tensors without memory.
-    The others are estimates where the list says so.
+    Changes are tried from the simplest to the most invasive, each in a dry run: one rank of each kind does an update
+    on tensors without memory. Needs no GPU. The exit status is 0 if something fits, else 1.
     build() returns (model, inputs), or (model, (inputs, targets), criterion), or the model, with --batch.
     """
-    from ..errors import InputError
+    from ..config.load import load_config
+    from ..errors import ConfigError, InputError
     from ..memory import parse_bytes
     from ..plan import picture as pictures
-    from ..plan import show_search, writing
-    from ..plan.candidates import read_modes
-    from ..plan.search import search
-    from ..plan.wish import Wish
+    from ..plan import show_ladder, writing
+    from ..plan.ladder import climb
+    from ..plan.rungs import Asked
     from ..plan.workers import Workers, count_cores
 
     is_fresh = bool(context.obj)
     try:
-        modes = read_modes(mode or ())
-        limit = parse_bytes(gpu_memory)
-        wish = Wish(model, world_size, limit, tuple(batch or ()), gpus_per_node, global_batch, modes, device, top)
         if out is not None:
             writing.refuse_path(out, force)
         if picture is not None:
             pictures.refuse_path(picture, force)
-        with (
-            contextlib.redirect_stdout(sys.stderr),  # what the model prints is not part of the answer
-            Workers(max(2, count_cores()) if is_fresh else 1, is_fresh) as workers,
-        ):
-            found = search(wish, workers, lambda text: print(text, file=sys.stderr, flush=True))
-        if found.chosen is not None and out is not None:
-            writing.write(out, found.chosen, wish, found.rows)
-    except InputError as error:
+        with contextlib.redirect_stdout(sys.stderr):  # what the config or the model prints is not part of the answer
+            loaded = load_config({} if config is None else config, overrides or ())
+            limit = parse_bytes(gpu_memory)
+            asked = Asked(loaded, world_size, limit, model, tuple(batch or ()), gpus_per_node, device)
+            with Workers(max(2, count_cores()) if is_fresh else 1, is_fresh) as workers:
+                ladder = climb(asked, workers, lambda text: print(text, file=sys.stderr, flush=True))
+        chosen = ladder.chosen
+        if chosen is not None and ladder.update is not None and out is not None:
+            writing.write(out, writing.config_text(chosen, asked, ladder.update), chosen.config)
+    except (ConfigError, InputError) as error:
         raise typer.BadParameter(str(error)) from None
-    if found.chosen is not None and found.chosen.run is not None and picture is not None:
-        pictures.draw(picture, found.chosen.candidate.config, found.chosen.run, model, wish.batch, wish.node)
+    if chosen is not None and chosen.run is not None and picture is not None:
+        pictures.draw(picture, chosen.config, chosen.run, model, asked.batch, gpus_per_node)
     if as_json:
-        print(json.dumps(show_search.as_json(found, wish), indent=2))
+        print(json.dumps(show_ladder.as_json(ladder, asked), indent=2))
     else:
         console = Console(highlight=False)
-        for line in show_search.lines(found, wish):
+        for line in show_ladder.lines(ladder, asked):
             console.print(line, markup=False, soft_wrap=True)
-        if found.chosen is not None and out is not None:
+        if chosen is not None and out is not None:
             console.print(f"written: {out}", markup=False, soft_wrap=True)
-    raise typer.Exit(0 if found.chosen is not None else 1)
+    raise typer.Exit(0 if chosen is not None else 1)

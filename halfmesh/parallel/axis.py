@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -205,6 +206,9 @@ class Axis:
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
         splits_params: a rank may hold a part of a parameter, so that the optimizer has to work element by element.
         takes_modules: a rank has some modules only. Such an axis is outermost in the mesh and is applied last.
+        splits_batch: the key, beside `size`, that says into how many microbatches the axis splits a data rank's batch;
+            "" if it does not.
+        cost: for `halfmesh plan`: what ranks wait for, in a few words.
     """
 
     dim: ClassVar[str]
@@ -212,6 +216,17 @@ class Axis:
     modes: ClassVar[Collection[str]] = ()
     splits_params: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = False
+    splits_batch: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
+
+    @staticmethod
+    def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
+        """Sizes above 1 that `halfmesh plan` may try on so many ranks, `node` of them in a machine; the smallest first.
+
+        The default keeps the ranks of the axis within a machine.
+        """
+        common = math.gcd(ranks, node)
+        yield from (size for size in range(2, common + 1) if common % size == 0)
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:

@@ -62,6 +62,7 @@ class DataStrategy:
         keys: those of `parallel.data` that it has.
         shards_state: whether each data rank steps a part of the weights, and holds the optimizer's state of that part.
         shards_model: whether the model's parameters are parts, too.
+        cost: for `halfmesh plan`: what data ranks wait for, besides the sum of gradients, in a few words.
         shards: what the optimizer steps on this rank; it holds their parameters.
         publisher: sends new weights to the ranks that use them; None: nobody waits for them.
     """
@@ -70,6 +71,7 @@ class DataStrategy:
     keys: ClassVar[Collection[str]] = ("strategy", "size", "reduce_dtype", "bucket_mb", "max_inflight")
     shards_state: ClassVar[bool] = False
     shards_model: ClassVar[bool] = False
+    cost: ClassVar[str] = ""
     publisher: Publisher | None = None
 
     def __init__(self, inputs: StrategyInputs) -> None:

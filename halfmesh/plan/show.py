@@ -1,19 +1,16 @@
-"""A plan in words, and as JSON."""
+"""A dry run in words, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import readable
 from .dry_run import DryRun, needed
-from .rehearsal import PARTS
-
-if TYPE_CHECKING:
-    from .advice import Change
+from .simulate_rank import PARTS
 
 
-def lines(run: DryRun, limit: int | None, change: Change | None) -> Iterator[str]:
+def lines(run: DryRun, limit: int | None) -> Iterator[str]:
     """A table of the ranks, what they send, and whether they fit."""
     ranks = list(run.ranks.items())
     stages = run.layout.pipeline > 1
@@ -25,8 +22,8 @@ def lines(run: DryRun, limit: int | None, change: Change | None) -> Iterator[str
         table.append((part, ["?" if size is None else readable(size) for size in found]))
     table.append(("between two updates", [readable(figures.kept) for _, figures in ranks]))
     table.append(("peak", ["?" if figures.peak is None else readable(figures.peak) for _, figures in ranks]))
-    axes = [axis for axis in ("dp", "tp", "pp", "all") if any(axis in figures.traffic for _, figures in ranks)]
-    for axis in axes:
+    axes = {axis for _, figures in ranks for axis in figures.traffic}
+    for axis in sorted(axes, key=lambda axis: (axis == "all", axis)):
         sent = [figures.traffic.get(axis) for _, figures in ranks]
         cells = ["-" if one is None else f"{one.messages} x, {readable(one.bytes)}" for one in sent]
         table.append((f"sent over {axis if axis != 'all' else 'all ranks'}", cells))
@@ -38,12 +35,12 @@ def lines(run: DryRun, limit: int | None, change: Change | None) -> Iterator[str
     if stages:
         yield f"  bubble {run.bubble:.0%}: that part of a step a stage waits"
     for note in run.notes:
-        yield f"  not known: {note}" if "not known" in note else f"  left out: {note}"
+        yield f"  note: {note}"
     if limit is not None:
-        yield from _verdict(run, limit, change)
+        yield from _verdict(run, limit)
 
 
-def as_json(run: DryRun, limit: int | None, change: Change | None) -> dict[str, Any]:
+def as_json(run: DryRun, limit: int | None) -> dict[str, Any]:
     """The same."""
     ranks = [
         {
@@ -64,9 +61,6 @@ def as_json(run: DryRun, limit: int | None, change: Change | None) -> dict[str, 
         "notes": run.notes,
         "limit": limit,
         "fits": None if limit is None else fits(run, limit),
-        "change": None
-        if change is None
-        else {"what": change.what, "bytes": round(change.bytes), "is_estimate": change.is_estimate},
     }
 
 
@@ -81,19 +75,12 @@ def _how(run: DryRun) -> str:
     return f"; {run.extrapolated[0]} and {run.extrapolated[1]} microbatches were run, the others follow from them"
 
 
-def _verdict(run: DryRun, limit: int, change: Change | None) -> Iterator[str]:
+def _verdict(run: DryRun, limit: int) -> Iterator[str]:
     rank, figures = run.largest
     size = needed(figures)
     of = f"rank {rank} needs {readable(size)} of {readable(limit)}"
     if size <= limit:
         yield f"  fits: {of}, besides what the device and its allocator need for themselves"
-        return
-    yield f"  does not fit: {of}, {readable(size - limit)} too much"
-    if change is not None:
-        how = "an estimate" if change.is_estimate else "a dry run"
-        yield f"  would fit: {change.what}, by {how} of {readable(change.bytes)}"
     else:
-        yield (
-            "  none of zero1, activation_checkpoint, smaller batches, fsdp, or more tensor or pipeline ranks would be "
-            "enough by itself; halfmesh plan searches all of them together"
-        )
+        over = readable(size - limit)
+        yield f"  does not fit: {of}, {over} too much; halfmesh plan finds the simplest change that does"

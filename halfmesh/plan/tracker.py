@@ -51,6 +51,7 @@ def dry_run_mode() -> Iterator[None]:
     with warnings.catch_warnings():
         # Whether memory is the same is asked in many places. Here all is at address 0, which is said with a warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a real run says them
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
 

@@ -1,4 +1,4 @@
-"""Where rehearsals run: in processes forked before torch did anything here, or one after the other in this one."""
+"""Where ranks are simulated: in processes forked before torch did anything here, or one after the other in this one."""
 
 from __future__ import annotations
 

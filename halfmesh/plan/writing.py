@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.load import load_config
 from ..errors import InputError, readable
+from ..parallel.registries import AXES
 
 if TYPE_CHECKING:
-    from .ranking import Row
-    from .search import Wish
+    from ..config import Config
+    from .rungs import Asked, Rung, Update
 
 
 def as_python(config: dict[str, Any], comment: str) -> str:
@@ -27,30 +28,23 @@ def _show(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def describe(row: Row, wish: Wish, rows: int) -> str:
+def describe(rung: Rung, asked: Asked, update: Update) -> str:
     """What a config was made for, and what it needs."""
-    c = row.candidate
-    nodes = -(-wish.world_size // wish.node)
-    accumulated = f", {c.cycle} of them in an update" if c.cycle > 1 else ""
-    microbatches = f", {c.microbatches} microbatches each" if c.mesh.pipeline > 1 else ""
     return "\n".join(
         [
-            f"Made by halfmesh plan for {wish.model} on {wish.world_size} rank(s) in {nodes} node(s), AdamW.",
-            f"Mesh: pp {c.mesh.pipeline} x dp {c.mesh.data} x tp {c.mesh.tensor}. An update takes {rows} rows.",
-            f"Each data rank's loader gives batches of {c.rows} rows{accumulated}{microbatches}.",
-            f"By its dry run a rank needs {readable(row.memory)} of {readable(row.limit)} and sends "
-            f"{readable(row.within)} within its node",
-            f"and {readable(row.across)} to others in an update; bubble {row.bubble:.1%}.",
+            f"Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",
+            f"Each data rank's loader has to give batches of {rung.rows} row(s); an update takes {update.rows} in all.",
+            f"In a dry run a rank needed {readable(rung.needs)}.",
         ]
     )
 
 
 def short(config: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults, in the shorthand forms: data="zero1" in place of a dict with one key."""
-    parallel = dict(config.get("parallel", {}))
-    for axis, key in (("tensor", "size"), ("data", "strategy")):
-        if isinstance(parallel.get(axis), dict) and list(parallel[axis]) == [key]:
-            parallel[axis] = parallel[axis][key]
+    """What differs from the defaults, in the shorthand forms: a size or a strategy in place of a dict with one key."""
+    parallel = {}
+    for name, keys in config.get("parallel", {}).items():
+        key = "size" if name in AXES else "strategy"
+        parallel[name] = keys[key] if isinstance(keys, dict) and list(keys) == [key] else keys
     found = dict(config) | ({"parallel": parallel} if parallel else {})
     checkpoint = found.get("activation_checkpoint")
     if checkpoint in ({"every": 1}, {"every": 1, "selective": True}):
@@ -95,9 +89,20 @@ def put(path: Path, text: str) -> None:
         raise InputError(f"--out {path} could not be written ({error}); give another place") from error
 
 
-def write(path: Path, row: Row, wish: Wish, rows: int) -> None:
-    """Write the config of `row`, and read it again."""
-    config = row.candidate.config
-    put(path, as_python(short(config.to_dict()), describe(row, wish, rows)))
+def config_text(rung: Rung, asked: Asked, update: Update) -> str:
+    """The config of `rung` as a .py file."""
+    return as_python(short(rung.config.to_dict()), describe(rung, asked, update))
+
+
+def write(path: Path, text: str, config: Config) -> None:
+    """Write `text`, and read it again.
+
+    Raises:
+        InputError: it cannot be written, or does not say the same as `config`.
+    """
+    put(path, text)
     if load_config(path) != config:
-        raise RuntimeError(f"{path} does not say what was chosen; this is a bug")
+        raise InputError(
+            f"--out {path}: the file does not read as the chosen config, because a constant of yours cannot be "
+            "written; add the changed keys to your own file instead"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfmesh.config.load import load_config
-from halfmesh.plan.rehearsal import Place, rehearse
+from halfmesh.plan.simulate_rank import simulate_rank
 from tests.support.llama import SMALL
 from tests.support.ranks import run_ranks
 from tests.support.real_runs import measure
@@ -49,7 +49,7 @@ CELLS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for
 def test_bytes_are_those_of_a_run(name):
     size, config = LAYOUTS[name]
     for rank, (kept, peak, numel) in enumerate(run_ranks(measure, size, config, init=size > 1)):
-        plan = rehearse(load_config(config), SMALL, (), Place(rank, size))
+        plan = simulate_rank(load_config(config), SMALL, (), rank, size)
         assert plan.numel == numel
         assert plan.kept == pytest.approx(kept, rel=0.02)
         assert plan.peak == pytest.approx(peak, rel=0.10)

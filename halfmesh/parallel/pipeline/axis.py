@@ -30,6 +30,13 @@ class PipelineParallelism(Axis):
     dim = "pp"
     splits_params = False
     takes_modules = True
+    splits_batch = "microbatches"
+    cost = "stages send each microbatch's activations on, and wait at the beginning and the end of a batch (the bubble)"
+
+    @staticmethod
+    def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
+        """Stages may be in different machines: they send little."""
+        yield from (size for size in range(2, ranks + 1) if ranks % size == 0)
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ class FSDP(DataStrategy):
     """Weights, gradients and optimizer state in parts; each block gathers its weights before it computes."""
 
     shards_state = shards_model = True
+    cost = "each block waits for its weights in forward and again in backward, for every batch of an update"
     keys = (
         *DataStrategy.keys,
         *("param_dtype", "output_dtype", "buffer_dtype", "reshard_after_forward", "prefetch", "cpu_offload"),

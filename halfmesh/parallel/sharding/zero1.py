@@ -38,6 +38,7 @@ class Zero1(DataStrategy):
         InputError: a parameter has gaps in its memory.
     """
 
+    cost = "each update sends the new weights to all data ranks"
     shards_state = True
 
     def __init__(self, inputs: StrategyInputs) -> None:

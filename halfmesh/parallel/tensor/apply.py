@@ -25,6 +25,7 @@ class TensorParallelism(Axis):
     """`parallel.tensor`."""
 
     dim = "tp"
+    cost = "divided layers wait for the group's sums in forward and in backward"
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:

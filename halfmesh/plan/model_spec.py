@@ -1,4 +1,4 @@
-"""What is planned: the user's model, and what it is called with."""
+"""The user's model and a batch of its inputs, built without memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSpec:
     """A model, and a batch as the loader of one data rank gives it.
 
     Attributes:
@@ -48,7 +47,7 @@ class Subject:
         """Of the batch: the size of the first dim of its first tensor that has one."""
         return next((tensor.shape[0] for tensor in tensors_of(self.inputs) if tensor.dim()), 0)
 
-    def with_rows(self, rows: int) -> Subject:
+    def with_rows(self, rows: int) -> ModelSpec:
         """The same with a batch of so many rows."""
         whole = self.rows
 
@@ -57,10 +56,10 @@ class Subject:
                 return tensor
             return tensor.new_zeros((rows, *tensor.shape[1:]))
 
-        return Subject(self.model, map_tensors(resize, self.inputs), map_tensors(resize, self.targets), self.criterion)
+        return replace(self, inputs=map_tensors(resize, self.inputs), targets=map_tensors(resize, self.targets))
 
 
-def make(reference: str, batch: Sequence[str] = ()) -> Subject:
+def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
     """Call what `reference` ("package.module:build") names, on the meta device; within a dry run.
 
     `build()` returns the model; or (model, inputs); or (model, (inputs, targets), criterion), as in
@@ -101,7 +100,7 @@ def make(reference: str, batch: Sequence[str] = ()) -> Subject:
     _without_memory(model)
     if isinstance(criterion, nn.Module):
         _without_memory(criterion)
-    return Subject(model, _faked(inputs), _faked(targets), criterion)
+    return ModelSpec(model, _faked(inputs), _faked(targets), criterion)
 
 
 def _without_memory(model: nn.Module) -> None:
@@ -156,19 +155,10 @@ def _find(reference: str) -> Callable[[], Any]:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise InputError(f"--model {reference}: {module_name} needs {error.name!r}, which is missing") from error
-        known = [path.stem for path in Path(here).glob("*.py")] + [
-            p.parent.name for p in Path(here).glob("*/__init__.py")
-        ]
-        raise InputError(
-            f"--model {reference}: there is no module {error.name!r}{did_you_mean(error.name, known)}; it is looked "
-            f"for from {here} and in the installed packages"
-        ) from error
     except Exception as error:
+        where = f" (looked for in {here} and in the installed packages)" if isinstance(error, ImportError) else ""
         raise InputError(
-            f"--model {reference}: importing {module_name} raised {type(error).__name__}: {error}"
+            f"--model {reference}: importing {module_name} raised {type(error).__name__}: {error}{where}"
         ) from error
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, nn.Module):

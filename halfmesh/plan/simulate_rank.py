@@ -1,4 +1,4 @@
-"""One rank of a run, without memory and without the other ranks: assembled as `initialize` does, and one update."""
+"""One update of one rank, on tensors without memory and without the other ranks, by `initialize` and the engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from ..compat import get_layout
 from ..data.global_batch import accumulate
 from ..errors import InputError
 from ..parallel.buckets import give_grad
+from ..parallel.registries import AXES
 from ..tensors import map_tensors, tensors_of
-from . import subject
+from .model_spec import build_model
 from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..engine import Engine
-    from .subject import Subject
+    from .model_spec import ModelSpec
 
 PARTS = ("parameters", "masters", "optimizer", "gradients", "communication", "activations", "temporary")
 """Of a rank's memory. activations: with the batch. communication: what travels over dp and pp. temporary: what an
@@ -39,7 +40,7 @@ class Figures:
     Attributes:
         parts: bytes by part, each at its largest within an update; not all of them are at the same time.
         kept: bytes between two updates.
-        peak: the most bytes at once; None without inputs.
+        peak: the most bytes at once; None if no update was simulated.
         numel: of the parameters.
         traffic: in one update, by axis ("all": over all ranks).
         rows: of the batch.
@@ -52,40 +53,40 @@ class Figures:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     rows: int = 0
 
-
-@dataclass(frozen=True)
-class Place:
-    """Which rank of how many."""
-
-    rank: int
-    size: int
+    @property
+    def state(self) -> int:
+        """Bytes that smaller batches and recomputation do not change: what is kept, and the gradients if known."""
+        return self.kept + self.parts.get("gradients", 0)
 
 
-def rehearse(
+def simulate_rank(
     config: Config,
-    reference: str,
+    model: str,
     batch: tuple[str, ...],
-    place: Place,
+    rank: int,
+    world_size: int,
     microbatches: int | None = None,
     rows: int | None = None,
+    limit: int | None = None,
 ) -> Figures:
     """The figures of one rank. This process has no process group.
 
     Args:
-        reference: the model's function, see `subject.make`.
+        model: "package.module:build", see `build_model`.
         microbatches: as if the pipeline had so many, of the same size.
         rows: of the batch, in place of those that the model comes with.
+        limit: if what is kept between two updates takes more bytes already, the update itself is not simulated.
 
     Raises:
         InputError, IncompatibleConfigError: as `initialize`; or the model cannot be called so.
     """
     tracker = Tracker()
-    with _quiet(place.rank > 0), _world(place), dry_run_mode(), tracker:
-        given = subject.make(reference, batch)
+    with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), tracker:
+        given = build_model(model, batch)
         if given.inputs is not None:
             given = given if rows is None else given.with_rows(rows)
             _refuse_rows(given.rows, config)
-            config = accumulate(config, given.rows, get_layout(config, place.size).data)
+            config = accumulate(config, given.rows, get_layout(config, world_size).data)
         wanted = config.parallel.pipeline.microbatches
         if microbatches is not None and wanted is not None and microbatches != wanted:
             given = given.with_rows(given.rows // wanted * microbatches)
@@ -94,7 +95,7 @@ def rehearse(
         left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
         config = config.model_copy(update={"gradient_accumulation": min(length, 2), **left_out})
         engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
-        return _Rehearsal(engine, given, tracker, length).run()
+        return _Simulation(engine, given, tracker, length).run(limit)
 
 
 def with_microbatches(config: Config, count: int) -> Config:
@@ -104,20 +105,22 @@ def with_microbatches(config: Config, count: int) -> Config:
     return config.model_copy(update={"parallel": parallel.model_copy(update={"pipeline": pipeline})})
 
 
-class _Rehearsal:
+class _Simulation:
     """Some steps of `engine`, seen by `tracker`; of an update's batches the first and the last."""
 
-    def __init__(self, engine: Engine, given: Subject, tracker: Tracker, length: int) -> None:
+    def __init__(self, engine: Engine, given: ModelSpec, tracker: Tracker, length: int) -> None:
         self._engine = engine
         self._length = length
         self._given = given
         self._tracker = tracker
         self._axes = engine.context.groups
-        tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in ("dp", "pp")})
+        # Over other axes activations travel: they count as such.
+        between = {"dp", *(axis.dim for _, axis in AXES.each() if axis.takes_modules)}
+        tracker.label_sent({group: "communication" for group, axis in self._axes.items() if axis in between})
         self._numel = sum(param.numel() for param in engine.model.parameters())
         self._params = [_here(param) for param in engine.model.parameters()]
 
-    def run(self) -> Figures:
+    def run(self, limit: int | None) -> Figures:
         """The figures of an update that is not the first."""
         tracker = self._tracker
         self._make_state()
@@ -127,6 +130,8 @@ class _Rehearsal:
         tracker.begin()
         tracker.traffic.clear()
         left = tracker.alive[OTHER] - batch  # memory that one update leaves for the next
+        if limit is not None and tracker.total - batch > limit:
+            return Figures(held, tracker.total - batch, None, numel, rows=self._given.rows)
         if self._given.inputs is None:
             gradients = sum(p.numel() * p.element_size() for p in self._params if p.requires_grad)
             return Figures({**held, "gradients": gradients}, tracker.total, None, numel)
@@ -241,11 +246,11 @@ def _bytes(tree: Any) -> int:
 
 
 @contextmanager
-def _world(place: Place) -> Iterator[None]:
-    if place.size == 1:
+def _world(rank: int, world_size: int) -> Iterator[None]:
+    if world_size == 1:
         yield
         return
-    dist.init_process_group("fake", rank=place.rank, world_size=place.size)  # sends to nobody
+    dist.init_process_group("fake", rank=rank, world_size=world_size)  # sends to nobody
     try:
         yield
     finally:

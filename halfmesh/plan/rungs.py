@@ -1,0 +1,217 @@
+"""The changes of a config that `halfmesh plan` tries, from the simplest to the most invasive."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..compat import check, get_layout
+from ..config.load import load_config
+from ..errors import InputError
+from ..parallel.registries import AXES, DATA_STRATEGIES
+from .dry_run import DryRun, needed
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..parallel.data_strategy import DataStrategy
+
+ROOM = 0.9
+"""The part of a device's memory that a config may use: the CUDA context, NCCL's buffers and the gaps of the allocator
+come on top of what a dry run counts."""
+MOST_RANKS = 2**14
+"""A dry run makes the groups of all ranks; with more of them it takes minutes."""
+RECOMPUTE = ("selective", "full")
+"""Values of activation_checkpoint, by how much is computed again."""
+
+Changes = tuple[str, ...]
+"""KEY=VALUE each, as `--set` takes them."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A config, and what it has to fit into.
+
+    Attributes:
+        world_size: ranks, one device each.
+        limit: bytes of a device.
+        model, batch: see `build_model`.
+        node: devices of a machine.
+        device: cuda or cpu.
+
+    Raises:
+        InputError: a number is out of range, or the config cannot run on so many ranks; the message has all reasons.
+    """
+
+    config: Config
+    world_size: int
+    limit: int
+    model: str
+    batch: tuple[str, ...] = ()
+    node: int = 8
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for option, number in (("--world-size", self.world_size), ("--gpus-per-node", self.node)):
+            if not 1 <= number <= MOST_RANKS:
+                raise InputError(f"{option} {number}: it must be from 1 to {MOST_RANKS:,}")
+        if findings := check(self.config, self.world_size, self.device):
+            reasons = "".join(f"\n  - {finding}" for finding in findings)
+            raise InputError(f"the config cannot run on {self.world_size} rank(s), whatever the memory:{reasons}")
+
+    @property
+    def room(self) -> int:
+        """Bytes that a config may use."""
+        return int(ROOM * self.limit)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A changed config.
+
+    Attributes:
+        rows: of a data rank's batch.
+        passes: forwards and backwards of an update.
+        recompute: what `activation_checkpoint` was changed to; "" if it was not.
+        run: its dry run.
+        refused: why it has none, a reason a line.
+    """
+
+    changes: Changes
+    config: Config
+    rows: int | None = None
+    passes: int = 1
+    recompute: str = ""
+    run: DryRun | None = None
+    refused: str = ""
+
+    @property
+    def needs(self) -> int:
+        """Bytes of the largest rank; at least so many if no update was simulated."""
+        return needed(self.run.largest[1]) if self.run and self.run.ranks else 0
+
+    @property
+    def state(self) -> int:
+        """Those that smaller batches and recomputation do not change."""
+        return self.run.largest[1].state if self.run and self.run.ranks else 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What all rungs have in common: the rows of an update.
+
+    Attributes:
+        rows: over all data ranks.
+        at_once: that go through the model at once, as the config is.
+        cycle: batches of an update, as the config is.
+    """
+
+    rows: int
+    at_once: int
+    cycle: int
+
+
+def describe_update(config: Config, world_size: int, rows: int) -> Update:
+    """What an update of `config` takes, with so many rows in a data rank's batch."""
+    data, key = get_layout(config, world_size).data, _split_key(config)
+    cycle = config.gradient_accumulation
+    if config.global_batch_size is not None:
+        cycle = config.global_batch_size // (rows * data)
+    return Update(rows * data * cycle, rows // (_get(config, key) if key else 1), cycle)
+
+
+def make_rung(asked: Asked, update: Update, changes: Changes, recompute: str, at_once: int) -> Rung:
+    """The config with `changes`, recomputation, and the same rows in an update, so many of them at once."""
+    config = load_config(asked.config, changes)
+    own, key = update.rows // get_layout(config, asked.world_size).data, _split_key(config)
+    changes += (f"activation_checkpoint={recompute}",) if recompute else ()
+    rows = own // update.cycle if key else at_once
+    batches, microbatches = own // rows, rows // at_once
+    if key and _get(config, key) != microbatches:
+        changes += (f"{key}={microbatches}",)
+    follows = config.global_batch_size is not None and "gradient_accumulation" not in config.model_fields_set
+    if config.gradient_accumulation != batches and not follows:
+        changes += (f"gradient_accumulation={batches}",)
+    changed = load_config(asked.config, changes)
+    refused = "\n".join(map(str, check(changed, asked.world_size, asked.device)))
+    return Rung(changes, changed, rows, batches * microbatches, recompute, refused=refused)
+
+
+def half_precision(asked: Asked) -> Changes:
+    """Of a config without a mode: the one that docs/precision.md recommends first."""
+    return () if asked.config.precision else ("bf16.mode=torch",)
+
+
+def recomputations(config: Config) -> Iterator[str]:
+    """What may be computed again beyond what is already."""
+    checkpoint = config.activation_checkpoint
+    if not checkpoint.enabled:
+        yield from RECOMPUTE
+    elif checkpoint.selective and checkpoint.every == 1:
+        yield RECOMPUTE[-1]
+
+
+def axis_changes(asked: Asked) -> Iterator[tuple[str, str, int]]:
+    """Each axis by itself: its name, a change, and the size it has then. Axes that take modules away come last."""
+    sizes = asked.config.parallel.sizes
+    for name, axis in sorted(AXES.each(), key=lambda pair: pair[1].takes_modules):
+        now = sizes.get(name, 1)
+        for size in axis.sizes_to_try(asked.world_size, asked.node):
+            if size > now and size % now == 0:
+                yield name, f"parallel.{name}.size={size}", size
+
+
+def make_layouts(asked: Asked, before: Changes, allowed: Callable[[str], bool]) -> Iterator[Changes]:
+    """All layouts, simplest first: by how many axes are changed, which, and how many ranks they take; within these by
+    what data ranks shard. What the config has already stays.
+
+    Args:
+        before: changes that all of them have.
+        allowed: whether the model allows a change.
+    """
+    parallel = asked.config.parallel
+    options: dict[str, list[tuple[str, int]]] = {}
+    for name, change, size in axis_changes(asked):
+        if allowed(change):
+            options.setdefault(name, [("", parallel.sizes.get(name, 1))]).append((change, size))
+    others = math.prod(size for name, size in parallel.sizes.items() if name not in options)
+    strategies = strategy_changes(asked.config)
+    found = []
+    for chosen in itertools.product(*options.values()):
+        ranks = others * math.prod(size for _, size in chosen)
+        places = tuple(place for place, (change, _) in enumerate(chosen) if change)
+        if asked.world_size % ranks == 0:
+            found.append((len(places), places, ranks, tuple(change for change, _ in chosen if change)))
+    for _, _, ranks, changes in sorted(found):
+        free = ("parallel.data.size=null",) if changes and parallel.data.size is not None else ()
+        yield before + changes + free
+        for strategy in strategies if ranks < asked.world_size else ():
+            if allowed(strategy):
+                yield before + changes + free + (strategy,)
+
+
+def strategy_changes(config: Config) -> list[str]:
+    """Each data strategy that shards more than the config's: those that shard the optimizer's state, then those that
+    shard the model, too."""
+    now = DATA_STRATEGIES.get(config.parallel.data.strategy)
+    others = sorted(DATA_STRATEGIES.each(), key=lambda pair: _sharded(pair[1]))
+    return [f"parallel.data.strategy={name}" for name, kind in others if _sharded(kind) > _sharded(now)]
+
+
+def _sharded(strategy: type[DataStrategy]) -> tuple[bool, bool]:
+    return strategy.shards_model, strategy.shards_state
+
+
+def _split_key(config: Config) -> str:
+    """The key of microbatches, of an axis in use that has one."""
+    for name, size in config.parallel.sizes.items():
+        if size > 1 and (key := AXES.get(name).splits_batch):
+            return f"parallel.{name}.{key}"
+    return ""
+
+
+def _get(config: Config, key: str) -> int:
+    _, axis, name = key.split(".")
+    return getattr(getattr(config.parallel, axis), name) or 1

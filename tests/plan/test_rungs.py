@@ -1,0 +1,123 @@
+"""Which changes of a config are tried, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfmesh import InputError, load_config
+from halfmesh.options import Options
+from halfmesh.parallel.axis import Axis
+from halfmesh.parallel.data_strategy import DataStrategy
+from halfmesh.parallel.registries import AXES, DATA_STRATEGIES
+from halfmesh.plan.rungs import (
+    Asked,
+    Update,
+    describe_update,
+    half_precision,
+    make_layouts,
+    make_rung,
+    recomputations,
+)
+
+
+def ask(world_size=8, node=8, **config):
+    return Asked(load_config(config), world_size, 1000, "a:model", node=node)
+
+
+def layouts(asked, refused=()):
+    return [" ".join(changes) for changes in make_layouts(asked, (), lambda change: change not in refused)]
+
+
+def with_strategies(axes, data_ranks=2):
+    """A layout, and with more than one data rank the same with zero1, and with fsdp."""
+    names = ("zero1", "fsdp") if data_ranks > 1 else ()
+    return [axes, *(f"{axes} parallel.data.strategy={name}".strip() for name in names)]
+
+
+def test_layouts_from_the_simplest_to_the_most_invasive():
+    tensor, pipeline = "parallel.tensor.size", "parallel.pipeline.size"
+    assert layouts(ask(4, node=2)) == [
+        *with_strategies(""),
+        *with_strategies(f"{tensor}=2"),
+        *with_strategies(f"{pipeline}=2"),
+        *with_strategies(f"{pipeline}=4", 1),
+        *with_strategies(f"{tensor}=2 {pipeline}=2", 1),
+    ]
+
+
+def test_what_a_config_has_stays():
+    pipeline = {"size": 2, "microbatches": 4}
+    assert layouts(ask(parallel={"tensor": 2, "data": "zero1", "pipeline": pipeline})) == [
+        "",
+        "parallel.data.strategy=fsdp",
+        "parallel.tensor.size=4",
+        "parallel.pipeline.size=4",
+    ]
+    assert layouts(ask(4, parallel={"data": {"size": 4}}))[3] == "parallel.tensor.size=2 parallel.data.size=null"
+    assert half_precision(ask(fp16={"mode": "naive"})) == ()
+    assert half_precision(ask()) == ("bf16.mode=torch",)
+    kinds = ({}, {"activation_checkpoint": "selective"}, {"activation_checkpoint": {"every": 2}})
+    assert [list(recomputations(load_config(config))) for config in kinds] == [["selective", "full"], ["full"], []]
+
+
+def test_what_the_model_refuses_is_left_out():
+    refused = ("parallel.tensor.size=2", "parallel.pipeline.size=2", "parallel.data.strategy=fsdp")
+    assert layouts(ask(2), refused) == ["", "parallel.data.strategy=zero1"]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "at_once", "rows", "passes", "more"),
+    [
+        ({}, (), 4, 4, 1, ()),
+        ({}, (), 1, 1, 4, ("gradient_accumulation=4",)),
+        ({}, ("parallel.tensor.size=2",), 4, 4, 2, ("gradient_accumulation=2",)),
+        ({}, ("parallel.pipeline.size=2",), 2, 8, 4, ("parallel.pipeline.microbatches=4",)),
+        ({"global_batch_size": 32}, ("parallel.tensor.size=2",), 2, 2, 4, ()),
+        ({"gradient_accumulation": 2}, ("parallel.pipeline.size=2",), 2, 8, 8, ("parallel.pipeline.microbatches=4",)),
+    ],
+)
+def test_an_update_has_the_same_rows(config, changes, at_once, rows, passes, more):
+    asked = ask(**config)
+    update = describe_update(asked.config, 8, 4)
+    assert update == Update(32 * asked.config.gradient_accumulation, 4, asked.config.gradient_accumulation)
+    rung = make_rung(asked, update, changes, "full", at_once)
+    assert rung.refused == ""
+    assert (rung.rows, rung.passes) == (rows, passes)
+    assert rung.changes == (*changes, "activation_checkpoint=full", *more)
+    assert rung.config == load_config(asked.config, rung.changes)  # what is printed after --set
+
+
+def test_what_does_not_compose_is_refused():
+    asked = ask(fp16={"mode": "apex"})
+    rung = make_rung(asked, describe_update(asked.config, 8, 4), ("parallel.tensor.size=2",), "", 4)
+    assert rung.refused.startswith("apex fp16 x tensor: ")
+
+
+def test_an_axis_and_a_strategy_of_others_are_rungs():
+    class WideOptions(Options):
+        size: int = 1
+
+    class Wide(Axis):
+        dim, options = "wd", WideOptions
+
+    class Owned(DataStrategy):
+        shards_state = True
+
+    AXES.register("wide", Wide)
+    DATA_STRATEGIES.register("owned", Owned)
+    try:
+        found = layouts(ask(2))
+        assert found[:4] == ["", *(f"parallel.data.strategy={name}" for name in ("zero1", "owned", "fsdp"))]
+        assert found[4:] == ["parallel.tensor.size=2", "parallel.wide.size=2", "parallel.pipeline.size=2"]
+        update = describe_update(ask(2).config, 2, 4)
+        assert make_rung(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
+    finally:
+        AXES.unregister("wide")
+        DATA_STRATEGIES.unregister("owned")
+
+
+def test_what_cannot_be_asked():
+    with pytest.raises(InputError, match="--world-size 0: it must be from 1 to 16,384"):
+        ask(0)
+    with pytest.raises(InputError, match=r"cannot run on 3 rank\(s\), whatever the memory:\n  - parallel: .*tensor=2"):
+        ask(3, parallel={"tensor": 2})
