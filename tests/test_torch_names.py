@@ -53,7 +53,7 @@ ALLOWED = {
     "parallel/activations/offload.py": {"_base"},
     "parallel/pipeline/fx_trace.py": {"_buffers"},
     "parallel/sharding/fsdp_wrap.py": {"_composable_state", "_fsdp_param", "_fully_shard", "_module_state_mapping"},
-    "parallel/sharding/reducers.py": {"_make_wrapper_subclass"},
+    "parallel/sharding/withheld.py": {"_make_wrapper_subclass"},
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -12,25 +12,32 @@ from torch import nn, optim
 from ..errors import InputError, shorten
 from .replica_checks import refuse_unlike
 
-if TYPE_CHECKING:
-    from .context import ParallelContext
 
+def broadcast_initial_state(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    everyone: Callable[[Any], list[Any]],
+    broadcast: Callable[[torch.Tensor], None],
+) -> None:
+    """See `ParallelContext.start_equal`.
 
-def broadcast_initial_state(context: ParallelContext, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """As `ParallelContext.start_equal`, which checks that there are other ranks."""
+    Args:
+        everyone: gathers an object from all ranks, by rank.
+        broadcast: overwrites a tensor with that of rank 0.
+    """
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
     if sparse:
         raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
     state = list(_state_tensors(optimizer))
-    _refuse_differences(context, model, optimizer, state)
+    _refuse_differences(everyone, model, optimizer, state)
     # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
     for tensor in (*model.parameters(), *model.buffers(), *state):
         if not tensor.is_meta:  # others get their values later
-            context.broadcast(tensor)
+            broadcast(tensor)
 
 
 def _refuse_differences(
-    context: ParallelContext, model: nn.Module, optimizer: optim.Optimizer, state: Sequence[torch.Tensor]
+    everyone: Callable[[Any], list[Any]], model: nn.Module, optimizer: optim.Optimizer, state: list[torch.Tensor]
 ) -> None:
     mine = {
         "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
@@ -40,15 +47,15 @@ def _refuse_differences(
     }
     digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
     names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
-    everyone = context.everyone((digests, bytes(trained)))
+    found = everyone((digests, bytes(trained)))
     for what in mine:
-        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs[what] != everyone[0][0][what]]
+        odd = [rank for rank, (theirs, _) in enumerate(found) if theirs[what] != found[0][0][what]]
         if odd:
             raise InputError(
                 f"{what} on rank(s) {odd} differ(s) from rank 0's in names, shapes, dtypes or settings; build the "
                 "same model and optimizer, and load the same checkpoint, on every rank before initialize"
             )
-    refuse_unlike(names, [flags for _, flags in everyone], [f"rank {rank}" for rank in range(context.size)])
+    refuse_unlike(names, [flags for _, flags in found], [f"rank {rank}" for rank in range(len(found))])
 
 
 def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:

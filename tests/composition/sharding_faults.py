@@ -14,9 +14,8 @@ import halfmesh
 from halfmesh.amp import master_weights
 from halfmesh.division import Division
 from halfmesh.parallel.sharding.fully_shard import FullyShard
-from halfmesh.parallel.sharding.reducers import Zero1Reducer
 from halfmesh.parallel.sharding.slice_bucket import SliceBucket
-from halfmesh.parallel.sharding.zero1 import Zero1
+from halfmesh.parallel.sharding.zero1 import Zero1, Zero1Reducer
 from halfmesh.shard import ParamShard
 
 from .cells import Cell

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError
 from ...shard import ParamShard
 from ..data_strategy import DataStrategy, StrategyInputs
+from ..reducer import ReduceOptions, Reducer
 from ..shard_spec import Placement
 from .fsdp_wrap import ShardOptions, Units, find_problems, make_mesh
 from .fully_shard import FullyShard
-from .reducers import FSDPReducer
 
 
 class FSDP(DataStrategy):
@@ -148,3 +149,88 @@ def _met_freed_storage(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+class FSDPReducer(Reducer):
+    """`halfmesh.parallel.gradient_sums.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and
+    running statistics, by itself.
+
+    Raises:
+        InputError: a cycle ends that FSDP2 was not told of before its last backward; parameters were put into the
+            optimizer that are not sharded; the model failed in the middle of a step.
+    """
+
+    def __init__(
+        self,
+        sharded: FullyShard,
+        shards: Sequence[ParamShard],
+        buffers: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        options: ReduceOptions,
+        device: torch.device,
+    ) -> None:
+        self._sharded = sharded
+        self._device = device
+        self._own_stale = False
+        self._is_open = False
+        self._is_sent = False
+        self._is_broken = False
+        super().__init__(shards, buffers, group, options)
+
+    @property
+    def stale(self) -> bool:
+        """Whether gradients arrived since `finish`, in what is whole or in what FSDP2 holds."""
+        return self._own_stale or (self._finished and self._sharded.was_used)
+
+    @stale.setter
+    def stale(self, value: bool) -> None:
+        self._own_stale = value
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        super().cover(self._sharded.left_whole(shards))
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        return super().covers(self._sharded.left_whole(shards))
+
+    def open(self, last: bool) -> None:
+        if self._is_broken:
+            raise InputError(
+                "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
+                "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
+                "ranks do not agree any more; end the run"
+            )
+        self._sharded.refuse_lost_changes()
+        self._is_open, self._is_sent = True, last
+        self._sharded.announce(last)
+        super().open(last)
+
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        self._sharded.announce(True, params)
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        self._is_sent = True
+        super().expect_rest(params)
+
+    def finish(self) -> None:
+        if not self._is_sent:
+            raise InputError(
+                "engine.step(last=True) ended a cycle whose last backward had run already; under data='fsdp' gradients "
+                "are summed in that backward, which has to be told before. Let engine.dataloader feed the loop (it "
+                "knows its end), give it as many batches as gradient_accumulation divides, or use data='zero1'"
+            )
+        if self._finished:
+            raise InputError(
+                "gradients were added by a backward outside this engine after those of the update had been summed "
+                "(data='fsdp'); call engine.backward(loss) for every loss"
+            )
+        used = self._sharded.used
+        counts = torch.tensor(used, dtype=torch.float32).to(self._device, non_blocking=True)
+        work = self._all_reduce(counts, divide=False)
+        super().finish()
+        work.wait()
+        self._sharded.take_grads([1.0] * len(used) if all(used) else counts.tolist())
+        self._is_open = False
+
+    def forget(self) -> None:
+        super().forget()
+        self._is_broken |= self._is_open

@@ -32,7 +32,7 @@ from .fsdp_wrap import (
     prefetch,
     wrap,
 )
-from .reducers import UNFINISHED, WithheldGradient
+from .withheld import UNFINISHED, WithheldGradient
 
 
 class FullyShard:

@@ -12,7 +12,7 @@ from ..._torch import foreach_copy_
 from ...shard import ParamShard, set_grad
 from ...tensors import in_memory_order
 from ..buckets import Bucket, give_grad
-from .reducers import SCATTERED, WithheldGradient
+from .withheld import SCATTERED, WithheldGradient
 
 
 class SliceBucket(Bucket):

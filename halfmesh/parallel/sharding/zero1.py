@@ -21,8 +21,8 @@ from ...shard import ParamShard
 from ...tensors import is_dense
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
+from ..reducer import ReduceOptions, Reducer
 from ..shard_spec import Placement
-from .reducers import Zero1Reducer
 from .slice_bucket import SliceBucket
 
 
@@ -179,3 +179,83 @@ def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
         return value
     alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return part.part_of(alike).clone()
+
+
+class Zero1Reducer(Reducer):
+    """Sums the gradients of whole parameters to the ranks that step them, once per optimizer step.
+
+    Takes and gives what `Reducer` does, but for the parts of zero1: gradients arrive in the model's parameters, and
+    are those of the parts afterwards.
+
+    Raises:
+        InputError: parameters were put into the optimizer that were not cut.
+    """
+
+    def __init__(
+        self,
+        strategy: Zero1,
+        shards: Sequence[ParamShard],
+        buffers: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        options: ReduceOptions,
+    ) -> None:
+        self._strategy = strategy
+        self._buckets: list[SliceBucket]  # type: ignore[assignment]
+        super().__init__(shards, buffers, group, options)
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        for shard in shards:
+            shard.param.requires_grad_(shard.model_param.requires_grad)
+        super().cover(_sources(shards))
+
+    def covers(self, shards: Sequence[ParamShard]) -> bool:
+        return super().covers(_sources(shards))
+
+    def open(self, last: bool) -> None:
+        self._strategy.follow()
+        for shard in self._shards if self._finished else ():
+            shard.param.grad = None
+        super().open(last)
+
+    def finish(self) -> None:
+        if self.stale:
+            raise InputError(
+                "gradients were added by a backward outside this engine after they had been given to the ranks that "
+                "step them (data='zero1'); call engine.backward(loss) for every loss"
+            )
+        super().finish()
+        for bucket in self._buckets:
+            bucket.withhold()
+
+    def _make_buckets(self) -> list[Any]:
+        taking = {id(shard) for shard in self._shards}
+        return [bucket for bucket in self._strategy.buckets if any(id(shard) in taking for shard in bucket.shards)]
+
+    def _send(self, bucket: Any) -> dist.Work:
+        work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
+        self._count(flat, divide=False)
+        return work
+
+    def _receive(self) -> None:
+        if not self._buckets:  # a stage of which nothing is trained
+            return
+        had = [0.0 if i in b.absent else 1.0 for b in self._buckets for i in range(len(b.shards))]
+        flags = torch.tensor(had).to(self._shards[0].param.device, non_blocking=True)
+        work = self._all_reduce(flags, divide=False)
+        while self._inflight:
+            self._inflight.popleft().wait()
+        work.wait()
+        counts = flags.tolist() if 0.0 in had else had
+        for bucket in self._buckets:
+            own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
+            bucket.hand_out([index for index in bucket.absent if own[index] == 0])
+
+
+def _sources(shards: Sequence[ParamShard]) -> list[ParamShard]:
+    new = [shard.name for shard in shards if shard.source is None]
+    if new:
+        raise InputError(
+            f"{shorten(new)} came into the optimizer after initialize, but data='zero1' cuts its parameters there; put "
+            "them in before (frozen ones may be unfrozen later), or use data='replicate'"
+        )
+    return [shard.source for shard in shards if shard.source is not None]

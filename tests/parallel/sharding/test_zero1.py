@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfmesh.errors import IncompatibleConfigError, InputError
-from halfmesh.parallel.sharding.reducers import WithheldGradient
+from halfmesh.parallel.sharding.withheld import WithheldGradient
 from tests.support.models import said
 from tests.support.ranks import run_ranks
 from tests.support.sharding import (
