@@ -21,6 +21,7 @@ from .workers import Workers, count_cores
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..config.schema import PipelineConfig
 
 MOST_KINDS = 3
 """Ranks that are simulated: on the first, a middle and the last stage. Those of a stage are alike."""
@@ -102,11 +103,11 @@ class _Simulated:
         self.rows = rows
         self.run = DryRun(get_layout(config, world_size), world_size)
         self.config = _without_extras(config, self.run.notes)
-        pipeline = self.config.parallel.pipeline
+        self._pipeline = pipeline = self.config.parallel.pipeline
         if pipeline.size > 1:
             schedule = SCHEDULES.get(pipeline.schedule)
             self.run.bubble = schedule.bubble(pipeline.size, pipeline.chunks, pipeline.microbatches or 1)
-            self.run.extrapolated = choose_counts(config)
+            self.run.extrapolated = choose_counts(pipeline)
         stages = sorted({0, pipeline.size // 2, pipeline.size - 1})  # MOST_KINDS
         ranks = [stage * (world_size // pipeline.size) for stage in stages]
         self.jobs = [(rank, count) for rank in ranks for count in self.run.extrapolated or (None,)]
@@ -125,7 +126,7 @@ class _Simulated:
                 run.ranks[rank] = figures[rank, None]
             else:
                 few, more_ = run.extrapolated
-                wanted = self.config.parallel.pipeline.microbatches or 1
+                wanted = self._pipeline.microbatches or 1
                 run.ranks[rank] = extrapolate(figures[rank, few], figures[rank, more_], few, more_, wanted)
         run.rows = next(iter(run.ranks.values())).rows
         if run.rows == 0:
@@ -158,12 +159,11 @@ def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> lis
     return []
 
 
-def choose_counts(config: Config) -> tuple[int, int] | None:
+def choose_counts(pipeline: PipelineConfig) -> tuple[int, int] | None:
     """Two numbers of microbatches from which all figures follow on a line; None if running all of them is as cheap.
 
     As soon as there are as many as the schedule ever has in flight on a rank, each more adds the same.
     """
-    pipeline = config.parallel.pipeline
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
     # One more than what is in flight on the first rank: then forwards meet gradients. An interleaved one has up to

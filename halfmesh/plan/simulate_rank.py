@@ -25,6 +25,7 @@ from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..config.schema import PipelineConfig
     from ..engine import Engine
     from .model_spec import ModelSpec
 
@@ -82,12 +83,12 @@ def simulate_rank(
     """
     tracker = Tracker()
     with _quiet(rank > 0), _world(rank, world_size), dry_run_mode(), tracker:
-        given = build_model(model, batch)
+        given, pipeline = build_model(model, batch), config.parallel.pipeline
         if given.inputs is not None:
             given = given if rows is None else given.with_rows(rows)
-            _refuse_rows(given.rows, config)
+            _refuse_rows(given.rows, pipeline)
             config = accumulate(config, given.rows, get_layout(config, world_size).data)
-        wanted = config.parallel.pipeline.microbatches
+        wanted = pipeline.microbatches
         if microbatches is not None and wanted is not None and microbatches != wanted:
             given = given.with_rows(given.rows // wanted * microbatches)
             config = with_microbatches(config, microbatches)
@@ -229,8 +230,7 @@ def _stand_in(output: Any) -> torch.Tensor:
     return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
 
 
-def _refuse_rows(rows: int, config: Config) -> None:
-    pipeline = config.parallel.pipeline
+def _refuse_rows(rows: int, pipeline: PipelineConfig) -> None:
     wanted = pipeline.microbatches
     if pipeline.size > 1 and wanted and rows % wanted:
         below, above = rows // wanted * wanted, (rows // wanted + 1) * wanted
