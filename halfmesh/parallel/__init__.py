@@ -1,4 +1,4 @@
-"""PLACE: which rank holds what. Knows nothing of number formats or of the loop.
+"""Which rank holds what. Independent of number formats and of the loop.
 
 context            the mesh and its groups of ranks
 objects, calls, initial_state      what ranks tell each other beside training

@@ -1,6 +1,6 @@
-"""The contract of an axis of the mesh that divides the model: what its keys are, how it plans, and what it has done.
+"""The contract of a mesh axis that shards the model: its config keys, its plan, and its effect on a model.
 
-`tensor` and `pipeline` are such axes; AXES takes those of others. What data ranks hold is a `DataStrategy`.
+`tensor` and `pipeline` implement it; packages register others in AXES. What data ranks hold is a `DataStrategy`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What an axis plans with: the caller's objects, which it must not change, and its keys."""
+    """The inputs of a plan: the user's objects, which must not be changed, and the axis's keys."""
 
     model: nn.Module
     optimizer: optim.Optimizer
@@ -45,13 +45,13 @@ class AxisInputs:
     """What an axis divides.
 
     Attributes:
-        model: equal on all ranks, or divided over other axes already; it need not be on the device yet.
+        model: equal on all ranks, or already sharded over other axes; it need not be on the device yet.
         optimizer: over its parameters.
         plan: what `Axis.plan` returned.
         context: the mesh.
-        random: the model's own random numbers, alike on all ranks of this axis.
+        random: the model's own random numbers, the same on all ranks of this axis.
         host_random: those of python and numpy.
-        is_split: whether another axis takes modules away from ranks.
+        is_split: whether another axis removes modules from ranks.
     """
 
     model: nn.Module
@@ -64,7 +64,7 @@ class AxisInputs:
 
 
 class AppliedAxis:
-    """A model that is divided over an axis, in place. The defaults are those of ranks that compute one batch together
+    """A model that was sharded over an axis, in place. The defaults fit ranks that compute one batch together
     and hold all parameters alike.
 
     Attributes:
@@ -75,7 +75,7 @@ class AppliedAxis:
     """
 
     is_divided_by_engine = True
-    """Tells `initialize` that a model that has a method of it as a hook is divided already."""
+    """By this `initialize` recognises a model that is already sharded: one of its hooks is a method of this object."""
     ties: Collection[nn.Parameter] = ()
     first_names: dict[str, str] | None = None
 
@@ -86,11 +86,11 @@ class AppliedAxis:
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return self  # a copy of the model, such as an average of its weights, is divided in the same way
+        return self  # a copy of the model, such as an average of its weights, is sharded in the same way
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            "a model that is divided over ranks cannot be pickled; save engine.state_dict(), or call "
+            "a sharded model cannot be pickled; save engine.state_dict(), or call "
             "engine.close(restore=True) first, which gives the whole model back"
         )
 
@@ -98,7 +98,7 @@ class AppliedAxis:
 
     @torch.no_grad()
     def split(self, optimizer: optim.Optimizer, param: nn.Parameter, split: Split) -> None:
-        """Leave this rank's part of a parameter, and of those tensors of its optimizer state that have its shape."""
+        """Keep only this rank's shard of a parameter, and of its optimizer state of the same shape."""
         self.splits[param] = split
         cut, state = self.cut(split), optimizer.state.get(param, {})
         for name, value in state.items():
@@ -107,7 +107,7 @@ class AppliedAxis:
         param.data, param.grad = cut(param.data), None
 
     def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> Iterator[Any]:
-        """State dicts with whole tensors can be loaded, too: each rank takes its part. The hooks that do it."""
+        """Hooks by which state dicts with whole tensors can be loaded, too: each rank takes its shard."""
         yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -120,7 +120,7 @@ class AppliedAxis:
         return split.cut(value, self.rank, self.size) if is_whole else value
 
     def compare_calls(self, model: nn.Module) -> Iterator[Any]:
-        """Inputs and outputs of the whole model are compared over the axis. The hooks that do it."""
+        """Hooks that compare inputs and outputs of the whole model over the axis."""
         if (same := self.same) is not None:
             yield model.register_forward_pre_hook(
                 lambda m, args, kwargs: same.compare_inputs(m.training, args, kwargs), with_kwargs=True
@@ -130,16 +130,16 @@ class AppliedAxis:
     # -- what the engine asks ----------------------------------------------------------------------------------
 
     def replicas(self, param: nn.Parameter) -> int:
-        """How many ranks of the axis hold the same numbers of `param`. Norms count each number once by it."""
+        """How many ranks of the axis hold the same elements of `param`, so that norms count each element once."""
         return 1 if param in self.splits else self.size
 
     @property
     def cuts(self) -> Mapping[nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]:
-        """What makes this rank's part of a whole tensor, for each split parameter."""
+        """A function from a whole tensor to this rank's shard, for each sharded parameter."""
         return {param: self.cut(split) for param, split in self.splits.items()}
 
     def cut(self, split: Split) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes this rank's part of a whole tensor."""
+        """A function from a whole tensor to this rank's shard."""
         return partial(split.cut, rank=self.rank, size=self.size)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
@@ -147,14 +147,14 @@ class AppliedAxis:
         return None
 
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-        """What is around a forward of the whole model; `default` draws the model's own random numbers."""
+        """The context of a forward of the whole model; `default` draws the model's own random numbers."""
         return default
 
     def settle(self) -> None:
-        """A forward or backward may have ended early: be ready for the next."""
+        """A forward or backward may have failed: reset for the next."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of forward or backward, means something that a model cannot do here."""
+        """Raise InputError if `error`, of forward or backward, comes from something that this axis does not support."""
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
         """Rows of the effective plan. "layout" says what this rank holds.
@@ -167,7 +167,7 @@ class AppliedAxis:
         return {}
 
     def undo(self) -> None:
-        """Give the model its modules again; parameters stay in parts, whose values others put together."""
+        """Restore the model's modules; parameters stay sharded, and are gathered elsewhere."""
 
 
 def take_parts(
@@ -193,7 +193,7 @@ def take_parts(
 
 
 class Axis:
-    """An axis of the mesh, registered by its key in `parallel`, which is its column in the composition table, too:
+    """An axis of the mesh, registered under its key in `parallel`, which is also its column in the composition table:
 
         @AXES.register("wide")
         class Wide(Axis): ...
@@ -201,7 +201,7 @@ class Axis:
     All of it but `apply` works before anything is changed, and in one process.
 
     Attributes:
-        dim: its short name in the mesh, unlike those of others.
+        dim: its short name in the mesh, unique among axes.
         options: its keys; `size` is one of them, and 1 by default.
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
         splits_params: a rank may hold a part of a parameter, so that the optimizer has to work element by element.
@@ -240,5 +240,5 @@ class Axis:
 
     @staticmethod
     def apply(inputs: AxisInputs) -> AppliedAxis:
-        """Divide the model in place. Parameters stay the same objects, with this rank's part as their data."""
+        """Shard the model in place. Parameters stay the same objects, with this rank's shard as their data."""
         raise NotImplementedError

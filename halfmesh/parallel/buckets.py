@@ -1,4 +1,4 @@
-"""Gradients that travel together, in one flat tensor."""
+"""Gradients that are sent together, in one flat tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tensors import is_dense
 
 
 class Bucket:
-    """Some shards whose gradients travel in one flat tensor: all gradients, then one flag per shard.
+    """Shards whose gradients are sent in one flat tensor: all gradients, then one flag per shard.
 
     A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
     """
@@ -71,7 +71,7 @@ class Bucket:
         return absent
 
     def unpack(self) -> None:
-        """Give each shard its part of the reduced flat tensor, as a view where the dtype allows."""
+        """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
         assert self.flat is not None
         flags = self.flat[-len(self.shards) :].tolist() if self._absent else []
         for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):

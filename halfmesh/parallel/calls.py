@@ -1,4 +1,4 @@
-"""Which call of the engine it is that all ranks make together: they agree on it before anything is sent.
+"""Ranks agree on which collective call of the engine they make before anything is sent.
 
 They do so in the store that they met in, which no collective uses: what `if rank == 0: engine.save(...)` sends would
 otherwise meet what the others send in training, and gloo ends the process where the sizes differ.
@@ -26,7 +26,7 @@ PATIENCE_S = 10.0
 
 
 class Calls:
-    """The calls of one engine, which the ranks count alike.
+    """The collective calls of one engine, which all ranks count the same.
 
     Args:
         store: one of their own, the same for all ranks.

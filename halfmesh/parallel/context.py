@@ -1,4 +1,4 @@
-"""One mesh: which place this rank has on its axes (pp, dp, tp), and the collectives that all of its ranks share."""
+"""One mesh: this rank's place on its axes (pp, dp, tp), and the collectives over its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AxisRanks:
-    """`halfmesh.shard.Ranks` of one axis: the ranks that differ from this one in their place on it only."""
+    """`halfmesh.shard.Ranks` of one axis: the ranks that differ from this one only in their place on it."""
 
     def __init__(self, context: ParallelContext, axis: str) -> None:
         self._context = context
@@ -47,7 +47,7 @@ class ParallelContext:
 
     Args:
         pp: size of the pipeline axis.
-        tp: size of the tensor axis; data parallelism takes the ranks that are left.
+        tp: size of the tensor axis; data parallelism takes the remaining ranks.
         device: this rank's device.
         group: the process group, if it was made for this context or another one; the last `close` destroys it.
         timeout: seconds that a collective within an axis may take.
@@ -117,7 +117,7 @@ class ParallelContext:
 
     @property
     def is_first_of_replica(self) -> bool:
-        """Whether this is the first of the ranks that have one data rank."""
+        """Whether this is the first rank of its replica."""
         return all(place == 0 for axis, place in self._places.items() if axis != "dp")
 
     @property
@@ -132,7 +132,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The DeviceMesh with the axes of `sizes`. Made when first used, which all ranks must do together."""
+        """The DeviceMesh with the axes of `sizes`. Created on first use, by all ranks together."""
         if self.size == 1:
             raise InputError("one process has no DeviceMesh; start several with torchrun --nproc-per-node N")
         groups = [self.group(axis) for axis in self.sizes]
@@ -145,7 +145,7 @@ class ParallelContext:
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the parts of one layer and see the same data."""
+        """The ranks that hold the shards of one layer and see the same data."""
         return self.group("tp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -157,7 +157,7 @@ class ParallelContext:
 
     @property
     def send_group(self) -> dist.ProcessGroup:
-        """The ranks of `group("pp")` once more, for what stages send each other. (NCCL runs all that uses one group in
+        """A second group of the ranks of `group("pp")`, for sends between stages. (NCCL runs all that uses one group in
         one order: the broadcast of a loss would wait for the sends before it, and hold up those after it.) Made when
         first asked for, by all ranks together."""
         if "pp(sends)" not in self._axis_groups:
@@ -166,13 +166,13 @@ class ParallelContext:
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, over gloo, for what hosts do beside training. Made when first asked for, by all ranks together;
+        """All ranks, over gloo, for the hosts' communication beside training. Created on first use, by all ranks together;
         None in a world of one rank."""
         return self._gloo_group("host")
 
     @property
     def saving_group(self) -> dist.ProcessGroup | None:
-        """As `host_group`, for a thread that saves: what it sends meets nothing of the main thread's."""
+        """A second `host_group` for the thread that saves, whose messages must not mix with the main thread's."""
         return self._gloo_group("saving")
 
     def _gloo_group(self, key: str) -> dist.ProcessGroup | None:
@@ -182,13 +182,13 @@ class ParallelContext:
 
     @property
     def stage_ranks(self) -> list[int]:
-        """The ranks of this rank's pipeline stage, which hold the same parameters, or parts of the same."""
+        """The ranks of this rank's pipeline stage, which hold the same parameters, or shards of them."""
         size = self.size // self.pp_size
         return list(range(self.pp_rank * size, (self.pp_rank + 1) * size))
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """Those ranks, over gloo. Made when first asked for, by all ranks together."""
+        """Those ranks, over gloo. Created on first use, by all ranks together."""
         if self.pp_size == 1:
             return self.host_group
         if "stage" not in self._axis_groups:
@@ -297,15 +297,15 @@ class ParallelContext:
                     tensor.data = source.to(tensor.device)
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 gave as `value`."""
+        """Rank 0's `value`, on all ranks."""
         return broadcast_object(value, 0, self.device) if self.size > 1 else value
 
     def broadcast_object(self, value: Any, axis: str, place: int) -> Any:
-        """What the rank at `place` of `axis` gave as `value`."""
+        """The `value` of the rank at `place` of `axis`, on the ranks of that axis."""
         return broadcast_object(value, place, self.device, self.group(axis))
 
     def begin_calls(self, owner: OwnedGroup | None) -> None:
-        """From now on `agree_on_call` compares what the ranks call. All ranks together.
+        """Let `agree_on_call` compare what the ranks call from now on. All ranks together.
 
         Args:
             owner: of the process group; knows which ranks have ended.
@@ -324,16 +324,16 @@ class ParallelContext:
         return all(other == value for other in self.everyone(value))
 
     def everyone(self, value: Any) -> list[Any]:
-        """What each rank gave as `value`."""
+        """The `value` of each rank, by rank, on all ranks."""
         return gather_objects(value) if self.size > 1 else [value]
 
     def leave(self) -> None:
-        """This context is used no more, but its groups stay: they report an error that is in flight."""
+        """Stop using this context but keep its groups: they report an error that is in flight."""
         if self._group is not None:
             self._group.leave(self)
 
     def close(self) -> None:
-        """Free the groups that this context made, and the process group if no other context needs it."""
+        """Free the groups that this context created, and the process group if no other context needs it."""
         self.__dict__.pop("mesh", None)
         groups, self._axis_groups = self._axis_groups, {}
         if not dist.is_initialized():

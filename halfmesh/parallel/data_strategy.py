@@ -1,6 +1,6 @@
-"""The contract of a data strategy: what the data ranks hold of a model, and how gradients and weights go between them.
+"""The contract of a data strategy: what each data rank holds of a model, and how gradients and weights are exchanged.
 
-`replicate`, `zero1` and `fsdp` are such strategies; DATA_STRATEGIES takes those of others.
+`replicate`, `zero1` and `fsdp` implement it; packages register others in DATA_STRATEGIES.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StrategyInputs:
-    """What a strategy is made from.
+    """The inputs of a strategy.
 
     Attributes:
-        model: what this rank has of it over the other axes; not on the device yet.
+        model: already sharded over the other axes; not on the device yet.
         optimizer: over its parameters.
         shards: its parameters, with weights that count the data ranks.
         options: the config's `parallel.data`.
-        reduce: how gradients are sent.
+        reduce: how gradients are reduced.
         param_dtype: that the mode gives all parameters; None: each has its own.
         blocks: names of the model's repeated blocks; a rank may not have all of them.
         not_called: under a pipeline, names of the modules that stages do not call as a whole.
@@ -55,7 +55,7 @@ class StrategyInputs:
 
 
 class DataStrategy:
-    """Every data rank holds all of the model (`replicate`). Other strategies derive from it.
+    """Every data rank holds the whole model (`replicate`). Base class of other strategies.
 
     Attributes:
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
@@ -75,7 +75,7 @@ class DataStrategy:
     publisher: Publisher | None = None
 
     def __init__(self, inputs: StrategyInputs) -> None:
-        """Move the model to its device, and take this rank's part of it."""
+        """Move the model to its device, and keep this rank's shard of it."""
         inputs.finish()
         move_module(inputs.model, inputs.context.device)
         self.inputs = inputs
@@ -92,17 +92,17 @@ class DataStrategy:
 
     @staticmethod
     def find_size_problems(options: Any, data_ranks: int) -> Iterator[tuple[str, str]]:
-        """What does not fit this number of data ranks."""
+        """Keys that do not fit this number of data ranks."""
         yield from ()
 
     @staticmethod
     def find_advice(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
-        """Keys that run, and could run better."""
+        """Keys that work but could work better."""
         yield from ()
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
-        """Why a model cannot be trained so; before anything is changed."""
+        """Why a model cannot be trained this way; called before anything is changed."""
         yield from ()
 
     def make_reducer(
@@ -126,19 +126,19 @@ class DataStrategy:
 
     @property
     def update_device(self) -> torch.device:
-        """Where updates are decided and taken."""
+        """The device on which updates are decided and taken."""
         return self.inputs.context.device
 
     @property
     def text(self) -> str:
-        """For the effective plan: what each data rank holds, or steps."""
+        """A line of the effective plan: what each data rank holds, or steps."""
         return ""
 
     def follow(self) -> None:
-        """Others may have given parameters other memory (`param.data = ...`)."""
+        """Check for parameters whose memory was replaced (`param.data = ...`)."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of forward or backward, means something that this strategy cannot do."""
+        """Raise InputError if `error`, of forward or backward, comes from something not supported here."""
 
     def undo(self) -> None:
         """Give the model its own parameters again, and the optimizer these; without the values of parts."""

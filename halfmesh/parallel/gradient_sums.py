@@ -1,4 +1,4 @@
-"""What a reduction of gradients is; one for parameters that ranks share; several, one after the other."""
+"""Reductions of gradients: the protocol, one for shared parameters, and several in sequence."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Reduction(Protocol):
 
 
 class SharedGradients(Reducer):
-    """Sums the gradients of `params` over the ranks of `group`, each of which has them whole and gives a part of their
-    gradient. One all-reduce in fp32 for each update.
+    """Sums the gradients of `params` over the ranks of `group`, which all hold them whole and contribute partial
+    gradients. One all-reduce in fp32 for each update.
 
     Args:
         shards: of the parameters that are trained.
@@ -54,7 +54,7 @@ class SharedGradients(Reducer):
 
 
 class CompleteGradients:
-    """All reductions that gradients need, one after the other; itself one."""
+    """Several reductions in sequence, as one."""
 
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = list(reductions)
@@ -93,7 +93,7 @@ class CompleteGradients:
         self._each(lambda reduction: reduction.forget())
 
     def note_buffers(self) -> None:
-        """What the buffers hold now was not put there by training."""
+        """The buffers were changed by something other than training."""
         self._each(lambda reduction: reduction.note_buffers())
 
     def close(self) -> None:

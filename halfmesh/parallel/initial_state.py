@@ -1,4 +1,4 @@
-"""All ranks begin with the weights, buffers and optimizer state of rank 0; their models have to be alike."""
+"""All ranks start from the weights, buffers and optimizer state of rank 0; their models must match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plans and partitioners ask of modules: the class they are of, and copies without memory."""
+"""Helpers of plans and partitioners: the class of a module, and copies without memory."""
 
 from __future__ import annotations
 

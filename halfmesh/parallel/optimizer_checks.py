@@ -1,4 +1,4 @@
-"""Whether an optimizer may step a part of a parameter: found by trying."""
+"""Whether an optimizer may step a shard of a parameter, found by trying."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_other_state(optimizer: optim.Optimizer) -> None:
 
 
 def find_problem(optimizer: optim.Optimizer) -> str | None:
-    """Why `optimizer` cannot step divided parameters, if it cannot.
+    """Why `optimizer` cannot step sharded parameters; None if it can.
 
     One that looks at a parameter as a whole (its norm, its rows, its singular values: LAMB, Adafactor, Muon) takes
     another step on the parts than on the whole. A matrix is stepped whole and in parts, and compared.

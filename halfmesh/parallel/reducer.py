@@ -25,7 +25,7 @@ STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients travel. Defaults: fp32 sums, 25 MiB buckets (as torch DDP), 8 in flight (as SageMaker)."""
+    """How gradients are reduced. Defaults: fp32 sums, 25 MiB buckets (as torch DDP), 8 in flight (as SageMaker)."""
 
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 25 * 2**20
@@ -152,11 +152,11 @@ class Reducer:
         self._warn_of_own_buffers()
 
     def forget(self) -> None:
-        """The gradients were used or cleared: the next ones begin anew."""
+        """The gradients were used or cleared: start again."""
         self._finished = self.stale = self._collecting = False
 
     def note_buffers(self) -> None:
-        """What the buffers hold now was not put there by training."""
+        """The buffers were changed by something other than training."""
         self._own_buffers = {n: (b, edit_stamp(b)) for n, (b, _) in self._own_buffers.items()}
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Reducer:
             )
 
     def _warn_of_own_buffers(self) -> None:
-        """Say once which buffers training has changed on each rank for itself."""
+        """Warn once of buffers that training changes differently on each rank."""
         changed = [n for n, (b, stamp) in self._own_buffers.items() if edit_stamp(b) != stamp]
         if changed:
             self._own_buffers = {}

@@ -1,4 +1,4 @@
-"""The registries of the parallel room."""
+"""The registries of parallelism."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ BUILTIN_TENSOR_PLANS = {
     "t5_mlp": "transformers:T5_MLP",
     "t5_gated_mlp": "transformers:T5_GATED_MLP",
 }
-"""Those that halfmesh brings, and where they are in `models`."""
+"""The built-in ones, and where they are in `models`."""
 for _name, _plan in BUILTIN_TENSOR_PLANS.items():
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_plan}")
 for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():

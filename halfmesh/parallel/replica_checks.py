@@ -1,4 +1,4 @@
-"""Whether ranks have what they should have in common: their batches, what they train, and all else after a step."""
+"""Checks that ranks agree where they should: on batches, on what is trained, and on everything after a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def digest(tree: Any) -> bytes:
 
 
 def is_looked_at(number: int) -> bool:
-    """Whether call `number` is one that is looked at: the first, the tenth, the hundredth and so on."""
+    """Whether call `number` is checked: the first, the tenth, the hundredth and so on."""
     return str(number).rstrip("0") == "1"
 
 
@@ -100,7 +100,7 @@ class SameCalls:
 
 
 def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` gave the same tensors. False where there are none."""
+    """Whether all ranks of `group` have the same tensors. False where there are none."""
     if is_alone(group):
         return False
     tensors = tensors_of(tree)
@@ -152,7 +152,7 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
 
 @dataclass(frozen=True)
 class ReplicatedValue:
-    """Something that ranks should have in common.
+    """A value that ranks should agree on.
 
     Attributes:
         name: for messages; the same on all ranks that have it.

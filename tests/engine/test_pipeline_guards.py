@@ -178,7 +178,7 @@ MESSAGES = {
     **{name: message for name, (_, message) in MODELS.items()},
     "different": "the 2 ranks of a pipeline were given different inputs",
     "given again": "model: this rank holds a part of it for another engine",
-    "pickled": "a model that is divided over ranks cannot be pickled; save engine.state_dict()",
+    "pickled": "a sharded model cannot be pickled; save engine.state_dict()",
     "no criterion": "no criterion was given to initialize",
 }
 
