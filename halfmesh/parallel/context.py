@@ -166,7 +166,7 @@ class ParallelContext:
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, over gloo, for the hosts' communication beside training. Created on first use, by all ranks together;
+        """All ranks, over gloo, for the hosts' communication. Created on first use, by all ranks together;
         None in a world of one rank."""
         return self._gloo_group("host")
 

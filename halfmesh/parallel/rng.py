@@ -1,4 +1,4 @@
-"""Random numbers over the mesh: what must differ between ranks, and what must not."""
+"""Random numbers over the mesh: which must differ between ranks, and which must not."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def derived_seed(*parts: int) -> int:
-    """A seed of 63 bits that is another one for other numbers."""
+    """A 63-bit seed, different for different numbers."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 class IsolatedRNG:
     """A scope in which python's, numpy's and torch's CPU generators draw from a sequence of their own.
 
-    Leaving it puts back what was there; entering it again goes on.
+    Leaving it restores the former state; entering it again continues the sequence.
 
     Args:
         start: a seed, or what `random_state` gave.
@@ -134,7 +134,7 @@ class CommonRandom:
 
     @torch.compiler.disable
     def enter(self, model: nn.Module, *_: Any, always: bool = False) -> None:
-        """A forward hook: the model begins. `always`: also in evaluation, where some of its modules may train."""
+        """A forward pre-hook of the model. `always`: also in evaluation, where some of its modules may train."""
         if not (model.training or always) or self._outside is not None:
             return
         if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # a graph keeps its seed
@@ -143,7 +143,7 @@ class CommonRandom:
 
     @torch.compiler.disable
     def leave(self, *_: Any) -> None:
-        """A forward hook: the model ends."""
+        """A forward hook of the model."""
         if self._outside is not None:
             self.state = self._generator.get_state()
             self._generator.set_state(self._outside)
@@ -182,7 +182,7 @@ class RandomFork:
 
     @property
     def is_open(self) -> bool:
-        """Whether random numbers are this rank's own now."""
+        """Whether random numbers are now this rank's own."""
         return self._generator.initial_seed() in self._outside
 
     @torch.compiler.disable
@@ -206,7 +206,7 @@ class RandomFork:
 
     @torch.compiler.disable
     def close(self) -> None:
-        """Draw in common again. Does nothing outside a fork."""
+        """Return to the common sequence. Does nothing outside a fork."""
         outside = self._outside.get(self._generator.initial_seed())
         if outside is None:
             return

@@ -1,4 +1,4 @@
-"""Where in the whole, undivided tensor the numbers lie that a rank holds of it: what each axis did, in boxes."""
+"""Which boxes of the whole tensor a rank holds, after sharding over every axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor in equal parts along `dim`; each of `blocks` blocks is divided by itself.
+    """A tensor split evenly along `dim`; each of `blocks` blocks is split separately.
 
     A fused q, k, v weight of shape [3 * d, d] has three blocks: rank r holds its rows of q, then of k, then of v.
     """
@@ -22,7 +22,7 @@ class Split:
     blocks: int = 1
 
     def cut(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Part `rank` of `size`, in memory of its own."""
+        """Shard `rank` of `size`, in its own memory."""
         parts = whole.unflatten(self.dim, (self.blocks, -1)).chunk(size, self.dim + 1)
         return parts[rank].flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 

@@ -19,7 +19,7 @@ from .fully_shard import FullyShard
 
 
 class FSDP(DataStrategy):
-    """Weights, gradients and optimizer state in parts; each block gathers its weights before it computes."""
+    """Weights, gradients and optimizer state are sharded; each block gathers its weights before it computes."""
 
     shards_state = shards_model = True
     cost = "each block waits for its weights in forward and again in backward, for every batch of an update"
@@ -58,20 +58,23 @@ class FSDP(DataStrategy):
         for key in ("output_dtype", "reshard_after_forward", "prefetch") if config.parallel.pipeline.size > 1 else ():
             if getattr(data, key) != type(data).model_fields[key].default:
                 message = (
-                    "FSDP2 does not do this under a pipeline, whose stages call the model's blocks apart; remove it"
+                    "FSDP2 does not support this under a pipeline, whose stages call the blocks separately; remove it"
                 )
                 yield f"parallel.data.{key}", message
         if data.buffer_dtype is not None and param_dtype not in (None, getattr(torch, data.buffer_dtype)):
-            message = f"{data.buffer_dtype!r} is not what the mode casts the model to ({computes_in}); remove it"
+            message = (
+                f"{data.buffer_dtype!r} is not the dtype that the mode casts the model to ({computes_in}); remove it"
+            )
             yield "parallel.data.buffer_dtype", message
         if data.param_dtype not in (None, computes_in):
             message = (
-                f"{data.param_dtype!r} is not what the mode computes in ({computes_in}); remove it: the mode decides"
+                f"{data.param_dtype!r} is not the dtype that the mode computes in ({computes_in}); remove it: the mode "
+                "decides"
             )
             yield "parallel.data.param_dtype", message
         if config.activation_offload and not config.activation_checkpoint.enabled:
             message = (
-                "True with data='fsdp' would move the gathered weights, too, which forward saves; set "
+                "True with data='fsdp' would also offload the gathered weights that forward saves; set "
                 "activation_checkpoint, which saves inputs only, or use 'zero1'"
             )
             yield "activation_offload", message
@@ -142,7 +145,7 @@ class FSDP(DataStrategy):
 
 
 def _met_freed_storage(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that the memory of a tensor was given up."""
+    """Whether `error`, or its cause, says that the memory of a tensor was freed."""
     seen: BaseException | None = error
     while seen is not None:
         if "are out of bounds for storage of size 0" in str(seen):
@@ -152,11 +155,11 @@ def _met_freed_storage(error: BaseException) -> bool:
 
 
 class FSDPReducer(Reducer):
-    """`halfmesh.parallel.gradient_sums.Reduction` of a model that FSDP2 shards: it reduces what is left whole, and
-    running statistics, by itself.
+    """`halfmesh.parallel.gradient_sums.Reduction` of a model that FSDP2 shards: it reduces only
+    parameters that are left whole, and running statistics.
 
     Raises:
-        InputError: a cycle ends that FSDP2 was not told of before its last backward; parameters were put into the
+        InputError: a cycle ends without FSDP2 being told before its last backward; parameters were put into the
             optimizer that are not sharded; the model failed in the middle of a step.
     """
 
@@ -179,7 +182,7 @@ class FSDPReducer(Reducer):
 
     @property
     def stale(self) -> bool:
-        """Whether gradients arrived since `finish`, in what is whole or in what FSDP2 holds."""
+        """Whether gradients arrived since `finish`, of whole or of sharded parameters."""
         return self._own_stale or (self._finished and self._sharded.was_used)
 
     @stale.setter

@@ -1,4 +1,4 @@
-"""Applies torch's `fully_shard` to a model's blocks, and takes it back, for which torch has no function."""
+"""Applies torch's `fully_shard` to a model's blocks, and undoes it, for which torch has no function."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ShardOptions:
 
 @dataclass(frozen=True)
 class Units:
-    """Which modules gather their weights each for themselves.
+    """The modules that gather their weights separately.
 
     Attributes:
         blocks: names of the repeated ones; a rank may not have all of them.
@@ -67,7 +67,7 @@ class Units:
     not_called: Collection[str] | None = None
 
     def find(self, model: nn.Module) -> list[nn.Module]:
-        """The units, those that are in other units first."""
+        """The units, inner ones first."""
         known = dict(model.named_modules())
         blocks = [known[name] for name in self.blocks if name in known]
         if self.not_called is None:
@@ -77,7 +77,7 @@ class Units:
         return blocks + [module for module in rest if next(module.parameters(recurse=False), None) is not None]
 
     def left_over(self, model: nn.Module) -> set[nn.Parameter]:
-        """The parameters that no unit can have: of modules that are not called, or in several units."""
+        """The parameters that belong to no unit: of modules that are not called, or shared by several units."""
         seen: Counter[nn.Parameter] = Counter()
         taken: set[nn.Module] = set()
         for unit in self.find(model):
@@ -88,12 +88,12 @@ class Units:
 
 
 def can_be_sharded(param: torch.Tensor) -> bool:
-    """Whether FSDP2 takes it."""
+    """Whether FSDP2 can shard it."""
     return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
 
 
 def find_problems(model: nn.Module, casts: bool) -> Iterator[str]:
-    """Why FSDP2 cannot shard `model` so that it trains as it does whole.
+    """Why FSDP2 cannot shard `model` with the same result as whole.
 
     Args:
         casts: whether the mode gives all parameters one dtype.
@@ -188,7 +188,7 @@ def add_missing_grads(unit: FSDPModule) -> None:
 
 
 def prefetch(units: Sequence[FSDPModule], count: int) -> None:
-    """Have each unit gather the weights of the next `count` with its own. (FSDP2 does so for 1 by itself.)"""
+    """Let each unit prefetch the weights of the next `count` units. (FSDP2 prefetches 1 by default.)"""
     if count == 1:
         return
     for place, unit in enumerate(units):
@@ -231,7 +231,7 @@ class UsageWatch:
 
 
 class FSDPUndo:
-    """What a model is before `fully_shard`, but for its parameters' values; and how it becomes that again."""
+    """The state of a model before `fully_shard`, without its parameters' values, and how to restore it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {module: (type(module), set(vars(module))) for module in model.modules()}
@@ -250,7 +250,7 @@ class FSDPUndo:
             buffer.data = buffer.data.to(dtype)
 
     def unwrap(self) -> None:
-        """Give modules back the class and the attributes that they had, and take away FSDP2's hooks."""
+        """Restore the modules' classes and attributes, and remove FSDP2's hooks."""
         for module, (kind, attributes) in self._modules.items():
             if isinstance(module, FSDPModule):
                 module.__class__ = kind  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: torch's FSDP2 (`fully_shard`) holds weights, gradients and state in parts.
+"""Fully sharded data parallelism: torch's FSDP2 (`fully_shard`) shards weights, gradients and optimizer state.
 
 Each block gathers its weights before it computes, and gives them up afterwards; gradients are summed to the rank that
 holds their part while backward runs. The update sees this rank's parts as plain tensors, as in every other layout.
@@ -122,7 +122,7 @@ class FullyShard:
         return [parts.get(shard.param, shard) for shard in shards]
 
     def _load(self, module: nn.Module, *given: Any) -> None:
-        """Whole tensors can be loaded, too: they go into the parts."""
+        """Whole tensors can be loaded, too: each rank takes its shard."""
         self.reshard()
         names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
         take_parts(dict.fromkeys(names, _as_part), module, *given)
@@ -138,7 +138,7 @@ class FullyShard:
         return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
 
     def move(self, device: torch.device) -> None:
-        """Move the model to `device`; of one that is offloaded only what is not in parts."""
+        """Move the model to `device`; of an offloaded one only what is not sharded."""
         if not self._offloads:
             move_module(self.model, device)
             return
@@ -147,7 +147,7 @@ class FullyShard:
                 tensor.data = tensor.data.to(device)
 
     def first_row(self, rows: int) -> int:
-        """Where this rank's part begins in a parameter of so many rows."""
+        """The row at which this rank's shard of a parameter begins."""
         return min(self._rank * -(-rows // self._ranks), rows)
 
     def tell_dtypes(self) -> None:
@@ -211,7 +211,7 @@ class FullyShard:
             )
 
     def refuse_lost_changes(self) -> None:
-        """Raise InputError for what others did to parameters, and FSDP2, which has its own, does not hear of."""
+        """Raise InputError for changes of the user's parameters that FSDP2, which has its own, does not notice."""
         self.refuse_other_memory()
         hooked = [part.name for part in self.parts if part.source and has_grad_hooks(part.source.param)]
         if hooked:
@@ -233,7 +233,7 @@ class FullyShard:
         return bool(self._use.seen)
 
     def take_grads(self, counts: Sequence[float]) -> None:
-        """The gradients that FSDP2 has summed become those of the parts.
+        """Give the shards the gradients that FSDP2 has summed.
 
         Args:
             counts: on how many ranks each part's parameter had one; where that is 0 there is none.
@@ -265,17 +265,17 @@ class FullyShard:
             )
 
     def begin(self) -> None:
-        """Weights are about to be written. (`halfmesh.shard.Publisher`.)"""
+        """Called before weights are written. (`halfmesh.shard.Publisher`.)"""
         for part in self.parts:  # so that the memory of gradients goes as they are used
             part.source.param.grad = None  # type: ignore[union-attr]
         if self._is_pinned:  # copies to the device that are under way, of a forward since backward, read them
             torch.cuda.synchronize()
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """Weights are new, here."""
+        """New weights need not be sent: they are gathered when used."""
 
     def finish(self) -> None:
-        """An update is over: gathered weights are old."""
+        """Called after an update: gathered weights are stale."""
         if self._reshards:
             self.reshard()
 
@@ -284,14 +284,14 @@ class FullyShard:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give up gathered weights."""
+        """Free gathered weights."""
         for unit in self.units:
             unit.reshard()
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def undo(self) -> None:
-        """Give the model the parameters that it came with, without their values, and the optimizer these."""
+        """Give model and optimizer the original parameters, without their values."""
         for hook in (*self._hooks, *self._loads):
             hook.remove()
         self.reshard()

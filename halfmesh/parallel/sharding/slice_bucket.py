@@ -1,4 +1,4 @@
-"""Parameters that are cut into one chunk for each data rank."""
+"""Parameters that are split into one chunk per data rank."""
 
 from __future__ import annotations
 

@@ -117,13 +117,13 @@ class TensorParallel(AppliedAxis):
             self.trial.explain(error)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        """Which layers are divided over the tensor group, and what share of the numbers that is."""
+        """Which layers are sharded over the tensor group, and their share of the parameters."""
         cut = {name for name, param in params.items() if param in self.splits}
         whole = {name: size * (self.size if name in cut else 1) for name, size in sizes.items()}
         share = sum(whole[name] for name in cut) / sum(whole.values())
         layers = _counted(generalise(name) for name in sorted({name.rpartition(".")[0] for name in cut}))
         sequence = " and the sequence" if self.plan.regions else ""
-        return {"layout": f"{share:.0%} of the numbers{sequence} divided over tp: {layers}"}
+        return {"layout": f"{share:.0%} of parameters{sequence} sharded over tp: {layers}"}
 
     def undo(self) -> None:
         self.axis.end_tp_region()

@@ -253,9 +253,9 @@ def test_what_is_refused():
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
 REFUSED = [
     ({"compile": {"scope": "model"}}, {}, "gathers the weights of each block between graphs"),
-    ({"activation_offload": True}, {}, "would move the gathered weights"),
-    ({}, {"param_dtype": "bfloat16"}, "is not what the mode computes in"),
-    ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not what the mode casts the model to"),
+    ({"activation_offload": True}, {}, "would also offload the gathered weights"),
+    ({}, {"param_dtype": "bfloat16"}, "is not the dtype that the mode computes in"),
+    ({"fp16": {"mode": "naive"}}, {"buffer_dtype": "float32"}, "is not the dtype that the mode casts the model to"),
     ({}, {"hybrid": 3}, "parallel.data.hybrid: 3 does not divide the 4 data ranks"),
     (PIPELINE, {"reshard_after_forward": False}, "FSDP2 does not do this under a pipeline"),
     (PIPELINE, {"prefetch": 2}, "FSDP2 does not do this under a pipeline"),
