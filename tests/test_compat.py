@@ -214,7 +214,7 @@ def test_fsdp_keys_need_fsdp(key, value):
 
 def test_fsdp_param_dtype_is_the_modes():
     data = {"strategy": "fsdp", "param_dtype": "float16"}
-    message = "parallel.data.param_dtype: 'float16' is not the dtype that the mode computes in (bfloat16); remove it: the mode"
+    message = "parallel.data.param_dtype: 'float16' is not the dtype that the mode computes in (bfloat16); remove it"
     [line] = find({"bf16": {"mode": "torch"}, "parallel": {"data": data}})
     assert line.startswith(message)
     assert find({"fp16": {"mode": "torch"}, "parallel": {"data": data}}) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from halfmesh.parallel.sharding.withheld import WithheldGradient
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -12,6 +11,7 @@ from halfmesh.errors import InputError
 from halfmesh.parallel.activations.checkpoint import _ATTENTION
 from halfmesh.parallel.activations.offload import _is_cast_of_parameter
 from halfmesh.parallel.sharding.fsdp import _met_freed_storage
+from halfmesh.parallel.sharding.withheld import WithheldGradient
 
 
 def test_casts_of_parameters_are_known_by_how_they_came():
