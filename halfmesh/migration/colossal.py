@@ -44,9 +44,7 @@ COLOSSAL = Origin(
         "zero.optimizer_config.gpu_margin_mem_ratio zero.model_config.*": no("fsdp keeps each block's shards by rows"),
         "zero.optimizer_config.*": "fp16.*",
         "gradient_accumulation clip_grad_norm": "*",
-        "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no(
-            "it is detected automatically: remove it"
-        ),
+        "gradient_handler torch_ddp.* fp16.?p_process_group TENSOR_SHAPE": no("it is automatic: remove it"),
         "seed": ("seed", "Colossal-AI ignored this key, and took the seed of launch (1024); here it counts"),
         "model.num_chunks": {1: AS_HERE, "*": no("see parallel.pipeline.schedule='interleaved' and chunks")},
         "model.* optimizer.* loss.* lr_scheduler.* train_data.* test_data.* dataset.* schedule.* hooks.* cudnn_* "
