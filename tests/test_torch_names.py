@@ -28,6 +28,7 @@ DOCUMENTED = {"_python_dispatch", "_pytree"}  # modules, by torch's notes on ext
 ALLOWED = {
     "_torch.py": {
         "_C",
+        "_TorchDispatchModeKey",
         "_amp_foreach_non_finite_check_and_unscale_",
         "_backward_hooks",
         "_backward_pre_hooks",

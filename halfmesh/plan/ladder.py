@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-
+from .._torch import BATCH_NORMS
 from ..config.load import load_config
 from ..errors import InputError, readable
 from ..parallel.registries import DATA_STRATEGIES
@@ -239,5 +238,5 @@ def _look_at(configs: Sequence[Config], world_size: int, model: str) -> tuple[bo
     """Whether a model has BatchNorm, and why it cannot be divided as each of the configs says."""
     with dry_run_mode(), Tracker():
         given = build_model(model).model
-        has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in given.modules())
+        has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in given.modules())
         return has_batch_norm, [find_plan_problems(config, world_size, given) for config in configs]

@@ -152,7 +152,7 @@ def test_casts_are_o1s_alone():
         assert torch.einsum("ij,kj->ik", x, x).dtype == FULL
     for config in (apex("O2"), apex("O1", patch_torch_functions=False), {"fp16": {"mode": "torch"}}, {}):
         other = make_engine(config)
-        with pytest.raises(InputError, match="only mode='apex' with opt_level='O1' does"):
+        with pytest.raises(InputError, match="only mode='apex' with opt_level='O1' has"):
             other.casts  # noqa: B018
 
 
