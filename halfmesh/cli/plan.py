@@ -34,7 +34,9 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Draw what each rank holds, as an .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find the simplest change of a config by which a model fits into memory, and say what it costs.
+    """Find the simplest change of a config that fits a model.
+
+    Says what the change costs.
 
     Changes are tried from the simplest to the most invasive, each in a dry run: one rank of each kind does an update
     on tensors without memory. Needs no GPU. The exit status is 0 if something fits, else 1.
