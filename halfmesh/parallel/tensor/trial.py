@@ -145,7 +145,9 @@ class PlanTrial:
                     name or "the model",
                     why,
                 )
-        self._kinds = []  # with them goes what was kept of calls
+        for kind in self._kinds:  # a pipeline's copy of the model still has the hooks, which hold these
+            kind.meta, kind.live, kind.call = "", None, None
+        self._kinds = []
 
     def _try_out(self, kind: _Kind) -> float | str:
         """How far a sharded block is from the whole one; or why that cannot be found out. The whole group together.
