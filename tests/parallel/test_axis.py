@@ -31,5 +31,5 @@ def test_two_axes_that_split_one_parameter_are_refused():
 def test_copies_of_a_model_share_how_it_is_divided_and_pickles_are_refused():
     applied = AppliedAxis(CONTEXT, "tp")
     assert copy.deepcopy(applied) is applied
-    with pytest.raises(InputError, match="divided over ranks cannot be pickled"):
+    with pytest.raises(InputError, match="sharded model cannot be pickled"):
         pickle.dumps(applied)
