@@ -166,7 +166,7 @@ UPDATE = (
     Fault(
         "an error in backward leaves half a gradient",
         "loop/accumulation.py",
-        "            self.clear()  # half a gradient is worse than none: the next backward begins a new cycle\n",
+        "            self.clear()  # a partial gradient is worse than none: the next backward begins a new cycle\n",
         "",
         (CYCLE,),
     ),
