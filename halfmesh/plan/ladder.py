@@ -173,17 +173,19 @@ class _Climb:
             return None
         if not self._fits(last):
             # Accumulated gradients take memory, too, so that smaller batches may need more.
-            (small,) = self._try([(changes, kinds[-1], fewest)])
+            hopeless = self._cannot_shrink(last, fewest / most)
+            (small,) = [last] if hopeless else self._try([(changes, kinds[-1], fewest)])
             if not self._fits(small):
                 self._note_least(min(last, small, key=lambda rung: rung.needs), needed)
                 return None
-        for kind, following in zip(kinds, [*kinds[1:], ""], strict=True):
-            (large,) = self._try([(changes, kind, most)])
+        for kind in kinds:
+            large = self._tried.get((changes, kind, most))
+            if large is None or not (self._fits(large) or self._cannot_shrink(large, fewest / most)):
+                large, small = self._try([(changes, kind, most), (changes, kind, fewest)])  # on two cores
+                if not self._fits(large) and self._fits(small):
+                    return self._find_largest(changes, kind, sizes)
             if self._fits(large):
                 return large
-            small, _ = self._try([(changes, kind, fewest), (changes, following, most)])  # on two cores
-            if self._fits(small):
-                return self._find_largest(changes, kind, sizes)
         return None
 
     def _find_largest(self, changes: Changes, kind: str, sizes: Sequence[int]) -> Rung:
@@ -210,6 +212,10 @@ class _Climb:
 
     def _fits(self, rung: Rung) -> bool:
         return not rung.refused and rung.needs <= self._asked.room
+
+    def _cannot_shrink(self, rung: Rung, part: float) -> bool:
+        """Whether the rung does not fit with that part of its rows either: nothing shrinks by more than the rows do."""
+        return rung.needs * part > self._asked.room
 
     def _note_least(self, rung: Rung, of: Callable[[Figures], int]) -> None:
         """Nothing else in this layout needs less than this rung; `of` says what of its figures is meant."""

@@ -22,6 +22,9 @@ OTHER = "other"
 
 _UNSENT = ("recv", "barrier")  # the sender counts
 
+_DEVICE = torch.ops.prim.device.default
+"""Three of four calls in a dry run; answering here takes a third off its time."""
+
 _COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 """Of values, which are not there: what is compared is taken to be as it should be."""
 
@@ -102,6 +105,8 @@ class Tracker(TorchDispatchMode):
                 self._add(label, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and has_no_memory(args[0]):
+            return args[0].fake_device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor has no memory itself; what it holds comes here again
         if in_shapes_only():
