@@ -56,15 +56,15 @@ class Wide(Axis):
 
     @staticmethod
     def apply(inputs: AxisInputs) -> WideLayers:
-        return WideLayers(inputs)
+        return WideLayers(inputs, Wide.dim)
 
 
 class WideLayers(AppliedAxis):
     """The layers, divided."""
 
-    def __init__(self, inputs: AxisInputs) -> None:
-        super().__init__(inputs.context, "wd", "wide group")
-        group, self._layers = inputs.context.group("wd"), len(inputs.plan)
+    def __init__(self, inputs: AxisInputs, dim: str) -> None:
+        super().__init__(inputs.context, dim, "wide group")
+        group, self._layers = inputs.context.group(dim), len(inputs.plan)
         self._hooks: list[Any] = []
         for name in inputs.plan:
             layer = inputs.model.get_submodule(name)
