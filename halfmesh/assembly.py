@@ -302,7 +302,7 @@ def _refuse_problems(given: _Given, recipe: Recipe, config: Config, device: torc
         raise IncompatibleConfigError([device_problem])
     has_model = isinstance(given.model, nn.Module)
     problems = [
-        *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None),
+        *inputs.find_model_problems(given.model, recipe, config.precision.mode if config.precision else None, device),
         *(inputs.find_optimizer_problems(given.optimizer, given.model, recipe) if has_model else ()),
         *inputs.find_other_problems(
             given.criterion, given.dataloader, given.eval_dataloader, given.lr_scheduler, given.optimizer, config

@@ -10,10 +10,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
-from .amp.plugin import AMP_PLUGINS, AMPPlugin
+from .amp.plugin import AMP_PLUGINS, PRECISIONS, AMPPlugin
 from .amp.recipe import FP32
 from .config.config import Config
 from .errors import IncompatibleConfigError, RegistryError, did_you_mean, show
@@ -23,7 +22,6 @@ from .parallel.registries import AXES, DATA_STRATEGIES
 Cell = Literal["yes", "refused"]
 
 DEVICES = ("cpu", "cuda")
-HALF_DTYPES = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the composition table: a mode with its half precision, or no mode."""
+    """A row of the composition table: a mode with its precision, or no mode."""
 
     mode: str | None = None
     key: str | None = None
@@ -91,8 +89,8 @@ def render_table() -> str:
 
 
 def get_rows() -> list[Row]:
-    """No mode, then each registered mode in fp16 and bf16."""
-    return [Row(), *(Row(mode, key) for mode in AMP_PLUGINS.names() for key in HALF_DTYPES)]
+    """No mode, then each registered mode in each precision."""
+    return [Row(), *(Row(mode, key) for mode in AMP_PLUGINS.names() for key in PRECISIONS)]
 
 
 def get_columns() -> list[str]:
@@ -110,7 +108,7 @@ def _verdict(row: Row, column: str) -> Cell:
 def _row_of(config: Config) -> Row:
     if config.precision is None or _is_switched_off(config):
         return Row()
-    return Row(config.precision.mode, "fp16" if config.fp16 else "bf16")
+    return Row(config.precision.mode, config.precision_key)
 
 
 def _is_switched_off(config: Config) -> bool:
@@ -128,13 +126,13 @@ def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _check_mode(row: Row, columns: Iterable[str], device: str | None = None) -> Iterator[Finding]:
-    """What the mode does not compose with: its half precision, the kind of device, and columns of the table."""
+    """What the mode does not compose with: its precision, the kind of device, and columns of the table."""
     if row.plugin is None or row.key is None:
         return
-    mode, composes, dtype = f"mode {row.mode!r}", row.plugin.composes, HALF_DTYPES[row.key]
+    mode, composes, dtype = f"mode {row.mode!r}", row.plugin.composes, PRECISIONS[row.key]
     if dtype not in composes.dtypes:
-        allowed = ", ".join(key for key, name in HALF_DTYPES.items() if name in composes.dtypes) or "no half precision"
-        yield Finding(str(row), composes.why_not.get(dtype, f"{mode} has no {dtype}; it has {allowed}"))
+        allowed = ", ".join(key for key, name in PRECISIONS.items() if name in composes.dtypes) or "none of them"
+        yield Finding(str(row), composes.why_not.get(dtype, f"{mode} has no {row.key}; it has {allowed}"))
     if device in DEVICES and device not in composes.devices:
         default = f"{mode} does not run on {device}; it runs on {', '.join(sorted(composes.devices))}"
         yield Finding(f"{row} on {device}", composes.why_not.get(device, default))

@@ -15,7 +15,7 @@ from . import compat, inputs
 from .amp.convert import convert
 from .amp.o1 import CastTable
 from .amp.optimizer import MixedPrecisionOptimizer
-from .amp.plugin import AMP_PLUGINS, AMP_TYPE
+from .amp.plugin import AMP_PLUGINS, AMP_TYPE, PRECISIONS
 from .amp.precision import Precision
 from .amp.recipe import FP32
 from .amp.step_result import StepResult
@@ -56,7 +56,7 @@ def convert_to_amp(
         criterion: called as before; it runs under the same autocast as the forward.
         mode: "torch", "naive", "apex" or another registered mode.
         amp_config: the mode's own keys, as in `fp16 = dict(...)`.
-        dtype: "float16" or "bfloat16".
+        dtype: "float16", "bfloat16" or "float8_e4m3fn".
 
     Raises:
         ConfigError: a wrong mode, or mistakes in `amp_config`.
@@ -65,9 +65,9 @@ def convert_to_amp(
     """
     from .config.load import load_config  # pydantic: only when there is a config to read
 
-    keys = {name: key for key, name in compat.HALF_DTYPES.items()}
+    keys = {name: key for key, name in PRECISIONS.items()}
     if dtype not in keys:
-        raise InputError(f"dtype={dtype!r} is not a half precision; allowed: {', '.join(map(repr, keys))}")
+        raise InputError(f"dtype={dtype!r} is not the dtype of a precision; allowed: {', '.join(map(repr, keys))}")
     if "mode" in (amp_config or {}):
         raise InputError(f"amp_config has a mode, and mode={str(mode)!r} was given; leave one of the two out")
     config = load_config({keys[dtype]: {"mode": mode, **(amp_config or {})}})
@@ -78,13 +78,14 @@ def convert_to_amp(
             "model: its parameters were made under halfmesh.deferred_init(), and have no values; pass the model to "
             "initialize, which makes them, or build it as usual"
         )
-    problems = list(inputs.find_model_problems(model, recipe, config.precision.mode))
+    params = model.parameters() if isinstance(model, nn.Module) else iter(())
+    device = next((param.device for param in params), torch.device("cpu"))
+    problems = list(inputs.find_model_problems(model, recipe, config.precision.mode, device))
     if not problems:
         problems += inputs.find_optimizer_problems(optimizer, model, recipe)
     problems += inputs.find_criterion_problems(criterion)
     if problems:
         raise InputError(bullet_list(f"{len(problems)} problem(s) in what was passed to convert_to_amp:", problems))
-    device = next(model.parameters()).device
     compat.raise_for(compat.check(config, 1, device.type))
     unfit = [inputs.find_device_problem(device, recipe), backend.find_problem(device)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

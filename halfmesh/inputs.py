@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .parallel.context import ParallelContext
 
 
-def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterator[str]:
-    """Problems of the model under this recipe."""
+def find_model_problems(model: Any, recipe: Recipe, mode: str | None, device: torch.device) -> Iterator[str]:
+    """Problems of the model under this recipe on `device`."""
     if not isinstance(model, nn.Module):
         yield f"model: a torch.nn.Module (or a callable that returns one) is needed, but {_kind(model)} was given"
         return
@@ -66,6 +66,8 @@ def find_model_problems(model: Any, recipe: Recipe, mode: str | None) -> Iterato
             "model: it is compiled, and O1's casts do not reach into compiled code; pass it uncompiled, or use "
             "mode='torch' or opt_level='O2'"
         )
+    if recipe.linear is not None:
+        yield from recipe.linear.find_problems(model, device)
     for name, tensor in tensors_to_cast(model, recipe):
         problem = find_overflow(name, tensor.detach(), recipe.param_dtype)
         if problem is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from .amp.plugin import AMP_PLUGINS
+from .amp.plugin import AMP_PLUGINS, PRECISIONS
 from .amp.recipe import FP32, Recipe
 from .config.config import Config
 from .parallel.registries import AXES, DATA_STRATEGIES
@@ -42,10 +42,10 @@ def find_advice(config: Config) -> Iterator[Finding]:
 
 def recipe_of(config: Config) -> Recipe:
     """The recipe of the config's mode."""
-    if config.precision is None or config.precision_dtype is None:
+    if config.precision is None or config.precision_key is None:
         return FP32
     plugin = AMP_PLUGINS.get(config.precision.mode)
-    recipe = plugin.recipe(config.precision.options, getattr(torch, config.precision_dtype))
+    recipe = plugin.recipe(config.precision.options, getattr(torch, PRECISIONS[config.precision_key]))
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{plugin.__name__}.recipe returned {recipe!r}, but it has to return a halfmesh.Recipe")
     return recipe

@@ -83,7 +83,8 @@ def _precision(parts: EngineParts, recipe: Recipe) -> str:
     how = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}[recipe.cast_lists] if recipe.autocast else ""
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
     masters = ", fp32 masters" if recipe.master_weights else ""
-    return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}, parameters {params}{norm}{masters}"
+    linear = "" if recipe.linear is None else f", {recipe.linear.describe(parts.model, parts.context.device)}"
+    return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 
 
 def _loss_scale(recipe: Recipe) -> str:

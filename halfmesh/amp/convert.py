@@ -77,6 +77,8 @@ def _take_back(
     """Give the model its dtypes and the full-precision values, and the optimizer the model's parameters."""
     for hook in hooks:
         hook.remove()
+    if update.recipe.linear is not None:
+        update.recipe.linear.remove(model)
     masters, changed = update.master_weights.masters, {}
     for shard in update.master_weights.shards:
         if shard.source is not None and shard.param in masters:  # the sharding's own close gathers them

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,6 +18,10 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from ..options import Options
     from .precision import Precision
+
+
+PRECISIONS = MappingProxyType({"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"})
+"""The key of a config that names a mode, and the dtype that the mode's recipe is asked for."""
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801 (the name that Colossal-AI's configs use)
@@ -35,7 +40,7 @@ class Composes:
     """The names of the axes (`AXES`) and data strategies (`DATA_STRATEGIES`) that it works with."""
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
-    """The half precisions that it has."""
+    """Those of `PRECISIONS` that it has."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """For a refused axis, data strategy, device or dtype: the reason and what to use instead."""
 
@@ -77,12 +82,14 @@ class AMPPlugin(ABC):
     """The mode's keys, with defaults and bounds."""
     composes: ClassVar[Composes] = Composes()
     scale_keys: ClassVar[frozenset[str]] = frozenset()
-    """Those of `options` that only concern loss scaling; they are refused where nothing is scaled (bf16)."""
+    """Those of `options` that only concern loss scaling; they are refused where nothing is scaled (bf16, fp8)."""
+    float8_keys: ClassVar[frozenset[str]] = frozenset()
+    """Those of `options` that only concern float8; they are refused under fp16 and bf16."""
 
     @classmethod
     @abstractmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
-        """The recipe of `options` with half precision `dtype` (torch.float16 or torch.bfloat16)."""
+        """The recipe of `options` with `dtype`: torch.float16, torch.bfloat16 or torch.float8_e4m3fn (key `fp8`)."""
 
     @classmethod
     def backend(cls, options: Options) -> Backend:

@@ -105,7 +105,9 @@ class Precision:
 
 def cast_model(model: nn.Module, recipe: Recipe, apart: Collection[int] = ()) -> None:
     """Cast parameters and floating-point buffers, except those whose ids are in `apart`. Parameter objects, ties and
-    names stay."""
+    names stay. Linear layers get the recipe's product."""
+    if recipe.linear is not None:
+        recipe.linear.install(model)
     casts = {id(tensor) for _, tensor in tensors_to_cast(model, recipe, apart)}
     if not casts:
         return

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from .float8 import Float8Product
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -46,6 +49,8 @@ class Recipe:
 
     compute_dtype: torch.dtype = torch.float32
     """The dtype of matrix products."""
+    linear: Float8Product | None = None
+    """Computes the products of linear layers in a narrower format; None: they are computed as all others."""
     param_dtype: torch.dtype | None = None
     """Parameters and floating-point buffers of the model are cast to it; None leaves them as they are (fp32)."""
     autocast: bool = False

@@ -1,16 +1,18 @@
-"""TORCH: fp32 parameters, forward and criterion under torch.autocast, torch.amp.GradScaler's loss scaling."""
+"""TORCH: fp32 parameters, forward and criterion under torch.autocast, torch.amp.GradScaler's loss scaling; under `fp8`
+the products of linear layers in float8."""
 
 from __future__ import annotations
 
 import torch
 
-from ..options import BackoffFactor, GrowthFactor, Options, PositiveInt, Scale
-from .plugin import ALL_PARALLEL, AMPPlugin, Composes
+from ..options import BackoffFactor, GrowthFactor, Names, Options, PositiveInt, Scale
+from .float8 import Emulate, Float8Product, Scaling
+from .plugin import ALL_PARALLEL, PRECISIONS, AMPPlugin, Composes
 from .recipe import LossScale, Recipe
 
 
 class TorchOptions(Options):
-    """Keys and defaults of `torch.amp.GradScaler`."""
+    """Keys and defaults of `torch.amp.GradScaler`, for fp16; and those of fp8, see `Float8Product`."""
 
     init_scale: Scale = 2.0**16
     growth_factor: GrowthFactor = 2.0
@@ -18,20 +20,27 @@ class TorchOptions(Options):
     growth_interval: PositiveInt = 2000
     enabled: bool = True
     """False drops the loss scaling and keeps autocast, as in torch."""
+    recipe: Scaling = "tensorwise"
+    emulate: Emulate = "auto"
+    filter: Names | None = None
 
 
 class TorchAMP(AMPPlugin):
     """torch's own mixed precision."""
 
     options = TorchOptions
-    composes = Composes(parallel=ALL_PARALLEL)
-    scale_keys = frozenset(TorchOptions.model_fields)
+    composes = Composes(parallel=ALL_PARALLEL, dtypes=frozenset(PRECISIONS.values()))
+    float8_keys = frozenset({"recipe", "emulate", "filter"})
+    scale_keys = frozenset(TorchOptions.model_fields) - float8_keys
 
     @classmethod
     def recipe(cls, options: Options, dtype: torch.dtype) -> Recipe:
         assert isinstance(options, TorchOptions)
+        if dtype == torch.float8_e4m3fn:
+            product = Float8Product(options.recipe, options.emulate, options.filter)
+            return Recipe(compute_dtype=torch.bfloat16, autocast=True, linear=product)
         scale = None
         if options.enabled and dtype == torch.float16:
-            keys = options.model_dump(exclude={"enabled"})
+            keys = options.model_dump(exclude={"enabled", *cls.float8_keys})
             scale = LossScale(initial=keys.pop("init_scale"), **keys)
         return Recipe(compute_dtype=dtype, autocast=True, loss_scale=scale)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..amp.plugin import PRECISIONS
 from ..errors import ConfigError, did_you_mean, shorten
 from ..options import Options
-from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
+from .problems import Problem, explain, find_contradictions, find_unknown
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
 from .text import to_yaml
 
@@ -44,15 +45,21 @@ class Config(Settings, extra="allow"):
 
     @property
     def precision(self) -> PrecisionConfig | None:
-        """The one of `fp16` and `bf16` that is set."""
-        return self.fp16 or self.bf16
+        """The one of `fp16`, `bf16` and `fp8` that is set."""
+        return None if self.precision_key is None else getattr(self, self.precision_key)
+
+    @property
+    def precision_key(self) -> Literal["fp16", "bf16", "fp8"] | None:
+        """Which of the keys that name a mode is set."""
+        keys: tuple[Literal["fp16", "bf16", "fp8"], ...] = ("fp16", "bf16", "fp8")
+        return next((key for key in keys if getattr(self, key) is not None), None)
 
     @property
     def precision_dtype(self) -> Literal["float16", "bfloat16"] | None:
-        """The half precision in use."""
-        if self.fp16:
-            return "float16"
-        return "bfloat16" if self.bf16 else None
+        """The half precision in use; bfloat16 under fp8, for all but some products."""
+        if self.precision_key is None:
+            return None
+        return "float16" if self.precision_key == "fp16" else "bfloat16"
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, and the constants, in the form in which a user would write them."""
@@ -122,7 +129,7 @@ def _without(raw: Mapping[Any, Any], problems: list[Problem]) -> dict[str, Any]:
 
 def _find_mode(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The mode alone, which can be checked against the layout even where another key is wrong."""
-    given = {key: raw[key] for key in PRECISION_KEYS if raw.get(key) is not None}
+    given = {key: raw[key] for key in PRECISIONS if raw.get(key) is not None}
     if len(given) != 1:
         return {}
     return {key: {"mode": value.get("mode")} for key, value in given.items() if isinstance(value, Mapping)}

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from ..amp.plugin import AMP_PLUGINS
+from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
 from .foreign import find_foreign
 from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
-
-PRECISION_KEYS = ("fp16", "bf16")
 
 FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
 
@@ -57,19 +55,32 @@ def find_unknown(raw: Mapping[Any, Any], hint: str) -> Iterator[Problem]:
 
 def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys that are valid alone but not beside another one."""
-    if all(raw.get(key) is not None for key in PRECISION_KEYS):
-        yield Problem(PRECISION_KEYS, "fp16, bf16: both are set, but a run has one precision; remove one of the two")
-    given = raw.get("bf16")
+    given = [key for key in PRECISIONS if raw.get(key) is not None]
+    if len(given) > 1:
+        line = f"{', '.join(given)}: more than one is set, but a run has one precision; leave one of them"
+        yield Problem(tuple(given), line)
+    for key in given:
+        for name, why in _find_moot(key, raw[key]):
+            yield Problem((key,), f"{key}.{name}: {why}")
+
+
+def _find_moot(key: str, given: Any) -> Iterator[tuple[str, str]]:
+    """Keys of a mode that mean nothing in this precision, and why."""
     if isinstance(given, PrecisionConfig):
         given = {"mode": given.mode, **dict.fromkeys(given.options.model_fields_set)}
-    if isinstance(given, Mapping):
-        try:
-            moot = sorted(get_plugin(given.get("mode")).scale_keys & given.keys())
-        except ValueError:
-            return  # reported by the schema
-        for name in moot:
-            line = f"bf16.{name}: bf16 has the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
-            yield Problem(("bf16",), line)
+    if not isinstance(given, Mapping):
+        return
+    try:
+        plugin = get_plugin(given.get("mode"))
+    except ValueError:
+        return  # reported by the schema
+    if key != "fp16":
+        has = "bf16 has" if key == "bf16" else "fp8 computes gradients in bf16, which has"
+        for name in sorted(plugin.scale_keys & given.keys()):
+            yield name, f"{has} the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
+    if key != "fp8":
+        for name in sorted(plugin.float8_keys & given.keys()):
+            yield name, f"it is about float8, and {key} has none; remove {name}, or use fp8"
 
 
 def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[Problem]:
@@ -107,7 +118,7 @@ def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> 
 
 
 def _model_at(path: Sequence[str], owner: type[Options], raw: Mapping[str, Any]) -> type[Options] | None:
-    if path[0] in PRECISION_KEYS and len(path) == 1:  # pydantic went deeper, so the mode is valid
+    if path[0] in PRECISIONS and len(path) == 1:  # pydantic went deeper, so the mode is valid
         return get_plugin(raw[path[0]]["mode"]).options
     if list(path) == ["parallel"] and isinstance(raw["parallel"], Mapping):
         return parallel_config(raw["parallel"])  # with the axes of others
@@ -171,7 +182,7 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
     here = list(owner.model_fields)
     if parents == ("parallel",):
         here = list(dict.fromkeys([*here, *AXES.names()]))
-    if parents[:1] and parents[0] in PRECISION_KEYS:
+    if parents[:1] and parents[0] in PRECISIONS:
         near = did_you_mean(key, here)
         modes = [name for name, keys in _mode_keys().items() if key in keys]
         elsewhere = f"; mode {' and '.join(map(repr, modes))} has it" if modes else ""

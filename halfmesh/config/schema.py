@@ -307,6 +307,7 @@ class Settings(Options):
 
     fp16: Precision = None
     bf16: Precision = None
+    fp8: Precision = None
     parallel: Annotated[SerializeAsAny[ParallelConfig], BeforeValidator(_expand_parallel)] = ParallelConfig()
     gradient_accumulation: PositiveInt = 1
     global_batch_size: PositiveInt | None = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic_core import to_json
 
+from ..amp.plugin import PRECISIONS
 from ..errors import InputError, Preempted, cut, show, show_name
 from ..log import Listener
 from ..mesh_picture import block_of, compress, describe_shards
@@ -227,7 +228,7 @@ def _describe_rank(engine: Engine) -> dict[str, Any]:
 def _settings(config: Config) -> dict[str, Any]:
     """All keys with their values, defaults too; the mode's own keys beside the mode, as a user writes them."""
     settings = config.model_dump(exclude=set(config.user))
-    for name in ("fp16", "bf16"):
+    for name in PRECISIONS:
         if settings[name] is not None:
             settings[name] = {"mode": settings[name]["mode"], **settings[name]["options"]}
     return settings

@@ -24,6 +24,8 @@ SCALES: dict[str | None, dict[str, Any]] = {
     "naive": {"initial_scale": INITIAL_SCALE, "growth_interval": GROWTH_INTERVAL, "hysteresis": 1},
     "apex": {"max_loss_scale": INITIAL_SCALE},
 }
+# Scales that are powers of 2 round alike, whichever rows are in a microbatch.
+FLOAT8: dict[str | None, dict[str, Any]] = {"torch": {"recipe": "rowwise"}}
 # O0 is fp32, and O3 makes no promise about its weights.
 APEX_LEVELS = {"apex_o1": {"opt_level": "O1"}, "apex_o2": {"opt_level": "O2"}}
 
@@ -48,7 +50,8 @@ def _modes() -> Iterator[tuple[str, Mode]]:
     for row in get_rows():
         variants = APEX_LEVELS if (row.mode, row.key) == ("apex", "fp16") else {str(row).replace(" ", "_"): {}}
         for name, options in variants.items():
-            yield name, Mode(row, options | (SCALES.get(row.mode, {}) if row.key == "fp16" else {}))
+            more = {"fp16": SCALES.get(row.mode, {}), "fp8": FLOAT8.get(row.mode, {})}
+            yield name, Mode(row, options | more.get(row.key, {}))
 
 
 MODES = dict(_modes())

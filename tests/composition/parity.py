@@ -19,8 +19,8 @@ from .workloads import UPDATES, find_workload
 
 # By the format that a mode computes in: how far a parameter may end from where the reference does, relative to the way
 # that it went; and a gradient norm from the reference's. A few times what all cells show; faults show 6e-2 to 1.
-MOVEMENT = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-NORM = {torch.float32: 2e-6, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+MOVEMENT = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float8_e4m3fn: 4e-1}
+NORM = {torch.float32: 2e-6, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float8_e4m3fn: 1e-1}
 STILL = 1e-5
 """Parameters that move less, as attention's k.bias, have a gradient of zero but for rounding."""
 
@@ -150,7 +150,11 @@ def _in_loss(result: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _in_format(cell: Cell, result: Sequence[Outcome]) -> Iterator[str]:
+    wanted = {COMPUTE_DTYPES[cell.mode]}
+    if wanted == {torch.float8_e4m3fn}:  # emulated in fp32; heads and small layers stay in bf16
+        wanted = {torch.bfloat16, torch.float32}
     for rank, outcome in enumerate(result):
-        none = not outcome.dtypes and cell.pipeline != NO_PIPE  # a stage may be an embedding, or norms
-        if not none and outcome.dtypes != {COMPUTE_DTYPES[cell.mode]}:
+        if not outcome.dtypes and cell.pipeline != NO_PIPE:  # a stage may be an embedding, or norms
+            continue
+        if not (outcome.dtypes <= wanted and wanted - {torch.float32} <= outcome.dtypes):
             yield f"rank {rank} multiplied matrices in {outcome.dtypes}"

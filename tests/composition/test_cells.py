@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 import halfmesh
-from halfmesh.compat import HALF_DTYPES, composition_table, get_columns, get_rows, raise_for
+from halfmesh.amp.plugin import PRECISIONS
+from halfmesh.compat import composition_table, get_columns, get_rows, raise_for
 from halfmesh.errors import IncompatibleConfigError
 
 from .cells import (
@@ -37,23 +38,27 @@ SHOWN_BY = {
 }
 
 
+TRAINED = [mode for mode in MODES if "apex" not in mode and mode != "naive_fp8"]
+"""Modes that work with every kind of parallelism."""
+
+
 def test_every_possible_pair_of_values_is_in_a_covering_cell():
     possible = {pair for cell in product() for pair in groups(cell, 2)}
     assert {pair for cell in covering() for pair in groups(cell, 2)} == possible
     values = {(axis, value) for axis in AXES for value in AXES[axis]}
-    assert {value for pair in possible for value in pair} == values - {("mode", "apex_bf16")}
+    refused = {("mode", mode) for mode in ("apex_bf16", "naive_fp8", "apex_fp8")}
+    assert {value for pair in possible for value in pair} == values - refused
 
 
 def test_every_mode_divides_every_model():
     divided = {(cell.mode, cell.model) for cell in covering() if cell.tensor > 1}
-    assert divided == {(mode, model) for mode in MODES if "apex" not in mode for model in WORKLOADS}
+    assert divided == {(mode, model) for mode in TRAINED for model in WORKLOADS}
 
 
 def test_every_mode_cuts_every_model_and_meets_all_parallelism_at_once():
-    modes = [mode for mode in MODES if "apex" not in mode]
     cut = {(cell.mode, cell.model) for cell in covering() if cell.pipeline != NO_PIPE}
-    assert cut == {(mode, model) for mode in modes for model in WORKLOADS}
-    assert {cell.mode for cell in covering() if is_3d(cell)} == set(modes)
+    assert cut == {(mode, model) for mode in TRAINED for model in WORKLOADS}
+    assert {cell.mode for cell in covering() if is_3d(cell)} == set(TRAINED)
 
 
 @pytest.mark.parametrize("column", get_columns())
@@ -64,14 +69,14 @@ def test_a_cell_of_the_table_is_trained_or_refused(row, column):
         assert [cell for cell in covering() if MODES[cell.mode].row == row and SHOWN_BY[column](cell)]
         return
     why_not = row.plugin.composes.why_not
-    words = why_not.get(HALF_DTYPES[row.key]) or why_not[column]
+    words = why_not.get(PRECISIONS[row.key]) or why_not.get(column) or f"has no {row.key}"
     with pytest.raises(IncompatibleConfigError, match=re.escape(words)):
         raise_for(findings_of_table(row, column))
 
 
 def test_whatever_is_not_trained_is_refused():
     refused = [cell for cell in set(every()) - set(product()) if not cell.divides_unknown_sequence]
-    assert {cell.mode for cell in refused} == {"none", "torch_bf16", "naive_bf16", "apex_o1", "apex_o2", "apex_bf16"}
+    assert {cell.mode for cell in refused} == set(MODES) - {"torch_fp16", "naive_fp16"}
     for cell in refused:
         with pytest.raises(IncompatibleConfigError):
             raise_for(cell.findings())

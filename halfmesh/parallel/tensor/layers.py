@@ -5,6 +5,7 @@ The layer keeps its parameters (now this rank's part), hooks and name; `TensorPa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -84,11 +85,13 @@ class DividedLayer(nn.Module):
     Attributes:
         axis: the ranks that hold the parts.
         in_region: whether a layer around this one gathers and sums for it, along the sequence (sequence parallelism).
+        product: of a linear layer; a precision may set another one for a layer.
     """
 
     is_divided_by_engine = True
     axis: TensorAxis
     in_region: bool
+    product: Callable[..., torch.Tensor] = staticmethod(F.linear)
 
 
 class ColwiseLinear(DividedLayer, nn.Linear):
@@ -116,7 +119,7 @@ class ColwiseConv1D(DividedLayer):
 
 
 def _colwise(layer: ColwiseLinear | ColwiseConv1D, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    output = F.linear(x if layer.in_region else layer.axis.copy_to_tp(x), weight, layer.bias)
+    output = layer.product(x if layer.in_region else layer.axis.copy_to_tp(x), weight, layer.bias)
     if layer.gathers:
         return collectives.gather(output, -1, layer.axis.group)
     if layer.training:
@@ -158,7 +161,7 @@ def _rowwise(layer: RowwiseLinear | RowwiseConv1D, x: torch.Tensor, weight: torc
             f"a 'rowwise' layer takes this rank's {features} features, but {x.shape[-1]} came; give the layer before "
             "it the style 'colwise', or this one 'rowwise_split' if its input is whole"
         )
-    output = F.linear(x, weight)
+    output = layer.product(x, weight)
     if layer.in_region:
         output = collectives.reduce_scatter_sequence(output, SEQUENCE_DIM, group)
     else:

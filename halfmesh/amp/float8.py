@@ -1,0 +1,154 @@
+"""fp8: the products of linear layers in float8, by torchao's training functions. All else is computed in bfloat16.
+
+Both factors of a product are scaled to float8's range and cast when it is computed, in forward and in backward.
+Weights, gradients and activations stay what they are, so checkpoints know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .._torch import has_no_memory
+from ..errors import did_you_mean, shorten
+
+Scaling = Literal["tensorwise", "rowwise"]
+Emulate = Literal["auto", True, False]
+
+HEADS = ("*head", "*classifier", "*score", "fc", "output", "*.decoder")
+"""Names of output layers in timm, torchvision, transformers and nanoGPT. Their logits suffer most from float8."""
+MULTIPLE = 16
+"""The tensor cores' float8 products need sizes that this divides."""
+
+
+@dataclass(frozen=True)
+class Float8Product:
+    """The product of a linear layer, in float8: called as `torch.nn.functional.linear`.
+
+    Attributes:
+        scaling: one scale for a tensor, or one for each row of it.
+        emulate: compute the same on devices without float8, in fp32, slowly; "auto": there.
+        filter: patterns of names of layers that stay in bfloat16; None: `HEADS`.
+    """
+
+    scaling: Scaling = "tensorwise"
+    emulate: Emulate = "auto"
+    filter: tuple[str, ...] | None = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # As torch.autocast does for F.linear. The weight is cast from its own dtype.
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        multiply, options = _torchao(self.scaling, self._emulates(x.device))
+        output: torch.Tensor = multiply(x, weight.t(), *options)
+        if bias is None:  # not as a view, which could not be summed in place over a tensor group
+            return torch.ops.aten._unsafe_view(output, output.shape)
+        return output + bias.to(output.dtype)
+
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, str | None]]:
+        """The linear layers of `model` by name, each with the reason why it stays in bfloat16; None: it does not.
+
+        A layer with a forward of its own is left out, and so are the projections of torch.nn.MultiheadAttention, which
+        computes with their weights and does not call them.
+        """
+        patterns = HEADS if self.filter is None else self.filter
+        called_by_none = {
+            id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)
+        }
+        for name, layer in model.named_modules():
+            if not isinstance(layer, nn.Linear) or id(layer) in called_by_none or not _computes_product(layer):
+                continue
+            if layer.weight is None:  # it is on another stage of the pipeline
+                continue
+            reason = None
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                reason = "filter"
+            elif any(size % MULTIPLE for size in layer.weight.shape):
+                reason = f"sizes that {MULTIPLE} does not divide"
+            yield name, layer, reason
+
+    def install(self, model: nn.Module) -> None:
+        """Let the layers of `model` compute so, or those of a part of it that this rank has."""
+        for _, layer, reason in self.layers(model):
+            if reason is None and hasattr(layer, "product"):  # a sharded layer, which computes more than the product
+                setattr(layer, "product", self)  # noqa: B010 (an attribute that nn.Linear lacks)
+            elif reason is None:
+                layer.forward = partial(_forward, layer, self)  # type: ignore[method-assign]
+
+    def remove(self, model: nn.Module) -> None:
+        """Undo `install`."""
+        for module in model.modules():
+            module.__dict__.pop("product", None)
+            if _is_installed(module):
+                del module.forward
+
+    def find_problems(self, model: nn.Module, device: torch.device) -> Iterator[str]:
+        """Why it cannot be used."""
+        if find_spec("torchao") is None:
+            yield "fp8: it needs the package torchao, which is not installed; pip install 'halfmesh[fp8]'"
+        planned = any(map(has_no_memory, model.parameters()))  # a dry run stands for another device
+        if self.emulate is False and not planned and not has_float8(device):
+            yield (
+                f"fp8.emulate: False, but {device.type} has no products in float8 (CUDA from compute capability 8.9 "
+                "on); leave it out, or use bf16"
+            )
+        layers = list(self.layers(model))
+        names = [name for name, *_ in layers]
+        for pattern in self.filter or ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                yield f"fp8.filter: {pattern!r} is the name of no linear layer{did_you_mean(pattern, names)}"
+        if all(reason for *_, reason in layers):
+            yield (
+                f"fp8: no linear layer of the model would compute in float8 (sizes that {MULTIPLE} divides, and not "
+                "in fp8.filter); use bf16"
+            )
+
+    def describe(self, model: nn.Module, device: torch.device) -> str:
+        """What computes in float8 on this rank, and what does not."""
+        layers = list(self.layers(model))
+        stay = [name for name, _, reason in layers if reason]
+        text = f"{len(layers) - len(stay)} of {len(layers)} linear layers in float8 ({self.scaling} scales"
+        text += ", emulated)" if self._emulates(device) else ")"
+        return text + (f", {shorten(stay)} in bfloat16" if stay else "")
+
+    def _emulates(self, device: torch.device) -> bool:
+        return not has_float8(device) if self.emulate == "auto" else self.emulate
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether `device` multiplies float8 numbers itself."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _computes_product(layer: nn.Linear) -> bool:
+    if hasattr(layer, "product"):
+        return True
+    return type(layer).forward is nn.Linear.forward and ("forward" not in vars(layer) or _is_installed(layer))
+
+
+def _is_installed(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) is _forward
+
+
+def _forward(layer: nn.Linear, product: Float8Product, x: torch.Tensor) -> torch.Tensor:
+    return product(x, layer.weight, layer.bias)
+
+
+@cache
+def _torchao(scaling: Scaling, emulate: bool) -> tuple[Any, tuple[Any, Any]]:
+    """torchao's product of two matrices, and what it takes beside them. Its module Float8Linear is not used: that casts
+    its input under CUDA's autocast only, and would have to replace sharded layers."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)
+    with torch.device("meta"):
+        options = Float8Linear(MULTIPLE, MULTIPLE, config=config).linear_mm_config
+    return matmul_with_hp_or_float8_args.apply, (options, config)

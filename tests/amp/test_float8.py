@@ -1,0 +1,248 @@
+"""fp8: the products of linear layers as torchao computes them, and nothing else changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import halfmesh
+from halfmesh import ConfigError, InputError
+from halfmesh.amp import float8
+from halfmesh.amp.float8 import Float8Product
+from tests.support.ranks import run_ranks
+
+torchao = pytest.importorskip("torchao")
+
+
+class Net(nn.Module):
+    """Two layers that fit float8, one whose sizes do not, one with a forward of its own, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 48, bias=False)
+        self.odd, self.own, self.head = nn.Linear(48, 24), Doubled(24, 32), nn.Linear(32, 16)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        x = self.b(self.norm(torch.tanh(self.a(x))))
+        return self.head(torch.tanh(self.own(torch.tanh(self.odd(torch.tanh(x))))))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 32, generator=generator), torch.randint(0, 16, (16,), generator=generator)) for _ in range(4)
+    ]
+
+
+def make_engine(config, model=None, **keys):
+    torch.manual_seed(0)
+    model = model or Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu", **keys)
+
+
+def train(engine, count=4):
+    rank, size = engine.context.dp_rank, engine.context.dp_size
+    losses = []
+    for x, y in (batches() * count)[:count]:
+        engine.zero_grad()
+        loss = engine.criterion(engine(x[rank::size]), y[rank::size])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fp8(**options):
+    return {"fp8": {"mode": "torch", **options}}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_equal_to_torchao_by_hand(recipe):
+    """Bit by bit. Its layers cast their input under CUDA's autocast only, so here hooks do."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    engine = make_engine(fp8(recipe=recipe))
+    train(engine)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, criterion = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), nn.CrossEntropyLoss()
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in ("a", "b"))
+    for layer in (model.a, model.b):
+        layer.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+    for name, param in engine.model.named_parameters():
+        assert torch.equal(param, model.get_parameter(name)), name
+
+
+def test_it_is_not_bf16_and_learns():
+    losses, others = train(make_engine(fp8()), 30), train(make_engine({"bf16": {"mode": "torch"}}), 30)
+    assert losses != others
+    assert losses[-1] < losses[0] / 2
+    assert abs(losses[-1] - others[-1]) < 0.2 * losses[0]
+
+
+def test_the_plan_says_which_layers_stay():
+    engine = make_engine(fp8())
+    assert "2 of 4 linear layers in float8 (tensorwise scales, emulated), odd, head in bfloat16" in str(engine.plan)
+    assert "loss scale: off" in " ".join(str(engine.plan).split())
+    engine = make_engine(fp8(filter=["b"], recipe="rowwise"))
+    assert "2 of 4 linear layers in float8 (rowwise scales, emulated), b, odd in bfloat16" in str(engine.plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "stay"),
+    [({}, {"odd", "head"}), ({"filter": []}, {"odd"}), ({"filter": ["a", "h*"]}, {"a", "odd", "head"})],
+)
+def test_layers_that_stay_compute_as_in_bf16(options, stay):
+    model, found = make_engine(fp8(**options)).model, set()
+    for name in ("a", "b", "odd", "head"):
+        layer = model.get_submodule(name)
+        x = torch.randn(16, layer.in_features)
+        with torch.autocast("cpu", torch.bfloat16):
+            if torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias)):
+                found.add(name)
+    assert found == stay
+
+
+def test_attention_of_torch_stays_whole():
+    """torch.nn.MultiheadAttention computes with the weights of its layers, and does not call them."""
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    found = {name for name, *_ in Float8Product().layers(model)}
+    assert found == {"linear1", "linear2"}
+
+
+def test_closing_gives_the_layers_back():
+    engine = make_engine(fp8())
+    forward = nn.Linear.forward
+    engine.close()
+    assert all(not {"forward", "product"} & vars(module).keys() for module in engine.model.modules())
+    x = torch.randn(4, 32)
+    assert torch.equal(engine.model.a(x), forward(engine.model.a, x))
+
+
+def test_checkpoints_load_into_other_modes(tmp_path):
+    engine = make_engine(fp8())
+    train(engine)
+    engine.save(tmp_path / "saved")
+    for config in ({"bf16": {"mode": "naive"}}, {"fp16": {"mode": "torch"}}, {}, fp8(recipe="rowwise")):
+        other = make_engine(config)
+        other.load(tmp_path / "saved")
+        for name, value in other.model.state_dict().items():
+            assert torch.equal(value.float(), engine.model.state_dict()[name].float()), name
+
+
+def test_convert_to_amp():
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, criterion = halfmesh.convert_to_amp(
+        model, optimizer, nn.CrossEntropyLoss(), mode="torch", dtype="float8_e4m3fn", amp_config={"recipe": "rowwise"}
+    )
+    engine = make_engine(fp8(recipe="rowwise"))
+    train(engine)
+    for x, y in batches():
+        optimizer.zero_grad()
+        optimizer.backward(criterion(model(x), y))
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, engine.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"fp8": {"mode": "naive"}}, "mode 'naive' has no fp8; it has fp16, bf16"),
+        (
+            {"fp8": {"mode": "torch", "init_scale": 2.0}},
+            "fp8.init_scale: fp8 computes gradients in bf16",
+        ),
+        (
+            {"fp16": {"mode": "torch", "recipe": "rowwise"}},
+            "fp16.recipe: it is about float8, and fp16 has none",
+        ),
+        ({"bf16": {"mode": "torch", "filter": ["a"]}}, "bf16.filter: it is about float8, and bf16 has none"),
+        (
+            {"fp8": {"mode": "torch", "recipe": "blockwise"}},
+            "'blockwise' should be 'tensorwise' or 'rowwise'",
+        ),
+        ({"fp8": {"mode": "torch"}, "bf16": {"mode": "torch"}}, "bf16, fp8: more than one is set"),
+    ],
+)
+def test_mistakes_in_the_config(config, words):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(config)
+    assert words in str(caught.value)
+
+
+def test_mistakes_with_the_model(monkeypatch):
+    with pytest.raises(InputError, match=r"fp8.filter: 'haed' is the name of no linear layer; did you mean 'head'"):
+        make_engine(fp8(filter=["haed"]))
+    with pytest.raises(InputError, match=r"no linear layer of the model would compute in float8 .*; use bf16"):
+        make_engine(fp8(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    with pytest.raises(InputError, match=r"fp8.emulate: False, but cpu has no products in float8"):
+        make_engine(fp8(emulate=False))
+    monkeypatch.setattr(float8, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"it needs the package torchao, .*; pip install 'halfmesh\[fp8\]'"):
+        make_engine(fp8())
+
+
+def test_what_is_used_of_torchao():
+    """Private names: float8.py's `_torchao` is the only place."""
+    multiply, (options, config) = float8._torchao("rowwise", True)
+    assert multiply.__self__.__name__ == "matmul_with_hp_or_float8_args"
+    assert options.output.emulate
+    assert config.emulate
+    x, weight = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(48, 32)
+    exact = nn.functional.linear(x.float(), weight)
+    off = (multiply(x, weight.t(), options, config).float() - exact).norm() / exact.norm()
+    assert 1e-3 < off < 0.06, "float8 has 3 bits after the leading one"
+
+
+CLIP = {"clip_grad_norm": 1.0}
+PLAN = {"a": "colwise_gather", "b": "rowwise_split"}
+
+
+def train_sharded(rank, world_size, parallel):
+    engine = make_engine(fp8(recipe="rowwise") | CLIP | {"parallel": parallel})
+    plan = str(engine.plan)
+    train(engine, 3)
+    engine.close(restore=True)
+    assert all(not {"forward", "product"} & vars(module).keys() for module in engine.model.modules())
+    return engine.model.state_dict(), plan
+
+
+@pytest.mark.distributed
+def test_sharded_layers_compute_in_float8():
+    """Scales of rows that are powers of two round alike in the parts: the weights end nearer to those of one process
+    than bf16's do."""
+    torch.manual_seed(0)
+    start = Net().state_dict()
+    whole, bf16 = make_engine(fp8(recipe="rowwise") | CLIP), make_engine({"bf16": {"mode": "torch"}} | CLIP)
+    train(whole, 3)
+    train(bf16, 3)
+    expected = whole.model.state_dict()
+
+    def off(state):
+        ways = ((state[n] - expected[n]).norm() / (expected[n] - start[n]).norm() for n in ("a.weight", "b.weight"))
+        return max(way.item() for way in ways)
+
+    for parallel in ({"tensor": {"size": 2, "plan": PLAN}}, {"data": "zero1"}, {"data": "fsdp"}):
+        for state, plan in run_ranks(train_sharded, 2, parallel):
+            assert "2 of 4 linear layers in float8" in plan
+            assert off(state) < 0.5 * off(bf16.model.state_dict()), parallel
