@@ -29,15 +29,17 @@ def test_check_agrees_with_the_table(row, column):
 
 def test_the_tables_refusals():
     table = composition_table()
-    assert list(table) == ["none", "torch fp16", "torch bf16", "naive fp16", "naive bf16", "apex fp16", "apex bf16"]
+    modes = [f"{mode} {key}" for mode in ("torch", "naive", "apex") for key in ("fp16", "bf16", "fp8")]
+    assert list(table) == ["none", *modes]
     assert set(table["none"]) == {"tensor", "pipeline", "replicate", "zero1", "fsdp"}
     refused = {(row, column) for row, cells in table.items() for column, cell in cells.items() if cell == "refused"}
     apex = {("apex fp16", column) for column in ("tensor", "pipeline", "zero1", "fsdp")}
-    assert refused == apex | {("apex bf16", column) for column in table["none"]}
+    without = {(row, column) for row in ("apex bf16", "apex fp8", "naive fp8") for column in table["none"]}
+    assert refused == apex | without
     lines = render_table().splitlines()
     assert lines[0] == "| | tensor | pipeline | replicate | zero1 | fsdp |"
     assert lines[2] == "| none | yes | yes | yes | yes | yes |"
-    assert lines[7] == "| apex fp16 | **refused** | **refused** | yes | **refused** | **refused** |"
+    assert lines[9] == "| apex fp16 | **refused** | **refused** | yes | **refused** | **refused** |"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_a_third_partys_mode_without_reasons_gets_general_ones():
     try:
         found = find({"bf16": {"mode": "picky"}, "parallel": {"tensor": 2}}, 2, "cuda")
         assert found == [
-            "picky bf16: mode 'picky' has no bfloat16; it has fp16",
+            "picky bf16: mode 'picky' has no bf16; it has fp16",
             "picky bf16 on cuda: mode 'picky' does not run on cuda; it runs on cpu",
             "picky bf16 x tensor: mode 'picky' does not work with tensor; choose another mode, or leave tensor out",
         ]

@@ -57,8 +57,8 @@ def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys that are valid alone but not beside another one."""
     given = [key for key in PRECISIONS if raw.get(key) is not None]
     if len(given) > 1:
-        line = f"{', '.join(given)}: more than one is set, but a run has one precision; leave one of them"
-        yield Problem(tuple(given), line)
+        set_ = "both are set" if len(given) == 2 else "all are set"
+        yield Problem(tuple(given), f"{', '.join(given)}: {set_}, but a run has one precision; keep one of them")
     for key in given:
         for name, why in _find_moot(key, raw[key]):
             yield Problem((key,), f"{key}.{name}: {why}")
