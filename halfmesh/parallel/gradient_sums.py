@@ -25,13 +25,12 @@ class Reduction(Protocol):
     def expect_rest(self, params: Collection[nn.Parameter]) -> None: ...
     def finish(self) -> None: ...
     def forget(self) -> None: ...
-    def note_buffers(self) -> None: ...
     def close(self) -> None: ...
 
 
 class SharedGradients(Reducer):
-    """Sums the gradients of `params` over the ranks of `group`, which all hold them whole and contribute partial
-    gradients. One all-reduce in fp32 for each update.
+    """Sums the gradients of `params` over the ranks of `group`. Each holds these parameters whole and has a partial
+    gradient. One all-reduce in fp32 per update.
 
     Args:
         shards: of the parameters that are trained.
@@ -44,7 +43,7 @@ class SharedGradients(Reducer):
         super().__init__(shards, {}, group, ReduceOptions(mean=False))
 
     def open(self, last: bool) -> None:
-        super().open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+        super().open(last=False)  # nothing is sent before the data ranks have their sums
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
         """Nothing is sent before `finish`."""
@@ -77,11 +76,11 @@ class CompleteGradients:
         self._each(lambda reduction: reduction.open(last))
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        """Of several backwards after one `open` the last begins that gives gradients to `params`."""
+        """The next of several backwards is the last that adds gradients to `params`."""
         self._each(lambda reduction: reduction.expect_last(params))
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """Of several backwards after one `open` the last begins, which gives gradients to `params` only."""
+        """The last of several backwards begins. It adds gradients to `params` only."""
         self._each(lambda reduction: reduction.expect_rest(params))
 
     def finish(self) -> None:
@@ -91,10 +90,6 @@ class CompleteGradients:
     def forget(self) -> None:
         """The gradients were used or cleared."""
         self._each(lambda reduction: reduction.forget())
-
-    def note_buffers(self) -> None:
-        """The buffers were changed by something other than training."""
-        self._each(lambda reduction: reduction.note_buffers())
 
     def close(self) -> None:
         """Remove the hooks from the model."""

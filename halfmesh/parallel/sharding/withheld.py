@@ -10,8 +10,8 @@ from ...errors import InputError
 
 SCATTERED = "where under data='zero1' each rank has the sums of its own shard only"
 UNFINISHED = (
-    "where under data='fsdp' it is still multiplied by the loss scale, not yet divided by the weights of the losses, or "
-    "this rank's share of a sum"
+    "where under data='fsdp' it is still multiplied by the loss scale, not yet divided by the losses' weights, or of "
+    "this rank's part of the model only"
 )
 
 
