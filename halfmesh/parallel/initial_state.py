@@ -32,7 +32,7 @@ def broadcast_initial_state(
     _refuse_differences(everyone, model, optimizer, state)
     # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
     for tensor in (*model.parameters(), *model.buffers(), *state):
-        if not tensor.is_meta:  # others get their values later
+        if not tensor.is_meta:  # a deferred tensor gets its value later
             broadcast(tensor)
 
 
@@ -67,13 +67,13 @@ def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The plain values of a parameter group; an object's repr may hold an address, which differs between ranks."""
+    """The plain values of a parameter group. (Reprs of objects may have addresses, which differ between ranks.)"""
     values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a number, text or None, or made of such: the same on all ranks where its repr is."""
+    """Whether `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
     return (
         value is None
         or isinstance(value, (int, float, str))

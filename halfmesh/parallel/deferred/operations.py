@@ -31,7 +31,8 @@ class View:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor with values, from outside. A large one is not copied, and may not change until it was used."""
+    """A tensor with values, from outside the recording. A large one is not copied, and must not change until it is
+    used."""
 
     tensor: torch.Tensor
     digest: str
@@ -46,7 +47,7 @@ class Constant:
         if not self.is_copy and _digest(self.tensor) != self.digest:
             raise InputError(
                 f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
-                "changed after the model had taken it; leave it as it is until initialize has returned, or copy it"
+                "changed after the model was built; leave it as it is until initialize has returned, or copy it"
             )
         return self.tensor
 
@@ -74,13 +75,13 @@ class Op:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def describe(self) -> str:
-        """The same on all ranks that do the same."""
+        """A text that is equal on all ranks that do the same."""
         arguments = map_tensors(_plain, (self.args, self.kwargs), (Constant, torch.Generator))
         return repr((str(self.function), self.seed is None, arguments, self.makes, self.default_dtype))
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """What decides on dtypes is as it was when this was recorded, below autograd and autocast."""
+        """The default dtype is that of the recording; autograd and autocast are off, as they were below them."""
         now = torch.get_default_dtype()
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(False))
@@ -93,7 +94,7 @@ class Op:
 
 
 class Operations:
-    """In the order in which they were recorded."""
+    """Recorded operators, in order."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -106,7 +107,7 @@ class Operations:
         self.ops.append(op)
 
     def make(self, memory: int) -> torch.UntypedStorage:
-        """`memory` with all that was written to it. What that takes is given up as soon as it is not needed."""
+        """`memory` with all that was written to it. Other memory is freed as soon as it is not needed."""
         numbers = self._needed(memory)
         last = {other: n for n in numbers for other in self.ops[n].reads | self.ops[n].writes}
         storages: dict[int, torch.UntypedStorage] = {}
@@ -118,12 +119,8 @@ class Operations:
                     del storages[other]
         return storages[memory]
 
-    def is_random(self, memory: int) -> bool:
-        """Whether random numbers are in `memory`."""
-        return any(self.ops[number].seed is not None for number in self._needed(memory))
-
     def _needed(self, memory: int) -> list[int]:
-        """The numbers of the operators by which `memory` comes about."""
+        """The numbers of the operators that `memory` depends on."""
         bounds: dict[int, int] = {}
         left = [(memory, len(self.ops))]
         needed: set[int] = set()
@@ -157,8 +154,8 @@ class Operations:
             result = results[place]
             if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
                 raise InputError(
-                    f"{op.function} made {tuple(result.shape)} of {result.dtype} otherwise than was foreseen while the "
-                    "deferred model was built; build it as usual, and pass the model itself"
+                    f"{op.function} returned shape {tuple(result.shape)} and dtype {result.dtype}, which is not what was "
+                    "predicted while the deferred model was built; build it as usual, and pass the model itself"
                 )
             if op.function.name().startswith(_UNSET):
                 result.zero_()  # or ranks would start from different leftovers
@@ -170,7 +167,7 @@ _UNSET = ("aten::empty", "aten::new_empty")
 
 
 def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
-    """Seed what `fork_rng(cuda)` puts back. `torch.manual_seed` would seed every device, for good."""
+    """Seed the generators that `fork_rng(cuda)` restores. `torch.manual_seed` would seed every device, for good."""
     torch.default_generator.manual_seed(seed)
     for device in cuda:
         with torch.cuda.device(device):
@@ -178,14 +175,14 @@ def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
 
 
 def find(tree: Any, kind: type) -> list[Any]:
-    """The leaves of that kind."""
+    """The leaves of `tree` of that kind."""
     found: list[Any] = []
     map_tensors(lambda leaf: found.append(leaf) or leaf, tree, kind)  # type: ignore[func-returns-value]
     return found
 
 
 def _plain(leaf: Any) -> Any:
-    """In words that say nothing about where it is in memory."""
+    """A description without addresses."""
     if isinstance(leaf, torch.Generator):
         return "generator"
     return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype), leaf.digest

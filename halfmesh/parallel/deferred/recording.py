@@ -1,8 +1,8 @@
-"""What was done to tensors that have a shape and no memory, so that their values can be made later, one by one.
+"""Records what is done to tensors that have a shape and no memory, so that their values can be made later, one by one.
 
-Every tensor of random numbers has a seed of its own. It is drawn, while the model is built, from the generator that
-would have drawn the numbers. So the values follow from the user's `torch.manual_seed`, and not from which of them are
-made, in which order, or where. They are not those of an ordinary build, which draws all of them from one generator.
+Every random tensor has its own seed, drawn while the model is built from the generator that would have drawn the
+numbers. So the values depend on the user's `torch.manual_seed`, and not on which of them are made, in which order or
+where. They are not those of an ordinary build, which draws all of them from one generator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Recording(FakeTensorMode):
     """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left.
 
     Args:
-        from_rank0: values will not be made from it where rank 0 has them.
+        from_rank0: rank 0 will send the values, where it has them.
     """
 
     def __init__(self, from_rank0: bool = False) -> None:
@@ -51,11 +51,11 @@ class Recording(FakeTensorMode):
         return self  # copies of a tensor are of the same recording
 
     def end(self) -> None:
-        """A model of it has its values now: what still has none, gets none."""
+        """A model of this recording gets its values now; other tensors of it will never have any."""
         self._is_over = True
 
     def digest(self) -> str:
-        """The same where all values will be the same, if the seeds are."""
+        """Equal on ranks that will make the same values from the same seeds."""
         known = self._answers.copy()
         for op in self._operations.ops:
             known.update(op.describe().encode())
@@ -63,7 +63,7 @@ class Recording(FakeTensorMode):
 
     @property
     def seeds(self) -> list[int | None]:
-        """Of each operator; None of those that draw nothing."""
+        """Of each operator; None for those that draw nothing."""
         return [op.seed for op in self._operations.ops]
 
     @seeds.setter
@@ -74,12 +74,8 @@ class Recording(FakeTensorMode):
     @torch.inference_mode(False)
     @torch.no_grad()
     def value(self, view: View) -> torch.Tensor:
-        """The value of what `view` has said of a tensor of this recording, in memory of its own."""
+        """The value of the tensor of this recording that was at `view`, in memory of its own."""
         return view.of(self._operations.make(view.memory))
-
-    def is_random(self, view: View) -> bool:
-        """Whether random numbers are in the value."""
-        return self._operations.is_random(view.memory)
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
@@ -114,7 +110,7 @@ class Recording(FakeTensorMode):
         return result
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What somebody asks of values, which are made for it."""
+        """The result of an operator that needs values, which are made for it."""
         with torch.no_grad():
             result = func(*self._with_values(args), **self._with_values(kwargs))
         self._answers.update(repr(map_tensors(lambda tensor: tensor.tolist(), result)).encode())
@@ -131,7 +127,7 @@ class Recording(FakeTensorMode):
                 known.add(self._number(tensor))
                 made.append((place, tensor))
         if not made and not written:
-            return  # a view, or a question that was answered by the shape
+            return  # a view, or an operator that needs the shape only
         op = Op(func, self._described(args), self._described(kwargs))
         op.makes = [(place, self.view(tensor)) for place, tensor in made]
         op.writes = {view.memory for _, view in op.makes} | {self.view(tensor).memory for tensor in written}
@@ -160,7 +156,7 @@ def _unknown(shape: tuple[int, ...]) -> InputError:
 
 
 def recording_of(tensor: object) -> Recording | None:
-    """The recording in which `tensor` was made, which has no memory; None of any other."""
+    """The recording of a `tensor` without memory; None for any other tensor."""
     mode = _mode_of(tensor)
     return mode if isinstance(mode, Recording) else None
 
