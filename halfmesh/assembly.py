@@ -39,7 +39,7 @@ from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
 from .loop.same_trained import SameTrained
-from .parallel.context import AxisRanks, ParallelContext
+from .parallel.context import ParallelContext
 from .parallel.deferred.creation import build
 from .parallel.deferred.materialize import Materializer, make_materializer
 from .parallel.deferred.meta import convert_to_meta, refuse_early_state
@@ -187,7 +187,7 @@ def _convert(
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = _make_reduction(given.model, update, context, config, division)
     cycle = config.gradient_accumulation, config.loss_reduction
-    accumulation = Accumulation(update, precision, *cycle, AxisRanks(context, "dp"), reducer, SameTrained(context))
+    accumulation = Accumulation(update, precision, *cycle, context, reducer, SameTrained(context))
     executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
     division.checkpoint_and_compile(given.model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from ..log import get_logger
-from .objects import is_alone
 
 _log = get_logger(__name__)
 
@@ -29,28 +28,19 @@ class Calls:
     """Counts the collective calls of one engine, and compares them over its ranks.
 
     Args:
-        store: shared by the ranks, for these calls only.
+        name: of the engine, the same on all ranks.
         timeout_s: how long a rank waits for the others.
         ended: the ranks that have ended, and whether each did so without a failure.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]
-    ) -> None:
-        self._store = store
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> None:
+        group: Any = dist.group.WORLD
+        store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
+        self._store = dist.PrefixStore(f"halfmesh/calls/{name}", store)
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._ended = ended
         self._number = 0
-
-    @staticmethod
-    def begin(rank: int, size: int, name: str, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> Calls | None:
-        """For `size` ranks, with the same `name` on all of them; None for a single one."""
-        if size == 1 or is_alone():
-            return None
-        group: Any = dist.group.WORLD
-        store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
-        return Calls(dist.PrefixStore(f"halfmesh/calls/{name}", store), rank, size, timeout_s, ended)
 
     def agree_on(self, call: str) -> None:
         """Return when all ranks make this `call`.

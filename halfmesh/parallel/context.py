@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from ..launching.process_group import OwnedGroup
 
 
-class AxisRanks:
-    """`halfmesh.shard.Ranks` of one axis: the ranks that differ from this one only in their place on it."""
-
-    def __init__(self, context: ParallelContext, axis: str) -> None:
-        self._context = context
-        self._axis = axis
-        self.size, self.rank = context.sizes[axis], context.place(axis)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` in place over them."""
-        self._context.all_reduce(tensor, self._axis)
-
-
 class ParallelContext:
     """The layout of one engine: pp * dp * tp == world size, tp fastest. Axes of others lie between dp and tp.
 
@@ -279,7 +266,7 @@ class ParallelContext:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
         if self.size > 1 and not is_alone():
-            broadcast_initial_state(model, optimizer, self.everyone, self.broadcast)
+            broadcast_initial_state(model, optimizer, self)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
@@ -310,9 +297,10 @@ class ParallelContext:
         Args:
             owner: of the process group; knows which ranks have ended.
         """
-        name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
-        ended = dict if owner is None else owner.ended
-        self._calls = Calls.begin(self.rank, self.size, name, self._timeout.total_seconds(), ended)
+        if self.size > 1 and not is_alone():
+            name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
+            ended = dict if owner is None else owner.ended
+            self._calls = Calls(name, self.rank, self.size, self._timeout.total_seconds(), ended)
 
     def agree_on_call(self, call: str) -> None:
         """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""

@@ -62,10 +62,6 @@ class Reducer:
         averaged = (*STATISTICS, "num_batches_tracked")
         self._own_buffers = {name: b for name, b in buffers.items() if _last_part(name) not in averaged}
         self._stamps: dict[str, tuple[int, int]] | None = None
-        self.collectives = 0
-        """All-reduces started so far."""
-        self.bytes_reduced = 0
-        """Bytes handed to them."""
         self.stale = False
         """Whether a gradient arrived since `finish`, from a backward without `open`. (Such a backward has to run on all
         ranks: it leads to another collective.)"""
@@ -232,17 +228,11 @@ class Reducer:
         return flat, self._all_reduce(flat, divide=False)
 
     def _all_reduce(self, flat: torch.Tensor, divide: bool = True) -> dist.Work:
-        self._count(flat, divide)
+        if divide and self.options.mean:
+            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         return work
-
-    def _count(self, flat: torch.Tensor, divide: bool) -> None:
-        """Before `flat` is handed to a collective that sums."""
-        if divide and self.options.mean:
-            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
-        self.collectives += 1
-        self.bytes_reduced += flat.numel() * flat.element_size()
 
 
 def _last_part(name: str) -> str:

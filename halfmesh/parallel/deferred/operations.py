@@ -154,8 +154,8 @@ class Operations:
             result = results[place]
             if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
                 raise InputError(
-                    f"{op.function} returned shape {tuple(result.shape)} and dtype {result.dtype}, which is not what was "
-                    "predicted while the deferred model was built; build it as usual, and pass the model itself"
+                    f"{op.function} returned {tuple(result.shape)} of {result.dtype}, which is not what was predicted "
+                    "while the deferred model was built; build it as usual, and pass the model itself"
                 )
             if op.function.name().startswith(_UNSET):
                 result.zero_()  # or ranks would start from different leftovers

@@ -42,21 +42,17 @@ class FSDPReducer(Reducer):
         # Now, while all parameters are shards: a unit that has gathered its weights has other ones.
         self._units = [(unit, set(map(id, unit.parameters()))) for unit in strategy.units]
         originals = strategy.originals
-        self._seen = watch_grads(strategy.units, {place: originals[p] for place, p in strategy.places.items()})
-        self._own_stale = False
+        self._used: set[int] = set()
+        watch_grads(strategy.units, {place: originals[p] for place, p in strategy.places.items()}, self._note_grad)
         self._is_open = False
         self._is_sent = False
         self._is_broken = False
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
-    @property
-    def stale(self) -> bool:
-        """Whether gradients arrived since `finish`, of sharded or of other parameters."""
-        return self._own_stale or (self._finished and bool(self._seen))
-
-    @stale.setter
-    def stale(self, value: bool) -> None:
-        self._own_stale = value
+    def _note_grad(self, shard: ParamShard) -> None:
+        """The parameter of `shard` got a gradient on this rank."""
+        self._used.add(id(shard))
+        self.stale = self._finished
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         super().cover(self._replicated(shards))
@@ -107,7 +103,7 @@ class FSDPReducer(Reducer):
                 "gradients were added by a backward outside this engine after those of the update had been summed "
                 "(data='fsdp'); call engine.backward(loss) for every loss"
             )
-        used = [id(shard) in self._seen for shard, _ in self._sharded]
+        used = [id(shard) in self._used for shard, _ in self._sharded]
         counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
         work = self._all_reduce(counts, divide=False)
         super().finish()
@@ -174,7 +170,7 @@ class FSDPReducer(Reducer):
                 lost.append(shard.name)
             elif shard.param.grad is None:  # zeros of FSDP2's
                 weight.grad = None
-        self._seen.clear()
+        self._used.clear()
         if lost:
             raise InputError(
                 f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these parameters "

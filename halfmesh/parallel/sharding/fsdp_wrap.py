@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,20 +154,16 @@ def prefetch(units: Sequence[FSDPModule], count: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, place - count) : place])))
 
 
-def watch_grads(units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], ParamShard]) -> set[int]:
-    """Returns a set to which each backward adds the ids of those `shards` whose parameters got gradients on this rank.
-    (FSDP2 gives zeros to the others.)
+def watch_grads(
+    units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], ParamShard], note: Callable[[ParamShard], None]
+) -> None:
+    """Call `note` with a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros to the others.)
 
     The hooks are on the parameters that FSDP2 computes with, which it gathers for that; all ranks call this together.
 
     Args:
         shards: of this rank, by the parameters' modules and names.
     """
-    seen: set[int] = set()
-
-    def note(shard: int, _: torch.Tensor) -> None:
-        seen.add(shard)
-
     for unit in units:
         unit.unshard()
         for module in unit.modules():
@@ -178,10 +173,9 @@ def watch_grads(units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], Par
                     continue
                 trained = param.requires_grad
                 param.requires_grad_(True)  # for those that are unfrozen later, too
-                param.register_post_accumulate_grad_hook(partial(note, id(shard)))
+                param.register_post_accumulate_grad_hook(lambda _, shard=shard: note(shard))
                 param.requires_grad_(trained)
         unit.reshard()
-    return seen
 
 
 def unwrap(module: nn.Module, kind: type[nn.Module], attributes: Collection[str]) -> None:

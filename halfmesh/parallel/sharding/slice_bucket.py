@@ -46,9 +46,8 @@ class SliceBucket(Bucket):
         super().reset()
         self._received = None
 
-    def scatter(self, group: dist.ProcessGroup, divisor: int) -> tuple[dist.Work, torch.Tensor]:
-        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them. Returns it, and what this
-        rank sends."""
+    def scatter(self, group: dist.ProcessGroup, divisor: int) -> dist.Work:
+        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
         flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
         self.absent = self._move_to(flat)
         flat[self.numel :].zero_()
@@ -58,7 +57,7 @@ class SliceBucket(Bucket):
         work = dist.reduce_scatter_tensor(self._received, flat, group=group, async_op=True)
         self.is_sent = True
         assert work is not None
-        return work, flat
+        return work
 
     def hand_out(self, nowhere: Collection[int]) -> None:
         """Add what was received to the gradients of the parts; `nowhere`: those that had none on any rank."""

@@ -220,9 +220,7 @@ class Zero1Reducer(Reducer):
         return [bucket for bucket in self._strategy.buckets if any(id(shard) in taking for shard in bucket.shards)]
 
     def _send(self, bucket: Any) -> dist.Work:
-        work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
-        self._count(flat, divide=False)
-        return work
+        return bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
 
     def _receive(self) -> None:
         if not self._buckets:  # a stage of which nothing is trained
