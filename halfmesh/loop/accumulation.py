@@ -237,8 +237,7 @@ class Accumulation:
                 flags = bytes(id(shard) in taking for shard in masters.shards)
                 self._same.compare([shard.name for shard in masters.shards], flags)
             self._trained = trained
-        if not reducer.covers(masters.trained):
-            reducer.cover(masters.trained)
+        reducer.cover(masters.trained)
         self._may_shrink = self.holds_gradients
 
 

@@ -19,7 +19,6 @@ class Reduction(Protocol):
     def stale(self) -> bool: ...
 
     def cover(self, shards: Sequence[ParamShard]) -> None: ...
-    def covers(self, shards: Sequence[ParamShard]) -> bool: ...
     def open(self, last: bool) -> None: ...
     def expect_last(self, params: Collection[nn.Parameter]) -> None: ...
     def expect_rest(self, params: Collection[nn.Parameter]) -> None: ...
@@ -53,7 +52,7 @@ class SharedGradients(Reducer):
 
 
 class CompleteGradients:
-    """Several reductions in sequence, as one."""
+    """Several reductions, one after the other, as one."""
 
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = list(reductions)
@@ -64,35 +63,24 @@ class CompleteGradients:
         return any(reduction.stale for reduction in self._reductions)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        """Take part with these shards from now on."""
         self._each(lambda reduction: reduction.cover(shards))
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        """Whether all that `cover` would choose now take part."""
-        return all(reduction.covers(shards) for reduction in self._reductions)
-
     def open(self, last: bool) -> None:
-        """A backward begins; `last`: it is the last before the update."""
         self._each(lambda reduction: reduction.open(last))
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        """The next of several backwards is the last that adds gradients to `params`."""
         self._each(lambda reduction: reduction.expect_last(params))
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """The last of several backwards begins. It adds gradients to `params` only."""
         self._each(lambda reduction: reduction.expect_rest(params))
 
     def finish(self) -> None:
-        """Complete the gradients."""
         self._each(lambda reduction: reduction.finish())
 
     def forget(self) -> None:
-        """The gradients were used or cleared."""
         self._each(lambda reduction: reduction.forget())
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
         self._each(lambda reduction: reduction.close())
 
     def _each(self, call: Callable[[Reduction], None]) -> None:

@@ -87,11 +87,6 @@ class Reducer:
         ]
         self._reset()
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        """Whether exactly those of `shards` take part that `cover` would choose now."""
-        wanted = [shard for shard in shards if self._takes_part(shard)]
-        return len(wanted) == len(self._shards) and all(id(shard) in self._taking for shard in wanted)
-
     def open(self, last: bool) -> None:
         """A backward begins. In the `last` one before the update buckets are sent as they fill.
 

@@ -108,19 +108,8 @@ class Placement:
 
     def rows(self, start: int, stop: int) -> Placement:
         """Of what the rank would hold, the rows `start` to `stop` (dim 0)."""
-        found = []
-        for region in self.regions:
-            first, last = max(start, region.start[0]), min(stop, region.start[0] + region.sizes[0])
-            if first < last:
-                moved = first - region.start[0]
-                found.append(
-                    Box(
-                        _with(region.at, 0, region.at[0] + moved),
-                        _with(region.sizes, 0, last - first),
-                        _with(region.start, 0, first - start),
-                    )
-                )
-        return replace(self, regions=tuple(found))
+        at, sizes = (start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:])
+        return self._within(at, sizes, None)
 
     def run(self, shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Placement:
         """Of what the rank would hold, the elements `start` to `stop` in the order in which they lie in memory, as a
@@ -130,14 +119,18 @@ class Placement:
             shape, strides: of what the rank would hold; dense.
         """
         order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
-        found = []
+        found: list[Box] = []
         for begin, offsets, sizes in _boxes([shape[dim] for dim in order], start, stop):
             at, size = ([0] * len(order) for _ in range(2))
             for place, dim in enumerate(order):
                 at[dim], size[dim] = offsets[place], sizes[place]
-            box = Run(begin - start, tuple(sizes), order)
-            found += [both for region in self.regions if (both := _overlap(region, at, size, box)) is not None]
+            found += self._within(at, size, Run(begin - start, tuple(sizes), order)).regions
         return replace(self, regions=tuple(found))
+
+    def _within(self, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Placement:
+        """Of what the rank would hold, the box `at` of `sizes`, which lies in memory as `run` says."""
+        found = [_overlap(region, at, sizes, run) for region in self.regions]
+        return replace(self, regions=tuple(box for box in found if box is not None))
 
 
 def whole(shape: Sequence[int]) -> Placement:
@@ -147,7 +140,7 @@ def whole(shape: Sequence[int]) -> Placement:
     return Placement(sizes, (Box(zeros, sizes, zeros),))
 
 
-def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run) -> Box | None:
+def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Box | None:
     """What of `region` lies in the box of what the rank would hold that begins `at`, and in memory as `run` says."""
     first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
     last = [min(a + n, b + m) for a, n, b, m in zip(region.start, region.sizes, at, sizes, strict=True)]

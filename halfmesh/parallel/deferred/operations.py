@@ -1,4 +1,4 @@
-"""Recorded operators, and how they are run again for the tensors that are wanted."""
+"""Recorded operators, which can be run again."""
 
 from __future__ import annotations
 
@@ -92,72 +92,31 @@ class Op:
             scopes.callback(torch.set_default_dtype, now)
             yield
 
+    def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Run it again on the memories in `storages`, and add those that it makes."""
 
-class Operations:
-    """Recorded operators, in order."""
-
-    def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self._writers: dict[int, list[int]] = {}
-
-    def add(self, op: Op) -> None:
-        """One more."""
-        for memory in op.writes:
-            self._writers.setdefault(memory, []).append(len(self.ops))
-        self.ops.append(op)
-
-    def make(self, memory: int) -> torch.UntypedStorage:
-        """`memory` with all that was written to it. Other memory is freed as soon as it is not needed."""
-        numbers = self._needed(memory)
-        last = {other: n for n in numbers for other in self.ops[n].reads | self.ops[n].writes}
-        storages: dict[int, torch.UntypedStorage] = {}
-        for number in numbers:
-            op = self.ops[number]
-            self._run(op, storages)
-            for other in (op.reads | op.writes) - {memory}:
-                if last[other] == number:
-                    del storages[other]
-        return storages[memory]
-
-    def _needed(self, memory: int) -> list[int]:
-        """The numbers of the operators that `memory` depends on."""
-        bounds: dict[int, int] = {}
-        left = [(memory, len(self.ops))]
-        needed: set[int] = set()
-        while left:
-            current, before = left.pop()
-            if bounds.get(current, 0) >= before:
-                continue
-            bounds[current] = before
-            for number in self._writers[current]:
-                if number < before and number not in needed:
-                    needed.add(number)
-                    left += [(read, number) for read in self.ops[number].reads]
-        return sorted(needed)
-
-    def _run(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
         def value(leaf: Any) -> Any:
             if isinstance(leaf, View):
                 return leaf.of(storages[leaf.memory])
-            return (
-                leaf.value() if isinstance(leaf, Constant) else torch.Generator(leaf.device).manual_seed(op.seed or 0)
-            )
+            if isinstance(leaf, Constant):
+                return leaf.value()
+            return torch.Generator(leaf.device).manual_seed(self.seed or 0)
 
-        args, kwargs = map_tensors(value, (op.args, op.kwargs), (View, Constant, torch.Generator))
+        args, kwargs = map_tensors(value, (self.args, self.kwargs), (View, Constant, torch.Generator))
         devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
         cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
-        with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
-            if op.seed is not None:
-                _seed(op.seed, cuda)
-            results = tensors_of(op.function(*args, **kwargs))
-        for place, view in op.makes:
+        with self.as_then(), torch.random.fork_rng(cuda, enabled=self.seed is not None):
+            if self.seed is not None:
+                _seed(self.seed, cuda)
+            results = tensors_of(self.function(*args, **kwargs))
+        for place, view in self.makes:
             result = results[place]
             if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
                 raise InputError(
-                    f"{op.function} returned {tuple(result.shape)} of {result.dtype}, which is not what was predicted "
-                    "while the deferred model was built; build it as usual, and pass the model itself"
+                    f"{self.function} returned another shape or dtype than when the deferred model was built; build the "
+                    "model as usual, and pass the model itself"
                 )
-            if op.function.name().startswith(_UNSET):
+            if self.function.name().startswith(_UNSET):
                 result.zero_()  # or ranks would start from different leftovers
             storages[view.memory] = result.untyped_storage()
 

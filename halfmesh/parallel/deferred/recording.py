@@ -16,7 +16,7 @@ import torch
 from ..._torch import DATA_NEEDED, FakeTensorMode
 from ...errors import InputError
 from ...tensors import map_tensors, tensors_of
-from .operations import Constant, Op, Operations, View, find
+from .operations import Constant, Op, View, find
 
 
 class Recording(FakeTensorMode):
@@ -29,7 +29,8 @@ class Recording(FakeTensorMode):
     def __init__(self, from_rank0: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.from_rank0 = from_rank0
-        self._operations = Operations()
+        self._ops: list[Op] = []
+        self._writers: dict[int, list[int]] = {}  # of each memory, the numbers of operators
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # or numbers would be given twice
         self._answers = hashlib.sha256()
@@ -57,25 +58,50 @@ class Recording(FakeTensorMode):
     def digest(self) -> str:
         """Equal on ranks that will make the same values from the same seeds."""
         known = self._answers.copy()
-        for op in self._operations.ops:
+        for op in self._ops:
             known.update(op.describe().encode())
         return known.hexdigest()
 
     @property
     def seeds(self) -> list[int | None]:
         """Of each operator; None for those that draw nothing."""
-        return [op.seed for op in self._operations.ops]
+        return [op.seed for op in self._ops]
 
     @seeds.setter
     def seeds(self, seeds: Sequence[int | None]) -> None:
-        for op, seed in zip(self._operations.ops, seeds, strict=True):
+        for op, seed in zip(self._ops, seeds, strict=True):
             op.seed = seed
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def value(self, view: View) -> torch.Tensor:
         """The value of the tensor of this recording that was at `view`, in memory of its own."""
-        return view.of(self._operations.make(view.memory))
+        numbers = self._needed(view.memory)
+        last = {memory: n for n in numbers for memory in self._ops[n].reads | self._ops[n].writes}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for number in numbers:
+            op = self._ops[number]
+            op.run(storages)
+            for memory in (op.reads | op.writes) - {view.memory}:
+                if last[memory] == number:
+                    del storages[memory]
+        return view.of(storages[view.memory])
+
+    def _needed(self, memory: int) -> list[int]:
+        """The numbers of the operators that `memory` depends on."""
+        bounds: dict[int, int] = {}
+        left = [(memory, len(self._ops))]
+        needed: set[int] = set()
+        while left:
+            current, before = left.pop()
+            if bounds.get(current, 0) >= before:
+                continue
+            bounds[current] = before
+            for number in self._writers[current]:
+                if number < before and number not in needed:
+                    needed.add(number)
+                    left += [(read, number) for read in self._ops[number].reads]
+        return sorted(needed)
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
@@ -135,7 +161,9 @@ class Recording(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             generators = find((args, kwargs), torch.Generator)
             op.seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
-        self._operations.add(op)
+        for memory in op.writes:
+            self._writers.setdefault(memory, []).append(len(self._ops))
+        self._ops.append(op)
 
     def _number(self, tensor: torch.Tensor) -> int:
         key = id(tensor.untyped_storage())

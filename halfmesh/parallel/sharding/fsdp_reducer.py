@@ -57,9 +57,6 @@ class FSDPReducer(Reducer):
     def cover(self, shards: Sequence[ParamShard]) -> None:
         super().cover(self._replicated(shards))
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(self._replicated(shards))
-
     def _replicated(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
         """Those of `shards` that every rank holds whole."""
         rest = [shard for shard in shards if shard.source is None]

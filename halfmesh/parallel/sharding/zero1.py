@@ -196,9 +196,6 @@ class Zero1Reducer(Reducer):
             shard.param.requires_grad_(shard.model_param.requires_grad)
         super().cover(_sources(shards))
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(_sources(shards))
-
     def open(self, last: bool) -> None:
         self._strategy.follow()
         for shard in self._shards if self._finished else ():
