@@ -42,15 +42,15 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class AxisInputs:
-    """What an axis divides.
+    """The inputs of `Axis.apply`.
 
     Attributes:
-        model: equal on all ranks, or already sharded over other axes; it need not be on the device yet.
+        model: equal on all ranks, or already sharded over other axes; it may not be on the device yet.
         optimizer: over its parameters.
         plan: what `Axis.plan` returned.
         context: the mesh.
-        random: the model's own random numbers, the same on all ranks of this axis.
-        host_random: those of python and numpy.
+        random: the model's random numbers, the same on all ranks of this axis.
+        host_random: the same for python and numpy.
         is_split: whether another axis removes modules from ranks.
     """
 
@@ -68,9 +68,9 @@ class AppliedAxis:
     equal parameters.
 
     Attributes:
-        splits: the parameters of which this rank holds a part, and how the whole was split.
-        ties: parameters that other ranks of the axis hold too, where each holds some of the model only.
-        first_names: for each name of a tensor of the whole model the first that it has there; None: no names are lost.
+        splits: the parameters of which this rank holds a shard, and how they were split.
+        ties: parameters that other ranks of the axis hold too, where each rank holds only some modules.
+        first_names: for each name of a tensor of the whole model the tensor's first name; None: this rank has them all.
         same: compares inputs and outputs over the ranks of the axis; None if they do not compute the same.
     """
 
@@ -235,7 +235,7 @@ class Axis:
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
-        """How the model is divided, and everything that is wrong."""
+        """How to shard the model, and all problems."""
         return None, []
 
     @staticmethod

@@ -85,7 +85,7 @@ class Bucket:
             give_grad(shard.param, view)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
+        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need equal ones."""
         views, offset = [], 0
         for shard in self.shards:
             param = shard.param

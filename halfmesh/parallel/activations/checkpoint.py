@@ -81,10 +81,9 @@ class Checkpointed:
             return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         def contexts() -> tuple[AbstractContextManager[Any], _Again]:
-            if not self._keep_products:
-                return nullcontext(), _Again(again)
-            first, second = create_selective_checkpoint_contexts(_policy)
-            return first, _Again(again, lambda: second)
+            keeps = self._keep_products
+            first, second = create_selective_checkpoint_contexts(_policy) if keeps else (nullcontext(), nullcontext())
+            return first, _Again(again, second)
 
         with self._saving():
             # Not as keywords: torch would neither save tensors among them nor see the device of random numbers.
@@ -157,14 +156,14 @@ class Checkpointed:
 class _Again:
     """Nested scopes that can be entered again: there may be several recomputations."""
 
-    def __init__(self, *scopes: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._scopes = scopes
+    def __init__(self, first: Callable[[], AbstractContextManager[Any]], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
         self._open = ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for scope in self._scopes:
-                stack.enter_context(scope())
+            stack.enter_context(self._first())
+            stack.enter_context(self._second)
             self._open = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:

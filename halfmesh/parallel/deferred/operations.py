@@ -113,8 +113,8 @@ class Op:
             result = results[place]
             if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
                 raise InputError(
-                    f"{self.function} returned another shape or dtype than when the deferred model was built; build the "
-                    "model as usual, and pass the model itself"
+                    f"{self.function} returned another shape or dtype than when the deferred model was built; build "
+                    "the model as usual, and pass the model itself"
                 )
             if self.function.name().startswith(_UNSET):
                 result.zero_()  # or ranks would start from different leftovers

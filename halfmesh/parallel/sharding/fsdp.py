@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..._torch import move_module
+from ..._torch import has_grad_hooks, move_module
 from ...errors import InputError, shorten
 from ...shard import ParamShard, set_compute_dtype
 from ..axis import take_parts
@@ -23,7 +23,7 @@ from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
 from .fsdp_reducer import FSDPReducer
-from .fsdp_wrap import can_be_sharded, find_problems, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
+from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
 
 FREED = "are out of bounds for storage of size 0"
 """torch's words where a tensor is used whose memory was freed."""
@@ -57,7 +57,7 @@ class FSDP(DataStrategy):
         self.inputs = inputs
         self.publisher = self
         model, data, device = inputs.model, inputs.options, inputs.context.device
-        mesh = make_mesh(inputs.context, data.hybrid)
+        self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
         self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
         units = find_units(model, inputs.blocks, inputs.not_called)
         whole = {s.param for s in inputs.shards if not can_be_sharded(s.param)} | unowned_params(model, units)
@@ -71,18 +71,7 @@ class FSDP(DataStrategy):
                 param.data = param.data.float()
         self.places = {place: param for place, param in _places(model) if param not in whole}
         self._buffer_dtypes = self._cast_buffers(_dtype(data.buffer_dtype))
-        policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype,
-            reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
-            cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts what the model gets
-        )
-        self.units: list[Any] = []  # FSDPModules, which do not say that they are nn.Modules
-        for unit in units:
-            inputs.make(unit)  # its values, where it has none yet
-            own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is model else policy
-            self.units.append(wrap(unit, mesh, own, data, inputs.reduce.mean, whole))
-            self._free_originals(unit)
-        prefetch(self.units[: len(inputs.blocks)], data.prefetch)
+        self.units = self._wrap(units, whole, param_dtype)
         self.originals = self._shard_optimizer()
         self.shards = [self.originals.get(shard.param, shard) for shard in inputs.shards]
         modules = {module for module, _ in self.places}
@@ -153,7 +142,20 @@ class FSDP(DataStrategy):
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
-        return find_problems(model, casts=param_dtype is not None)
+        dtypes = {name: param.dtype for name, param in model.named_parameters() if can_be_sharded(param)}
+        if param_dtype is None and len(set(dtypes.values())) > 1:
+            first, dtype = next(iter(dtypes.items()))
+            others = [name for name, other in dtypes.items() if other != dtype]
+            yield (
+                f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
+                f"{first} ({dtype}); give all parameters one dtype, or use data='zero1'"
+            )
+        hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
+        if hooked:
+            yield (
+                f"parallel.data: {shorten(hooked)} has hooks on its gradient, which FSDP2 never calls (it computes "
+                "with other parameters); remove them, or use data='zero1'"
+            )
 
     # -- sharding ----------------------------------------------------------------------------------------------
 
@@ -163,6 +165,22 @@ class FSDP(DataStrategy):
         for buffer in cast:
             buffer.data = buffer.data.to(dtype)
         return cast
+
+    def _wrap(self, units: Sequence[nn.Module], whole: set[nn.Parameter], param_dtype: torch.dtype | None) -> list[Any]:
+        """Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
+        inputs, data, wrapped = self.inputs, self.inputs.options, []
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype,
+            reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
+            cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts what the model gets
+        )
+        for unit in units:
+            inputs.make(unit)  # its values, where it has none yet
+            own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
+            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, whole))
+            self._free_originals(unit)
+        prefetch(wrapped[: len(inputs.blocks)], data.prefetch)
+        return wrapped
 
     def _free_originals(self, unit: nn.Module) -> None:
         """Free the parameters that FSDP2 has sharded, now: or all of the model would stay until the last unit."""

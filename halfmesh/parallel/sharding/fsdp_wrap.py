@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from ..._torch import has_grad_hooks, outside_of_dry_run
-from ...errors import shorten
 from ...shard import ParamShard
 from ..context import ParallelContext
 
@@ -60,28 +59,6 @@ def unowned_params(model: nn.Module, units: Sequence[nn.Module]) -> set[nn.Param
 def can_be_sharded(param: torch.Tensor) -> bool:
     """Whether FSDP2 can shard it."""
     return param.dim() > 0 and param.numel() > 0 and param.is_contiguous()
-
-
-def find_problems(model: nn.Module, casts: bool) -> Iterator[str]:
-    """Why FSDP2 cannot shard `model` with the same result as whole.
-
-    Args:
-        casts: whether the mode gives all parameters one dtype.
-    """
-    dtypes = {name: param.dtype for name, param in model.named_parameters() if can_be_sharded(param)}
-    first = next(iter(dtypes.items()), None)
-    if first is not None and not casts and len(set(dtypes.values())) > 1:
-        others = [name for name, dtype in dtypes.items() if dtype != first[1]]
-        yield (
-            f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
-            f"{first[0]} ({first[1]}); give all parameters one dtype, or use data='zero1'"
-        )
-    hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
-    if hooked:
-        yield (
-            f"parallel.data: {shorten(hooked)} has hooks on its gradient, which FSDP2 never calls (it computes with "
-            "other parameters); remove them, or use data='zero1'"
-        )
 
 
 @outside_of_dry_run()  # a mesh looks itself up in a table of ranks
