@@ -79,9 +79,7 @@ def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
 
 def _replace(module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], undo: ExitStack) -> None:
     if weakref.getweakrefcount(tensor):
-        if id(tensor) not in new:
-            new[id(tensor)] = _like(tensor, _where(tensor).value())
-        setattr(module, name, new[id(tensor)])
+        setattr(module, name, _made(tensor, new))
         return
     made = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
     setattr(made, _MARK, _where(tensor))
@@ -114,16 +112,17 @@ def _where(tensor: torch.Tensor) -> Recorded:
 
 def _complete(module: nn.Module, name: str, value: Any, new: dict[int, torch.Tensor]) -> None:
     """Make tensors that a module keeps in other attributes at once: they are never sharded."""
-
-    def complete(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in new and recording_of(tensor) is not None:
-            new[id(tensor)] = _like(tensor, _where(tensor).value())
-        return new.get(id(tensor), tensor)
-
     if isinstance(value, (torch.Tensor, list, tuple, dict)):
-        completed = map_tensors(complete, value)
+        completed = map_tensors(lambda tensor: _made(tensor, new), value)
         if completed is not value:
             setattr(module, name, completed)
+
+
+def _made(tensor: torch.Tensor, new: dict[int, torch.Tensor]) -> torch.Tensor:
+    """`tensor`, or one with its value if it has no memory: `new` has these, by the ids of the old ones."""
+    if id(tensor) not in new and recording_of(tensor) is not None:
+        new[id(tensor)] = _like(tensor, _where(tensor).value())
+    return new.get(id(tensor), tensor)
 
 
 def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
