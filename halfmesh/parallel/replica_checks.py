@@ -39,7 +39,7 @@ def digest(tree: Any) -> bytes:
     return found.digest()[:16]
 
 
-# -- the batches of ranks that compute them together ---------------------------------------------------------------
+# -- batches of ranks that compute together ------------------------------------------------------------------------
 
 
 def is_looked_at(number: int) -> bool:
@@ -119,7 +119,7 @@ def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
     return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
 
 
-# -- what they train -----------------------------------------------------------------------------------------------
+# -- which parameters are trained ----------------------------------------------------------------------------------
 
 
 def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
     )
 
 
-# -- everything ----------------------------------------------------------------------------------------------------
+# -- all state, for debug="sync" -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """ZeRO stage 1: each data rank steps a part of the weights, and keeps optimizer state and masters for that part only.
 
-Gradients are summed to the rank that steps them (a reduce-scatter, while backward runs), and new weights gathered from
-it (an all-gather, while the rest of the update runs). Together they send as many bytes as the all-reduce of replicated
-data parallelism, where the weights have the dtype of the reduction. Rajbhandari et al., "ZeRO" (2020), section 5.1.
+Gradients are reduce-scattered to the ranks that step them while backward runs, and new weights are all-gathered while
+the rest of the update runs. If weights have the dtype of the reduction, this sends as many bytes as the all-reduce of
+replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...tensors import is_dense
 from ..buckets import group_shards, reduce_dtype_of
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
-from ..reducer import ReduceOptions, Reducer
+from ..reducer import Reducer
 from ..shard_spec import Placement
 from .slice_bucket import SliceBucket
 
@@ -45,7 +45,7 @@ class Zero1(DataStrategy):
     def __init__(self, inputs: StrategyInputs) -> None:
         super().__init__(inputs)
         self.publisher = self
-        self._optimizer = optimizer = inputs.optimizer
+        optimizer = inputs.optimizer
         self._group = inputs.context.dp_group
         self._options = inputs.reduce
         held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
@@ -65,7 +65,7 @@ class Zero1(DataStrategy):
         own = {part.model_param: part for part in parts.values()}
         repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
-        # In the order in which an update that goes through the model completes them.
+        # In the order in which they are complete when an update steps the model's parameters in order.
         position = {id(shard): number for number, shard in enumerate(mine)}
         self._order = sorted(self.buckets, key=lambda bucket: max(position[id(shard)] for shard in bucket.shards))
         self._next = 0
@@ -85,7 +85,7 @@ class Zero1(DataStrategy):
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
     ) -> Zero1Reducer:
-        return Zero1Reducer(self, shards, buffers, self._group, self._options)
+        return Zero1Reducer(self, shards, buffers)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
@@ -159,7 +159,7 @@ class Zero1(DataStrategy):
     def undo(self) -> None:
         """Give the optimizer the parameters again, without the state that belongs to their parts."""
         self._hook.remove()
-        repoint(self._optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
+        repoint(self.inputs.optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
 
 
 def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
@@ -179,17 +179,10 @@ class Zero1Reducer(Reducer):
         InputError: parameters came into the optimizer that were not split.
     """
 
-    def __init__(
-        self,
-        strategy: Zero1,
-        shards: Sequence[ParamShard],
-        buffers: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup,
-        options: ReduceOptions,
-    ) -> None:
+    def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
         self._strategy = strategy
         self._buckets: list[SliceBucket]  # type: ignore[assignment]
-        super().__init__(shards, buffers, group, options)
+        super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         for shard in shards:
