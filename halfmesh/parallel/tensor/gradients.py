@@ -44,18 +44,12 @@ class TensorGradients(SharedGradients):
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         super().cover(shards)
-        self._whole = self._others(shards)
-
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(shards) and self._whole == self._others(shards)
+        self._whole = [s for s in shards if s.model_param not in self._params and s.model_param not in self._split]
 
     def finish(self) -> None:
         self._try_out()  # before gradients are compared, which a wrong plan makes differ, too
         super().finish()
         self._compare_whole()
-
-    def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [s for s in shards if s.model_param not in self._params and s.model_param not in self._split]
 
     @torch.no_grad()
     def _compare_whole(self) -> None:
