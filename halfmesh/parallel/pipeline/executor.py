@@ -15,9 +15,8 @@ from torch import nn
 from ...errors import InputError
 from ..context import ParallelContext
 from .fx_trace import plain_values
-from .pieces import Call
+from .pieces import Call, signature_of
 from .schedules import Schedule
-from .shape_inference import signature_of
 from .stage import Batch, ForwardContext, StageModule, make_stage
 from .stage_params import StageParameters
 from .transport import StageMetadata, pack
@@ -78,7 +77,8 @@ class Pipeline:
         named = list(model.named_parameters(remove_duplicate=False))
         self._params = {i: [p for name, p in named if i in partition.stages_of(name)] for i in self._modules}
         self._error = ""
-        self._traced = [model.get_submodule(name) for piece in partition.pieces for name in piece.looks_into]
+        traces = any(piece.prepare is not None for piece in partition.pieces)
+        self._traced = [module for _, module in partition.not_called(model)] if traces else []
         self._known: dict[str, CallMetadata] = {}  # the last used last
         self._on_last: OnLast = lambda params, rest: None
         self._left = 0

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ...errors import InputError
+from ...tensors import map_tensors
 from ..modules import comes_from
 
 
@@ -31,6 +32,11 @@ class Call:
         return Call(self.args, self.kwargs)
 
 
+def signature_of(call: Call) -> str:
+    """The same for calls with the same shapes, dtypes and plain values."""
+    return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
+
+
 @dataclass(frozen=True)
 class Piece:
     """A step of a model's forward.
@@ -41,14 +47,12 @@ class Piece:
         run: called as run(model, call, activations): takes what the piece before returned (None in the first) and
             returns what the next one takes, the model's output in the last. Tensors may be anywhere in lists, tuples,
             dicts and dataclasses. It must take modules from `model`, never from where else: it runs on copies, too.
-        looks_into: names of modules whose plain attributes (numbers, flags, words) count in `prepare`.
         prepare: called as prepare(model, call) with a whole model, before calls of a new kind.
     """
 
     name: str
     uses: tuple[str, ...]
     run: Callable[[nn.Module, Call, Any], Any] = field(repr=False)
-    looks_into: tuple[str, ...] = field(default=(), repr=False)
     prepare: Callable[[nn.Module, Call], None] | None = field(default=None, repr=False)
 
 

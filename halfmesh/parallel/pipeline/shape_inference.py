@@ -144,8 +144,3 @@ def _without_data() -> Iterator[None]:
             f"the model's forward failed where it was run on tensors without data, to find the shapes between its "
             f"stages: {str(error).splitlines()[0]}"
         ) from error
-
-
-def signature_of(call: Call) -> str:
-    """The same for calls between which nothing that is sent can differ."""
-    return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
