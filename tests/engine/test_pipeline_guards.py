@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "kept": (lambda: deep(KeepsTerm()), "2.term is kept on the model with its graph"),
     "complex": (
         lambda: nn.Sequential(Gives(lambda x: x * 1j), Takes(16, CLASSES)),
-        "complex tensors cannot be sent through a pipeline; pass real and imaginary part alone",
+        "complex tensors cannot be sent through a pipeline; send their real and imaginary parts as two tensors",
     ),
 }
 

@@ -19,7 +19,7 @@ from .pieces import Call, signature_of
 from .schedules import Schedule
 from .stage import Batch, ForwardContext, StageModule, make_stage
 from .stage_params import StageParameters
-from .transport import StageMetadata, pack
+from .transport import on_wire, pack, restore
 
 MOST_SHAPES = 64
 """For so many shapes of batches metadata and schedules are kept, which hold no memory of the device."""
@@ -40,7 +40,7 @@ class CallMetadata:
     """
 
     modes: str
-    stages: Sequence[StageMetadata]
+    stages: Sequence[Any]
     schedules: dict[int, Any] = field(default_factory=dict)
 
 
@@ -182,7 +182,7 @@ class Pipeline:
                     tensors = self._empty(stages[index - 1])
                     for tensor in tensors:
                         dist.recv(tensor, group_src=(index - 1) % size, group=self._group)
-                    received = stages[index - 1].restore(tensors)
+                    received = restore(tensors, stages[index - 1])
                 output = module.compute(call, received)
                 if module.is_last:
                     look(output)
@@ -194,7 +194,7 @@ class Pipeline:
             tensors = pack(output, stages[-1]) if self.has_last else self._empty(stages[-1])
             for tensor in tensors:
                 self._context.broadcast(tensor, "pp", self.last_rank)
-            return output if self.has_last else stages[-1].restore(tensors)
+            return output if self.has_last else restore(tensors, stages[-1])
 
     @contextmanager
     def _one_batch(self) -> Iterator[None]:
@@ -211,13 +211,13 @@ class Pipeline:
         self._left -= 1
         self._on_last(self._params[index], self._left == 0)
 
-    def _empty(self, metadata: StageMetadata) -> list[torch.Tensor]:
-        return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in metadata.wire()]
+    def _empty(self, tree: Any) -> list[torch.Tensor]:
+        return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in on_wire(tree)]
 
 
-def refuse_own_loss(output: StageMetadata) -> None:
+def refuse_own_loss(output: Any) -> None:
     """Raise InputError if the model returns a scalar: a loss of its own."""
-    if isinstance(output.tree, torch.Tensor) and output.tree.dim() == 0:
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
         raise InputError(
             "the model returns its own loss, which a pipeline has on its last stage only, one for each microbatch; let "
             "the model return its outputs, give a criterion to initialize, and write loss = engine.criterion(output, "

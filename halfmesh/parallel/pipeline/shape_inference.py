@@ -17,7 +17,6 @@ from .fx_trace import run_without_data
 from .partition import Partition
 from .pieces import Call
 from .stage import ForwardContext
-from .transport import StageMetadata
 
 
 class MetaModel:
@@ -44,7 +43,7 @@ class MetaModel:
 
     def infer(
         self, partition: Partition, call: Call, source: nn.Module, device: torch.device, context: ForwardContext
-    ) -> list[StageMetadata]:
+    ) -> list[Any]:
         """What each stage returns when the model is called so. Nothing is computed, and nothing sent.
 
         Args:
@@ -62,7 +61,7 @@ class MetaModel:
                     piece.prepare(self.model, call)
         with _without_data():
             trees = run_without_data(_Stages(self.model, partition, context), device, call.args, dict(call.kwargs))
-        return [StageMetadata(map_tensors(_without_memory, tree)) for tree in trees]
+        return [map_tensors(_without_memory, tree) for tree in trees]
 
     def _follow(self, source: nn.Module) -> None:
         """Take over what may have changed in the model.

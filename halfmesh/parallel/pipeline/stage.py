@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from .pieces import Call, Piece
-from .transport import StageMetadata, pack, require_gradients, unpack
+from .transport import on_wire, pack, require_gradients, unpack
 
 Scope = Callable[[], AbstractContextManager[Any]]
 
@@ -47,7 +47,7 @@ class Batch:
 
     calls: Sequence[Call]
     finish: Callable[[Any, int], torch.Tensor]
-    metadata: Sequence[StageMetadata] = field(repr=False)
+    metadata: Sequence[Any] = field(repr=False)
 
 
 class StageModule(nn.Module):
@@ -78,26 +78,26 @@ class StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, number = self.batch, int(index)  # on the CPU: no device is waited for
         assert batch is not None
-        activations, anchors = unpack(received, batch.metadata[self.index - 1]) if received else (None, [])
+        activations, link = unpack(received, batch.metadata[self.index - 1]) if received else (None, None)
         activations = self.compute(batch.calls[number], activations)
         if self.is_last:
             # As float64 it can carry any loss without rounding what flows back.
             with self._context.random():  # the criterion runs here only, and may draw, too
                 loss = batch.finish(activations, number)
-            return require_gradients([loss.double().reshape(1)], anchors)
-        return require_gradients(pack(activations, batch.metadata[self.index]), anchors)
+            return require_gradients([loss.double().reshape(1)], link)
+        return require_gradients(pack(activations, batch.metadata[self.index]), link)
 
 
 def make_stage(
-    module: StageModule, metadata: Sequence[StageMetadata], device: torch.device, group: Any, last: Callable[[], None]
+    module: StageModule, metadata: Sequence[Any], device: torch.device, group: Any, last: Callable[[], None]
 ) -> PipelineStage:
     """torch's stage around `module`, with all that it would find out by sending told beforehand.
 
     Args:
         last: called before the last backward of a step.
     """
-    received = metadata[module.index - 1].wire() if module.index else ()
-    sent = metadata[module.index].wire()
+    received = on_wire(metadata[module.index - 1]) if module.index else ()
+    sent = on_wire(metadata[module.index])
     if module.is_last:
         sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
     stage = _Stage(module, module.index, len(metadata), device, input_args=received, output_args=sent, group=group)
