@@ -96,7 +96,7 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The pipeline rank that has the last stage."""
-        return (self._count - 1) % self.partition.size
+        return self.partition.rank_of(self._count - 1)
 
     def takes(self, microbatches: int) -> bool:
         """Whether the schedule can run so many microbatches."""
@@ -174,21 +174,21 @@ class Pipeline:
         Args:
             look: called with the output on the last stage.
         """
-        stages, size, output = self.look_up(call).stages, self.partition.size, None
+        stages, output = self.look_up(call).stages, None
         with self._one_batch():
             for index, module in self._modules.items():
                 received = None
                 if index:
                     tensors = self._empty(stages[index - 1])
                     for tensor in tensors:
-                        dist.recv(tensor, group_src=(index - 1) % size, group=self._group)
+                        dist.recv(tensor, group_src=self.partition.rank_of(index - 1), group=self._group)
                     received = restore(tensors, stages[index - 1])
                 output = module.compute(call, received)
                 if module.is_last:
                     look(output)
                 else:
                     for tensor in pack(output, stages[index]):
-                        dist.send(tensor, group_dst=(index + 1) % size, group=self._group)
+                        dist.send(tensor, group_dst=self.partition.rank_of(index + 1), group=self._group)
             if not everywhere:
                 return output if self.has_last else None
             tensors = pack(output, stages[-1]) if self.has_last else self._empty(stages[-1])

@@ -76,7 +76,7 @@ class StageParameters(AppliedAxis):
         total = sum(partition.costs) or 1
         bubble = SCHEDULES.get(options.schedule).bubble(options.size, options.chunks, microbatches)
         stages = [
-            f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of parameters)"
+            f"{index} on pp {partition.rank_of(index)}: {name} ({cost / total:.0%} of parameters)"
             for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
         ]
         stages += [f"on several stages: {shorten(self._shared_names)}"] if self._shared_names else []
