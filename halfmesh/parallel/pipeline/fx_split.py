@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...errors import InputError, find_near
+from ...errors import InputError, did_you_mean
 from .fx_trace import UPDATES, at, is_models_own, place_of_error, plain_values, trace
 from .pieces import Call, Piece, signature_of
 
@@ -34,9 +34,7 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
     known = dict(model.named_modules())
     for point in points:
         if point not in known:
-            near = find_near(point, filter(None, known), cutoff=0.5)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise InputError(f"{_KEY}: {point!r} is not a module of the model{hint}")
+            raise InputError(f"{_KEY}: {point!r} is not a module of the model{did_you_mean(point, known)}")
     forward = _SplitForward(model, points)
     pieces = [
         Piece(name, uses, partial(forward.run, index), forward.prepare)

@@ -105,9 +105,11 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             (now.extend if isinstance(now, list) else now.update)(then)
 
 
-def run_without_data(run: nn.Module, device: torch.device, *args: Any) -> Any:
-    """What `run` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent, and the
-    modules stay as they are.
+def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    """What `run(*args)` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent.
+
+    Args:
+        model: whose modules `run` calls. It stays as it is.
 
     Raises:
         Exception: `run` needs values.
@@ -118,10 +120,20 @@ def run_without_data(run: nn.Module, device: torch.device, *args: Any) -> Any:
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
         )
 
-    tensors = dict(run.named_parameters()) | dict(run.named_buffers())
-    with torch.inference_mode(False), torch.enable_grad(), unchanged(run.modules()), shapes_only():
+    whole = _Run(model, run)
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(model.modules()), shapes_only():
         weights = {name: fake(tensor) for name, tensor in tensors.items()}
-        return torch.func.functional_call(run, weights, map_tensors(fake, args))
+        return torch.func.functional_call(whole, weights, map_tensors(fake, args))
+
+
+class _Run(nn.Module):
+    """A function of a model, in the form that functional_call takes."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.forward = run
 
 
 class _Proxy(fx.Proxy):
@@ -255,27 +267,20 @@ def _is_of_shapes(node: fx.Node) -> bool:
 
 def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) -> bool:
     """Whether what is asked is true for arguments with the shapes of `values`. Nothing is computed."""
+
+    def compute(node: fx.Node, values: Mapping[str, Any]) -> bool:
+        run = fx.Interpreter(model, garbage_collect_values=False, graph=node.graph)
+        for each in node.graph.nodes:
+            run.env[each] = values[str(each.target)] if each.op == "placeholder" else run.run_node(each)
+        return bool(run.env[node])
+
     device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
     try:
-        found: bool = run_without_data(_Unfinished(model), device, question.node, dict(values))
+        found: bool = run_without_data(model, compute, device, question.node, dict(values))
     except Exception as error:
         message = f"it asks for a shape that depends on data: {error}"
         raise InputError(message).with_traceback(question.__traceback__) from error
     return found
-
-
-class _Unfinished(nn.Module):
-    """Computes one node of a graph that is being recorded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, node: fx.Node, values: Mapping[str, Any]) -> bool:
-        run = fx.Interpreter(self.model, garbage_collect_values=False, graph=node.graph)
-        for each in node.graph.nodes:
-            run.env[each] = values[str(each.target)] if each.op == "placeholder" else run.run_node(each)
-        return bool(run.env[node])
 
 
 # -- places in the code ------------------------------------------------------------------------------------------------

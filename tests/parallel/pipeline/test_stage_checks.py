@@ -109,8 +109,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         pipe(partition=("blocks.0",)),
         "norm.running_mean, norm.running_var: several stages would keep these running statistics",
     ),
-    "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm joins all ranks"),
-    "compiled": (compiled, pipe(), "the model is compiled, and cannot be cut any more; pass it uncompiled"),
+    "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
+    "compiled": (compiled, pipe(), "a compiled model cannot be cut into stages; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
 }
 
