@@ -66,7 +66,7 @@ class Takes(nn.Linear):
 MODELS: dict[str, tuple[Any, str]] = {
     "own loss": (
         lambda: nn.Sequential(deep(), Apply(lambda x: x.square().mean())),
-        "the model returns its own loss, which a pipeline has on its last stage only",
+        "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage",
     ),
     "if": (
         lambda: deep(Apply(lambda x: x * 2 if x.sum() > 0 else x)),
@@ -164,7 +164,7 @@ MESSAGES = {
     "numpy target": f"engine.criterion(...): {NO_TENSOR}",
     "boxes": NO_TENSOR,
     "nothing": "engine(...) was given no tensor with a batch dim",
-    "model": "the model itself was called, but this rank holds stage",
+    "model": "the model itself was called, but this rank holds only stage",
     "assigned": "load without assign, or load before initialize",
     "input gradient": "an input of engine(...) requires gradients",
     "mode": "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and",

@@ -205,10 +205,10 @@ class Pipeline:
 
 
 def refuse_own_loss(output: Any) -> None:
-    """Raise InputError if the model returns a scalar: a loss of its own."""
+    """Raise InputError if the model returns a scalar, which is a loss."""
     if isinstance(output, torch.Tensor) and output.dim() == 0:
         raise InputError(
-            "the model returns its own loss, which a pipeline has on its last stage only, one for each microbatch; let "
-            "the model return its outputs, give a criterion to initialize, and write loss = engine.criterion(output, "
-            "target)"
+            "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage; "
+            "let the model return its outputs, give a criterion to initialize, and write loss = "
+            "engine.criterion(output, target)"
         )

@@ -96,7 +96,7 @@ class _SplitForward:
         self._functions[kind] = list(map(_compile, pieces))
 
     def run(self, index: int, model: nn.Module, call: Call, activations: Any) -> Any:
-        """Piece `index`: `activations` and what is returned are values by name; the last returns the model's output."""
+        """Run piece `index`. It takes and returns values by name; the last one returns the model's output."""
         functions = call.once("functions", lambda: self._functions[self._kind(model, call)])
         return functions[index](model, self._values(call) | (activations or {}))
 
@@ -104,25 +104,25 @@ class _SplitForward:
         return self._signature.bind(*call.args, **call.kwargs).arguments
 
     def _kind(self, model: nn.Module, call: Call) -> str:
-        """Everything that a trace is made for: shapes, plain arguments, and plain attributes such as `training`."""
+        """What a trace depends on: shapes, plain arguments, and plain attributes such as `training`."""
         return f"{signature_of(call)} {plain_values(map(model.get_submodule, self._opened))}"
 
     def _trace(
         self, model: nn.Module, arguments: Mapping[str, Any], values: Mapping[str, Any] | None = None
     ) -> list[fx.Graph]:
-        """The pieces of the forward, called with `arguments`; without `values` these stand for any shapes."""
+        """The pieces of the forward for `arguments` with the shapes of `values`; None: with any shapes."""
         fixed = {n: p.default for n, p in self._signature.parameters.items() if n not in arguments}
         fixed |= {n: v for n, v in arguments.items() if isinstance(v, (bool, int, float, str, NoneType))}
         opened = [model.get_submodule(name) for name in self._opened]
         try:
             return _cut(trace(model, opened, fixed, values), self._points)
-        except Exception as error:  # whatever the forward does with what has no value yet
+        except Exception as error:  # whatever the forward raises where values are not known
             if values is not None and is_models_own(error):
                 raise
             what = f"{error}{at(place_of_error(error))}"
             raise InputError(
-                f"{self._class}.forward cannot be traced for split points: {what}. Move what asks for values (if, "
-                "loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or "
+                f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values (if, "
+                "loops over sizes), keeps them, or uses no_grad or autocast into a module of its own, or "
                 f"{_REGISTER}"
             ) from error
 
@@ -159,7 +159,7 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     if starts != sorted(starts):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
         raise InputError(f"{_KEY}: the forward calls these modules in the order {order}; name them in that order")
-    piece_of: dict[fx.Node, int] = {}  # without what every stage computes for itself
+    piece_of: dict[fx.Node, int] = {}  # every stage computes nodes that are not in it by itself
     for position, node in enumerate(nodes):
         if not _follows_from_arguments(node, piece_of):
             piece_of[node] = sum(position >= start for start in starts)

@@ -25,7 +25,7 @@ from ...errors import InputError
 from ...tensors import map_tensors, tensors_of
 
 UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if name != "setitem")
-"""`x += y` and the like, which change a tensor in place, but make a new number."""
+"""`x += y` and the like, which change a tensor in place but replace a number."""
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")
 _ATTRIBUTES = ("shape", "ndim")
 _PLAIN = ("_operator", "builtins", "math")
@@ -44,12 +44,12 @@ _MAKERS = {
 def trace(
     model: nn.Module, opened: Sequence[nn.Module], fixed: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> fx.Graph:
-    """What `model` computes. Only the modules in `opened` are looked into; all others are calls in the graph.
+    """The graph of `model`. The modules in `opened` are traced; calls of others are nodes of the graph.
 
     Args:
         fixed: arguments of the forward with their values. All others are placeholders with their names.
-        values: those others; only their shapes count. If None, a condition on shapes is taken to be false, or true
-            where the model then raises an error.
+        values: all arguments, of which only the shapes count. If None, the answer to a condition on shapes is False,
+            unless the model raises an error for that.
 
     Raises:
         Exception: whatever the forward raises because values are not known.
@@ -149,7 +149,7 @@ for _function in UPDATES:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the modules in `opened`, and into no other."""
+    """Traces the modules in `opened`, and no others."""
 
     proxy_buffer_attributes = True  # else what is computed from a buffer would be a constant
 
@@ -167,7 +167,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """In an `if`, an `assert` and the like."""
+        """The truth of a value in an `if`, an `assert` and the like."""
         if not _is_of_shapes(obj.node):
             return super().to_bool(obj)  # raises
         for found in self._answers:
@@ -175,7 +175,7 @@ class _Tracer(fx.Tracer):
         raise _Question(obj.node)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """The arguments' values, where they are known. (fx leaves checks of them in the graph, and walks tuples.)"""
+        """The values of fixed arguments, and placeholders for others. (fx would add checks, and flatten tuples.)"""
         fixed = concrete_args or {}
         names = self._signature.parameters
         values = {n: fixed[n] if n in fixed else self.create_proxy("placeholder", n, (), {}) for n in names}
@@ -183,8 +183,7 @@ class _Tracer(fx.Tracer):
         return partial(root_fn, self.root, *bound.args, **bound.kwargs), []
 
     def create_arg(self, value: Any) -> Any:
-        """Puts tensors that the forward takes from elsewhere than the model into the graph. (fx adds them to the
-        model.)"""
+        """Tensors from outside the model become constants of the graph. (fx would add them to the model.)"""
         arg: Any = super().create_arg(value)
         if isinstance(value, torch.Tensor) and str(arg.target).startswith("_tensor_constant"):
 
@@ -235,9 +234,9 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
             for proxy in (item for item in inner if isinstance(item, fx.Proxy)):
                 raise InputError(
-                    f"it keeps a value on the model ({name}){at(proxy.node.meta['place'])}, which works for a buffer "
-                    "that is changed in place: self.table.add_(...) for self.table += ..., self.table.copy_(...) for "
-                    "self.table = ..."
+                    f"it keeps a value on the model ({name}){at(proxy.node.meta['place'])}; only buffers can keep "
+                    "values, if they are changed in place: self.table.add_(...) for self.table += ..., "
+                    "self.table.copy_(...) for self.table = ..."
                 )
 
 
@@ -245,7 +244,7 @@ def _refuse_kept(modules: Iterable[nn.Module]) -> None:
 
 
 class _Question(BaseException):
-    """A forward asks whether something about shapes is true. (No Exception: a forward may catch those.)"""
+    """A forward asks whether something about shapes is true. (Not an Exception, which the forward may catch.)"""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)

@@ -36,18 +36,17 @@ class Splitter:
         return next((tensor.shape[0] for tensor in found if tensor.dim()), None)
 
     def split(self, call: Call, count: int, rows: int) -> list[Call]:
-        """The call in `count` equal parts of `rows` rows in all.
+        """The call as `count` calls, each with an equal part of the `rows` rows.
 
         Raises:
             InputError: a tensor has another number of rows, or something that is not a tensor has an item per row.
         """
-        named = self._named(call)
-        parts: list[list[Any]] = [[] for _ in range(count)]
-        for name, value in named:
-            for part, piece in zip(parts, self._parts(name, value, count, rows), strict=True):
-                part.append(piece)
+        columns = [self._parts(name, value, count, rows) for name, value in self._named(call)]
         size = len(call.args)
-        return [Call(tuple(part[:size]), dict(zip(call.kwargs, part[size:], strict=True))) for part in parts]
+        return [
+            Call(values[:size], dict(zip(call.kwargs, values[size:], strict=True)))
+            for values in zip(*columns, strict=True)
+        ]
 
     def _parts(self, name: str, value: Any, count: int, rows: int) -> Sequence[Any]:
         if name in self.non_split:
@@ -92,7 +91,7 @@ def _has_items_of_rows(tree: Any, rows: int) -> bool:
 
 
 def _is_of_rows(item: Any, rows: int) -> bool:
-    """Whether an item of a list has all rows, or stands for something that has (an output of the model)."""
+    """Whether an item of a list has all rows, or may stand for a tensor that has (a handle of the model's output)."""
     if isinstance(item, torch.Tensor):
         return item.dim() > 0 and item.shape[0] == rows
     return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, type(None)))

@@ -32,12 +32,12 @@ class Partition:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Of all stages, in order."""
+        """The pieces of all stages, in order."""
         return [piece for stage in self.stages for piece in stage]
 
     @property
     def names(self) -> list[str]:
-        """Each stage in words: its first and last piece."""
+        """For each stage, its first and last piece."""
         return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in self.stages]
 
     def rank_of(self, stage: int) -> int:
@@ -65,7 +65,7 @@ class Partition:
         return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
     def not_called(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules, by name, that no stage calls as a whole; it may call modules below them."""
+        """The modules, by name, that no stage calls as a whole; stages may call modules below them."""
         return [
             (name, module)
             for name, module in model.named_modules()
@@ -190,7 +190,7 @@ def _find_problems(model: nn.Module, partition: Partition) -> Iterator[str]:
 
 def _suggest(model: nn.Module, count: int) -> str:
     """Split points for `count` stages, from the largest row of modules."""
-    if type(model).forward is not nn.Module.forward and takes_any_arguments(model):
+    if takes_any_arguments(model):
         return (
             "split points cannot cut it either, because its forward takes *args or **kwargs; register a partitioner "
             "(halfmesh.PARTITIONERS, see docs/pipeline.md), or use tensor parallelism or fsdp"
