@@ -73,12 +73,6 @@ class Partition:
         ]
 
 
-def count_parameters(model: nn.Module, piece: Piece) -> float:
-    """The number of elements of the parameters that a piece uses."""
-    used = {id(p): p for name, p in model.named_parameters(remove_duplicate=False) if _is_used(name, piece)}
-    return float(sum(param.numel() for param in used.values()))
-
-
 def _is_used(path: str, piece: Piece) -> bool:
     return any(path == use or path.startswith(f"{use}.") for use in piece.uses)
 
@@ -127,7 +121,9 @@ def resolve(
             f"{stages_text} needs {count} stages, but {type(model).__name__} has only {len(pieces)} pieces ({names}); "
             f"use at most {len(pieces)} stages, or a model with more blocks"
         ]
-    costs = [count_parameters(model, piece) for piece in pieces]
+    params = list(model.named_parameters(remove_duplicate=False))
+    used = [{p for name, p in params if _is_used(name, piece)} for piece in pieces]
+    costs = [float(sum(p.numel() for p in some)) for some in used]
     runs = list(pairwise(divide(costs, count)))
     stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
     found = Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))

@@ -68,10 +68,6 @@ class Partitioner(Protocol):
         ...
 
 
-def _call_block(block: nn.Module, activations: Any, shared: Any) -> Any:
-    return block(activations)
-
-
 @dataclass(frozen=True)
 class BlockPartition:
     """How to cut models that are a beginning, a row of blocks and an end: before each block, and before the end.
@@ -102,7 +98,7 @@ class BlockPartition:
     parts: Mapping[str, str] = field(default_factory=dict)
     share: Callable[..., Any] | None = None
     shared_uses: tuple[str, ...] = ()
-    block: Callable[[nn.Module, Any, Any], Any] = _call_block
+    block: Callable[[Any, Any, Any], Any] = lambda module, x, shared: module(x)
     find_problem: Callable[[Any], str | None] = lambda model: None
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
@@ -111,11 +107,12 @@ class BlockPartition:
             return None
         if (problem := self.find_problem(model)) is not None:
             raise InputError(f"the model ({type(model).__name__}): {problem}")
-        names = children_of(model.get_submodule(self.blocks))
+        names, blocks = _names(model), children_of(model.get_submodule(self.blocks))
+        end_uses = tuple(name for name in self.end_uses if name in names)
         return [
-            Piece("the beginning", tuple(self._rest(model)), self._run_begin),
-            *(self._block_piece(f"{self.blocks}.{name}") for name in names),
-            Piece("the end", tuple(name for name in self.end_uses if name in _names(model)), self._run_end),
+            Piece("the beginning", self._rest(names), lambda m, call, x: self.begin(m, *call.args, **call.kwargs)),
+            *(self._block_piece(f"{self.blocks}.{name}") for name in blocks),
+            Piece("the end", end_uses, lambda m, call, x: self.end(m, x)),
         ]
 
     def _knows(self, model: nn.Module) -> bool:
@@ -125,15 +122,15 @@ class BlockPartition:
             and all(comes_from(model.get_submodule(name), (kind,)) for name, kind in self.parts.items())
         )
 
-    def _rest(self, model: nn.Module) -> list[str]:
+    def _rest(self, names: Sequence[str]) -> tuple[str, ...]:
         """What `begin` uses: the largest modules without anything that is used elsewhere, and single parameters."""
         taken = (self.blocks, *self.end_uses, *self.shared_uses)
 
         def is_split(name: str) -> bool:
             return not name or any(other.startswith(f"{name}.") for other in taken)
 
-        names = (name for name in _names(model) if name not in taken and not is_split(name))
-        return [name for name in names if is_split(name.rpartition(".")[0])]
+        own = (name for name in names if name not in taken and not is_split(name))
+        return tuple(name for name in own if is_split(name.rpartition(".")[0]))
 
     def _block_piece(self, name: str) -> Piece:
         def run(model: nn.Module, call: Call, activations: Any) -> Any:
@@ -144,12 +141,6 @@ class BlockPartition:
             return self.block(model.get_submodule(name), activations, shared)
 
         return Piece(name, (name, *self.shared_uses), run)
-
-    def _run_begin(self, model: nn.Module, call: Call, activations: Any) -> Any:
-        return self.begin(model, *call.args, **call.kwargs)
-
-    def _run_end(self, model: nn.Module, call: Call, activations: Any) -> Any:
-        return self.end(model, activations)
 
 
 def _has_method_of(model: nn.Module, method: str, kinds: Sequence[type[nn.Module] | str]) -> bool:
