@@ -262,8 +262,8 @@ def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
 
 def test_inputs_that_cannot_be_right_are_refused_on_every_rank():
     words = {
-        "whole features": "takes this rank's 4 features, but 8 came; give the layer before it the style 'colwise'",
-        "sequence": "a sequence of 5 cannot be divided by tensor=2, as sequence_parallel=True has to; pad it to 6",
+        "whole features": "takes this rank's 4 features, but its input has 8; give the layer before it the style",
+        "sequence": "needs a sequence length that tensor=2 divides, and this one is 5; pad it to 6",
         **{f"word {bad}": "IndexError: index out of range in self" for bad in (-1, WORDS, -WORDS)},
         "a gradient of a gradient": "marked with @once_differentiable",
     }
