@@ -203,7 +203,7 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
 
 
-CONVOLUTIONS = "Convolutions are not sharded over tensor ranks, and most of this model is in them; leave tensor at 1"
+CONVOLUTIONS = "convolutions cannot be sharded: if most of the model is in them, leave tensor at 1"
 HALF = (("naive_fp16", "tensor"), ("naive_bf16", "pipeline"), ("torch_fp16", "data"))
 
 LINEAR = "its layers are Conv2d, and only Linear ones can be sharded; build the model with those"

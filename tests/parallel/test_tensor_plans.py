@@ -84,14 +84,12 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, frozen_norms: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.neck = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.norm = nn.LayerNorm(8)
         self.tail = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-        for layer in self.layers:
-            layer.norm.requires_grad_(not frozen_norms)
 
 
 MLP_PLAN = LayerPlan((FeedForward,), {"up": "colwise", "down": "rowwise"})
@@ -156,7 +154,6 @@ DIVIDED: dict[str, tuple[Callable[[], nn.Module], Any, list[str] | None]] = {
         ["attention.out", "attention.qkv"],
     ),
     "no count of heads": (lambda: Language(head_dim=4), LANGUAGE, ["attention.out", "attention.qkv"]),
-    "frozen norms": (lambda: Decoder(True), without("layers.*.norm"), None),
     "beyond the sequence": (Decoder, {**SEQUENCE, **TAIL, **NECK}, None),
 }
 
@@ -169,7 +166,7 @@ def divided(rank: int, world_size: int) -> tuple[dict[str, list[str]], int]:
         for name, (make, plan, _) in DIVIDED.items():
             model = make()
             sizes = {n: m.weight.shape for n, m in model.named_modules() if hasattr(m, "weight")}
-            divide(model, plan, make is Decoder or name == "frozen norms")
+            divide(model, plan, make is Decoder)
             modules = dict(model.named_modules())
             found[name] = sorted(n for n, shape in sizes.items() if modules[n].weight.shape != shape)
         model = Model()
@@ -290,7 +287,6 @@ WHOLE = "it is not between 'sequence_begin' and 'sequence_end', in the order in 
             {**SEQUENCE, "layers.*.other": "attention", "layers.*.other.out_proj": "rowwise"},
             "sequence_parallel=True does not support torch.nn.MultiheadAttention",
         ),
-        (without("layers.*.norm"), "layers.0.norm.weight is in a layer whose activations are sharded along the"),
     ],
 )
 def test_sequence_parallelism_needs_to_know_all_that_lies_between(plan, words):

@@ -215,6 +215,12 @@ def _make_mask(maker: str, model: Any, input_ids: torch.Tensor, attention_mask: 
     return make(**{name: value for name, value in given.items() if name in names})
 
 
+def _make_output(kind: str, logits: torch.Tensor) -> Any:
+    from transformers import modeling_outputs
+
+    return getattr(modeling_outputs, kind)(logits=logits)
+
+
 def _find_stage_problem(model: Any) -> str | None:
     config = model.config
     if not getattr(config, "return_dict", True):
@@ -259,9 +265,7 @@ def _share_llama(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _end_llama(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    return CausalLMOutputWithPast(logits=model.lm_head(model.model.norm(hidden)))
+    return _make_output("CausalLMOutputWithPast", model.lm_head(model.model.norm(hidden)))
 
 
 LLAMA_STAGES = _stages(
@@ -283,9 +287,7 @@ def _begin_gpt2(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _end_gpt2(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
-
-    return CausalLMOutputWithCrossAttentions(logits=model.lm_head(model.transformer.ln_f(hidden)))
+    return _make_output("CausalLMOutputWithCrossAttentions", model.lm_head(model.transformer.ln_f(hidden)))
 
 
 GPT2_STAGES = _stages(
@@ -310,15 +312,11 @@ def _share_bert(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _classify(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import SequenceClassifierOutput
-
-    return SequenceClassifierOutput(logits=model.classifier(model.dropout(model.bert.pooler(hidden))))
+    return _make_output("SequenceClassifierOutput", model.classifier(model.dropout(model.bert.pooler(hidden))))
 
 
 def _fill_in(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import MaskedLMOutput
-
-    return MaskedLMOutput(logits=model.cls(hidden))
+    return _make_output("MaskedLMOutput", model.cls(hidden))
 
 
 _BERT: dict[str, Any] = {"blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}

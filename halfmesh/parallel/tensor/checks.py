@@ -15,8 +15,6 @@ from .feature_styles import Colwise, Heads, Rowwise, Vocab
 from .plans import Assignment, assign, generalise, is_within
 from .sequence_styles import SequenceBegin, SequenceEnd
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 def resolve(
     model: nn.Module, size: int, plan: str | Mapping[str, str] = "auto", sequence_parallel: bool = False
@@ -126,36 +124,19 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
                 f"{a}: it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its "
                 "modules, so its sequence is whole already; set sequence_parallel=False, or write a plan without this"
             )
-    handled = {a.module.get_parameter(own) for a in assignments for own in a.splits()}
-    handled |= {param for a in assignments for param in a.style.partial(a.module, a.in_region)}
-    blocks = {a.name.rpartition(".")[0] for a in assignments if a.style.is_region}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if any(is_within(name, block) for block in blocks) and param not in handled and param.requires_grad:
-            yield (
-                f"{name} is in a layer whose activations are sharded along the sequence, and no plan says whether its "
-                "gradient is partial; give its module the style 'sequence' (outside a region) or 'partial' (inside one)"
-            )
 
 
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:
     """What to do about a model of which nothing would be sharded."""
     sizes: Counter[str] = Counter()
-    convolutions = 0
     for name, module in model.named_modules():
-        own = sum(param.numel() for param in module.parameters(recurse=False))
-        if own:
-            sizes[f"{generalise(name) or 'the model itself'} ({type(module).__name__})"] += own
-            convolutions += own if isinstance(module, _CONVOLUTIONS) else 0
-    largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5))
+        layer = f"{generalise(name) or 'the model itself'} ({type(module).__name__})"
+        sizes[layer] += sum(param.numel() for param in module.parameters(recurse=False))
+    largest = ", ".join(f"{layer} with {count:,} numbers" for layer, count in sizes.most_common(5) if count)
     which = "no plan is registered for any layer of" if plan == "auto" else f"plan {plan!r} shards nothing of"
-    if 2 * convolutions > sizes.total():
-        advice = (
-            "Convolutions are not sharded over tensor ranks, and most of this model is in them; leave tensor at 1, and "
-            "use the ranks for data parallelism (parallel.data = 'fsdp' shards parameters, too) or for a pipeline"
-        )
-    else:
-        advice = (
-            "Write one: parallel = dict(tensor=dict(size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where "
-            "'colwise' layers hand sharded features to 'rowwise' ones (docs/tensor-parallel.md)"
-        )
-    return f"{which} {type(model).__name__}. Its largest layers: {largest}. {advice}"
+    return (
+        f"{which} {type(model).__name__}. Its largest layers: {largest}. Write one: parallel = dict(tensor=dict("
+        "size=..., plan={'*.fc1': 'colwise', '*.fc2': 'rowwise'})), where 'colwise' Linear layers hand sharded "
+        "features to 'rowwise' ones (docs/tensor-parallel.md); convolutions cannot be sharded: if most of the model is "
+        "in them, leave tensor at 1"
+    )
