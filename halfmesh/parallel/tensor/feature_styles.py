@@ -31,10 +31,7 @@ class Colwise(Style):
     opens_fork = True
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_linear(module)) is not None:
-            yield problem
-        else:
-            yield from find_indivisible("output features", module.weight.shape[_out_dim(module)], size, self.blocks)
+        return _find_weight_problems(module, nn.Linear, "output features", _out_dim(module), size, self.blocks)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         bias = {} if module.bias is None else {"bias": Split(0, self.blocks)}
@@ -73,10 +70,7 @@ class Rowwise(Style):
     splits_input: ClassVar[bool] = False
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_linear(module)) is not None:
-            yield problem
-        else:
-            yield from find_indivisible("input features", module.weight.shape[1 - _out_dim(module)], size)
+        return _find_weight_problems(module, nn.Linear, "input features", 1 - _out_dim(module), size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1 - _out_dim(module))}
@@ -102,13 +96,11 @@ class Vocab(Style):
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
-        if (problem := _not_plain(module, type(module) if _extends_embedding(module) else kind)) is not None:
-            yield problem
-            return
+        kind = type(module) if _extends_embedding(module) else kind
+        yield from _find_weight_problems(module, kind, "vocabulary entries", 0, size)
         for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, setting, None):
                 yield f"{setting} is set, which is not defined for a shard of the vocabulary; leave it out"
-        yield from find_indivisible("vocabulary entries", module.weight.shape[0], size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return ColwiseGather().splits(module) if isinstance(module, nn.Linear) else {"weight": Split(0)}
@@ -128,12 +120,9 @@ class EmbeddingFeatures(Style):
     """Shards the features of an Embedding, and leaves the output sharded: one number per head (relative positions)."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_plain(module, nn.Embedding)) is not None:
-            yield problem
-            return
-        if module.max_norm is not None:
+        yield from _find_weight_problems(module, nn.Embedding, "features", 1, size)
+        if getattr(module, "max_norm", None) is not None:
             yield "max_norm is set, which is not defined for a shard of the features; leave it out"
-        yield from find_indivisible("features", module.weight.shape[1], size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1)}
@@ -267,18 +256,20 @@ def _out_dim(module: nn.Module) -> int:
     return 1 if _is_conv1d(module) else 0
 
 
-def _not_linear(module: nn.Module) -> str | None:
-    return _not_plain(module, type(module) if _is_conv1d(module) else nn.Linear)
-
-
-def _not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Why `module` does not compute what `kind` computes from its own parameters."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return (
+def _find_weight_problems(
+    module: Any, kind: type[nn.Module], what: str, dim: int, size: int, blocks: int = 1
+) -> Iterator[str]:
+    """Why `dim` of the weight of `module` cannot be sharded; one is that it does not compute what `kind` does."""
+    if kind is nn.Linear and _is_conv1d(module):
+        kind = type(module)
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        yield (
             f"it is a {type(module).__name__}, and this style is for torch.nn.{kind.__name__}; choose another style, "
             "or leave it whole"
         )
+        return
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if "weight" not in own or (getattr(module, "bias", None) is not None and "bias" not in own):
-        return "its weight or bias is computed from others (parametrized, pruned), and cannot be sharded; undo that"
-    return None
+        yield "its weight or bias is computed from others (parametrized, pruned), and cannot be sharded; undo that"
+        return
+    yield from find_indivisible(what, own["weight"].shape[dim], size, blocks)

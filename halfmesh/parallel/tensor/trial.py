@@ -160,7 +160,7 @@ class PlanTrial:
                 if not torch.equal(before, _random_state(device)):
                     problem = "it draws random numbers in evaluation, too"
             except Exception as error:  # whatever the block does
-                problem = f"computing it by itself failed: {_first_line(error)}"
+                problem = f"computing it whole failed: {error!r}"
             for theirs in gather_objects(problem, self._axis.group):  # before the block's own collectives
                 if theirs:
                     return str(theirs)
@@ -168,7 +168,7 @@ class PlanTrial:
                 _shard(block, kind, self._axis)
                 return _gap(whole, _outputs(block, kind.call, device))
             except Exception as error:
-                return f"computing it sharded failed: {_first_line(error)}"
+                return f"computing it sharded failed: {error!r}"
             finally:
                 self._axis.end_tp_region()
 
@@ -285,7 +285,3 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 def _random_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
