@@ -115,10 +115,10 @@ class TensorParallel(TensorAxis):
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         """Which layers are sharded over the tensor axis, and their share of the parameters."""
-        cut = {name for name, param in params.items() if param in self.splits}
-        whole = {name: size * (self.size if name in cut else 1) for name, size in sizes.items()}
-        share = sum(whole[name] for name in cut) / sum(whole.values())
-        counts = Counter(generalise(name) for name in sorted({name.rpartition(".")[0] for name in cut}))
+        sharded = {name for name, param in params.items() if param in self.splits}
+        whole = {name: size * (self.size if name in sharded else 1) for name, size in sizes.items()}
+        share = sum(whole[name] for name in sharded) / sum(whole.values())
+        counts = Counter(generalise(name) for name in sorted({name.rpartition(".")[0] for name in sharded}))
         layers = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
         sequence = " and the sequence" if any(a.style.is_region for a in self._assignments) else ""
         return {"layout": f"{share:.0%} of parameters{sequence} sharded over tp: {layers}"}
