@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,10 @@ from .loop.lr import LRAdvance
 from .loop.model_guard import ModelGuard
 from .loop.parts import EngineHook, EngineParts
 from .loop.same_trained import SameTrained
-from .parallel.context import AxisRanks, ParallelContext
+from .parallel.context import ParallelContext
 from .parallel.deferred.creation import build
 from .parallel.deferred.materialize import Materializer, make_materializer
-from .parallel.deferred.meta import MetaConversion, convert_to_meta, refuse_early_state
+from .parallel.deferred.meta import convert_to_meta, refuse_early_state
 from .parallel.gradient_sums import CompleteGradients, Reduction
 from .parallel.objects import is_alone
 from .summary import EffectivePlan, make_plan
@@ -111,8 +112,8 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     compat.raise_for(compat.check(settings, world_size, place.type))
     settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
     recipe = recipe_of(settings)
-    with MetaConversion() as conversion:
-        given = _build(given, conversion)
+    with ExitStack() as undo:  # after an error the model can be given again
+        given = _build(given, undo)
         plans = _refuse_problems(given, recipe, settings, place, world_size)
         group = launchers.ensure_process_group(
             place,
@@ -121,6 +122,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             settings.parallel.mesh_sizes,
         )
         ready = _prepare(given, recipe, settings, place, group, plans)
+        undo.pop_all()
     engine = _make_engine(*_convert(given, recipe, settings, *ready))
     owner = group if launch is None else launch.group
     if owner is not None:
@@ -185,7 +187,7 @@ def _convert(
         update.gradient_watch.why = update.gradient_watch.why or UNDIVIDED
     reducer = _make_reduction(given.model, update, context, config, division)
     cycle = config.gradient_accumulation, config.loss_reduction
-    accumulation = Accumulation(update, precision, *cycle, AxisRanks(context, "dp"), reducer, SameTrained(context))
+    accumulation = Accumulation(update, precision, *cycle, context, reducer, SameTrained(context))
     executor = make_executor(division, given.model, precision, update, accumulation, context, config.parallel.pipeline)
     division.checkpoint_and_compile(given.model)
     lr = LRAdvance(given.lr_scheduler, config.lr_interval, may_skip=update.skips_nonfinite)
@@ -279,16 +281,16 @@ def _load(config: Any) -> Config:
     return load_config(config)
 
 
-def _build(given: _Given, conversion: MetaConversion) -> _Given:
+def _build(given: _Given, undo: ExitStack) -> _Given:
     """Call what was given as a callable."""
     if not isinstance(given.model, nn.Module) and callable(given.model):
         given.model = build(given.model)
     if isinstance(given.model, nn.Module):
-        convert_to_meta(given.model, given.optimizer, conversion)
+        convert_to_meta(given.model, given.optimizer, undo)
     takes_params = callable(given.optimizer) and not isinstance(given.optimizer, optim.Optimizer)
     if takes_params and isinstance(given.model, nn.Module):
         given.optimizer = given.optimizer(list(given.model.parameters()))  # a callable may go through them twice
-        refuse_early_state(given.optimizer)
+    refuse_early_state(given.optimizer)
     finished = hasattr(given.lr_scheduler, "step") and not isinstance(given.lr_scheduler, type)
     if not finished and callable(given.lr_scheduler) and isinstance(given.optimizer, optim.Optimizer):
         given.lr_scheduler = given.lr_scheduler(given.optimizer)

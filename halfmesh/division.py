@@ -221,7 +221,7 @@ class Division:
         partition, rank = self.plans.partition, self._context.pp_rank
 
         def is_here(name: str) -> bool:
-            return partition is None or partition.is_used_by(name, rank)
+            return partition is None or rank in partition.ranks_of(name)
 
         if self.plans.activations is not None:
             self.checkpointed = self.plans.activations.apply(model, self.offload, is_here)

@@ -153,7 +153,7 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
         ({"size": 4, "microbatches": 3}, "microbatches: 3 is fewer than the 4 stages, which schedule='1f1b' has to"),
         (
             {"size": 4, "microbatches": 6, **INTERLEAVED},
-            "microbatches: 6 is not a multiple of the 4 stages, which schedule='interleaved' needs; use 4 or 8",
+            "microbatches: 6 is not a multiple of the 4 ranks, which schedule='interleaved' needs; use 4 or 8",
         ),
         (
             {"size": 2, "microbatches": 2, "schedule": "interleaved"},

@@ -129,7 +129,7 @@ def has_float8(device: torch.device) -> bool:
 
 def _computes_product(layer: nn.Linear) -> bool:
     if hasattr(layer, "product"):
-        return True
+        return not getattr(layer, "transposed", False)  # transformers' Conv1D, which is no nn.Linear elsewhere
     return type(layer).forward is nn.Linear.forward and ("forward" not in vars(layer) or _is_installed(layer))
 
 

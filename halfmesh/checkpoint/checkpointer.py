@@ -267,14 +267,9 @@ class Checkpointer:
         yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))
 
     def _after_load(self) -> None:
-        self._note_buffers()
         self._parts.results.clear()
         if self.preemption is not None:
             self.preemption.forget()
-
-    def _note_buffers(self) -> None:
-        if self._parts.accumulation.reducer is not None:
-            self._parts.accumulation.reducer.note_buffers()
 
     # -- state dicts -------------------------------------------------------------------------------------------
 
@@ -338,7 +333,6 @@ class Checkpointer:
         if parts.average.values:
             parts.average.begin_anew()
             _log.info("the average of the weights restarts from those of %s", path)
-        self._note_buffers()
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import torch
 from ..amp.optimizer import MixedPrecisionOptimizer
 from ..amp.precision import Precision
 from ..errors import InputError
+from ..parallel.context import ParallelContext
 from ..parallel.gradient_sums import Reduction
-from ..shard import OneRank, Ranks
 from .same_trained import SameTrained
 
 LossReduction = Literal["mean", "sum", "weighted"]
@@ -40,7 +40,7 @@ class Accumulation:
     `grad_divisor`. On the last microbatch the gradients are reduced over the data ranks while backward runs.
 
     Args:
-        dp: the data ranks, over which the weights of weighted losses are summed.
+        context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.
         reducer: completes the gradients; None: they are complete after backward.
         same: compares over ranks what is trained.
 
@@ -59,7 +59,7 @@ class Accumulation:
         precision: Precision,
         length: int = 1,
         reduction: LossReduction = "mean",
-        dp: Ranks | None = None,
+        context: ParallelContext | None = None,
         reducer: Reduction | None = None,
         same: SameTrained | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Accumulation:
         self.averaged = False
         self._update = update
         self._precision = precision
-        self._dp = dp or OneRank()
+        self._context = context
         self._same = same
         self._is_reduced = False
         self._weight: torch.Tensor | None = None
@@ -181,7 +181,8 @@ class Accumulation:
             divisor = (self.index + self.has_backward) / self.length
         elif self._weight is not None:
             total = self._weight.clone()
-            self._dp.all_reduce(total)
+            if self._context is not None:
+                self._context.all_reduce(total, "dp")
             divisor = torch.where(total == 0, 1.0, total)  # nothing counted: the gradients are zero anyway
         if self.reducer is not None and (self.reducer.stale or not self._is_reduced):
             self._update.gradient_watch.check(divisor)
@@ -236,8 +237,7 @@ class Accumulation:
                 flags = bytes(id(shard) in taking for shard in masters.shards)
                 self._same.compare([shard.name for shard in masters.shards], flags)
             self._trained = trained
-        if not reducer.covers(masters.trained):
-            reducer.cover(masters.trained)
+        reducer.cover(masters.trained)
         self._may_shrink = self.holds_gradients
 
 

@@ -125,7 +125,7 @@ def make_executor(
     from .pipeline_executor import PipelineExecutor
 
     assert isinstance(params, StageParameters)
-    cast_model(params.meta_model.model, update.recipe)
+    cast_model(params.meta_model, update.recipe)
     forward_context = ForwardContext(
         precision.autocast,
         lambda: division.drawing(model),

@@ -216,7 +216,7 @@ class PipelineExecutor:
         if count == 1 or is_alone(self._context.group("pp")) or not is_looked_at(self._split_batches + 1):
             return None
         try:
-            return self._pipeline.look_up(call).stages[-1].tree
+            return self._pipeline.look_up(call).stages[-1]
         except InputError:  # a model for microbatches of this size only
             return None
 
@@ -274,7 +274,7 @@ class PipelineExecutor:
         if self._pipeline.has_last:
             output = last.output()
         else:
-            one = self._precision.cast_output(forward.known.stages[-1].tree)
+            one = self._precision.cast_output(forward.known.stages[-1])
             count, device = len(forward.calls), self._context.device
             output = map_tensors(lambda t: torch.empty(_joined_shape(t, count), dtype=t.dtype, device=device), one)
         works = self._broadcast(*(t.reshape(-1).view(torch.uint8) for t in tensors_of(output) if t.numel()))

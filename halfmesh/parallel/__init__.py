@@ -1,19 +1,19 @@
 """Which rank holds what. Independent of number formats and of the loop.
 
 context            the mesh and its groups of ranks
-objects, calls, initial_state      what ranks tell each other beside training
-axis, data_strategy      the two contracts: what divides a model, and what data ranks hold of it
-rng                random numbers of a rank, and those that ranks share
-shard_spec         where in the whole tensor lies what a rank holds
-gradient_sums      gradients become complete: over data ranks (reducer, buckets) and other axes
+objects, calls, initial_state      messages between ranks outside training
+axis, data_strategy      the two contracts: what shards a model, and what data ranks hold of it
+rng                random numbers that ranks share, and those that differ
+shard_spec         which boxes of the whole tensor a rank holds
+gradient_sums      reductions of gradients: over data ranks (reducer, buckets) and other axes
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
-replica_checks     what ranks have in common, compared
-optimizer_checks   whether an optimizer may step parts
+replica_checks     comparisons of what ranks should have in common
+optimizer_checks   whether an optimizer may step shards
 
-tensor/            layers divided over a tensor group
+tensor/            layers sharded over a tensor group
 pipeline/          stages, and microbatches that go through them
-sharding/          weights, gradients and optimizer state in parts over the data ranks: zero1 and fsdp
-activations/       computed again in backward, or kept on the host
-deferred/          models that get their values rank by rank
+sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
+activations/       recomputed in backward, or kept on the host
+deferred/          models whose values each rank makes or receives after sharding
 models/            what is known of timm, torch.nn, torchvision and transformers
 """

@@ -42,15 +42,15 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class AxisInputs:
-    """What an axis divides.
+    """The inputs of `Axis.apply`.
 
     Attributes:
-        model: equal on all ranks, or already sharded over other axes; it need not be on the device yet.
+        model: equal on all ranks, or already sharded over other axes; it may not be on the device yet.
         optimizer: over its parameters.
         plan: what `Axis.plan` returned.
         context: the mesh.
-        random: the model's own random numbers, the same on all ranks of this axis.
-        host_random: those of python and numpy.
+        random: the model's random numbers, the same on all ranks of this axis.
+        host_random: the same for python and numpy.
         is_split: whether another axis removes modules from ranks.
     """
 
@@ -64,18 +64,18 @@ class AxisInputs:
 
 
 class AppliedAxis:
-    """A model that was sharded over an axis, in place. The defaults fit ranks that compute one batch together
-    and hold all parameters alike.
+    """A model that was sharded over an axis, in place. The defaults fit ranks that compute one batch together and hold
+    equal parameters.
 
     Attributes:
-        splits: the parameters of which this rank holds a part, and how the whole was split.
-        ties: parameters that other ranks of the axis hold too, where each holds some of the model only.
-        first_names: for each name of a tensor of the whole model the first that it has there; None: no names are lost.
-        same: compares what the ranks of the axis are given; None where they do not compute the same.
+        splits: the parameters of which this rank holds a shard, and how they were split.
+        ties: parameters that other ranks of the axis hold too, where each rank holds only some modules.
+        first_names: for each name of a tensor of the whole model the tensor's first name; None: this rank has them all.
+        same: compares inputs and outputs over the ranks of the axis; None if they do not compute the same.
     """
 
     is_divided_by_engine = True
-    """By this `initialize` recognises a model that is already sharded: one of its hooks is a method of this object."""
+    """`initialize` recognises a sharded model by it: one of the model's hooks is a method of this object."""
     ties: Collection[nn.Parameter] = ()
     first_names: dict[str, str] | None = None
 
@@ -107,7 +107,7 @@ class AppliedAxis:
         param.data, param.grad = cut(param.data), None
 
     def take_whole_states(self, model: nn.Module, optimizer: optim.Optimizer) -> Iterator[Any]:
-        """Hooks by which state dicts with whole tensors can be loaded, too: each rank takes its shard."""
+        """Hooks that let state dicts with whole tensors be loaded, too: each rank takes its shard."""
         yield optimizer.register_load_state_dict_post_hook(refuse_other_state)
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -143,7 +143,7 @@ class AppliedAxis:
         return partial(split.cut, rank=self.rank, size=self.size)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> Reduction | None:
-        """What completes the gradients of `shards` over the axis; None: they are complete. All ranks together."""
+        """The reduction that `shards` need over the axis; None: their gradients are complete. All ranks together."""
         return None
 
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
@@ -151,17 +151,17 @@ class AppliedAxis:
         return default
 
     def settle(self) -> None:
-        """A forward or backward may have failed: reset for the next."""
+        """Reset after a forward or backward that may have failed."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise InputError if `error`, of forward or backward, comes from something that this axis does not support."""
+        """Raise InputError if an `error` of forward or backward is due to something that this axis does not support."""
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> Mapping[str, str]:
         """Rows of the effective plan. "layout" says what this rank holds.
 
         Args:
-            params: this rank's parameters by name, as they were divided.
-            sizes: how many elements data ranks have left of them.
+            params: this rank's parameters by name, sharded over the axes.
+            sizes: how many elements of each are left after sharding over the data ranks.
             options: the axis's keys.
         """
         return {}
@@ -178,15 +178,15 @@ def take_parts(
     metadata: Any,
     *_: Any,
 ) -> None:
-    """A hook before a state dict is loaded into a module that has parts of some parameters: `takes`, by their names,
-    makes of a parameter and a tensor what is loaded."""
+    """A hook before a state dict is loaded into a module with sharded parameters: for each name in `takes`, a function
+    of the parameter and the tensor in the state dict returns what is loaded."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name, take in takes.items():
         value = state.get(prefix + name)
         if value is not None and assigns(metadata):
             raise InputError(
-                f"load_state_dict(..., assign=True) would replace {prefix + name}, of which this rank holds a part; "
-                "load without assign, or load before initialize"
+                f"load_state_dict(..., assign=True) would replace {prefix + name}, which is sharded; load without "
+                "assign, or load before initialize"
             )
         if isinstance(value, torch.Tensor):
             state[prefix + name] = take(own[name], value)
@@ -198,14 +198,14 @@ class Axis:
         @AXES.register("wide")
         class Wide(Axis): ...
 
-    All of it but `apply` works before anything is changed, and in one process.
+    Everything except `apply` works before anything is changed, and in one process.
 
     Attributes:
         dim: its short name in the mesh, unique among axes.
         options: its keys; `size` is one of them, and 1 by default.
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
-        splits_params: a rank may hold a part of a parameter, so that the optimizer has to work element by element.
-        takes_modules: a rank has some modules only. Such an axis is outermost in the mesh and is applied last.
+        splits_params: a rank may hold a shard of a parameter, which needs an elementwise optimizer.
+        takes_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
         splits_batch: the key, beside `size`, that says into how many microbatches the axis splits a data rank's batch;
             "" if it does not.
         cost: for `halfmesh plan`: what ranks wait for, in a few words.
@@ -235,7 +235,7 @@ class Axis:
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Any, list[str]]:
-        """How the model is divided, and everything that is wrong."""
+        """How to shard the model, and all problems."""
         return None, []
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ class Bucket:
     """Shards whose gradients are sent in one flat tensor: all gradients, then one flag per shard.
 
     A flag is nonzero if some rank had a gradient; it is read only by ranks that had none.
+
+    Attributes:
+        missing: ids of the shards whose gradients have not arrived yet.
+        absent: indices of the shards that had no gradient on this rank.
     """
 
     def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
@@ -25,13 +30,13 @@ class Bucket:
         self.missing: set[int] = set()
         self.flat: torch.Tensor | None = None
         self.is_sent = False
-        self._absent: list[int] = []
+        self.absent: list[int] = []
 
     def reset(self) -> None:
         self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
         self.flat = None
         self.is_sent = False
-        self._absent = []
+        self.absent = []
 
     @property
     def numel(self) -> int:
@@ -42,9 +47,9 @@ class Bucket:
         """Move the gradients into a new flat tensor."""
         numel = self.numel
         self.flat = torch.empty(numel + len(self.shards), dtype=self.dtype, device=self.shards[0].param.device)
-        self._absent = self._move_to(self.flat)
+        self.absent = self._move_to(self.flat)
         self.flat[numel:].fill_(1)
-        for index in self._absent:
+        for index in self.absent:
             self.flat[numel + index] = 0
         self.is_sent = True
         return self.flat
@@ -54,7 +59,7 @@ class Bucket:
         grads = [shard.param.grad for shard in self.shards]
         absent: list[int] = []
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self._views(flat), strict=True)):
+        for index, (shard, grad, view) in enumerate(zip(self.shards, grads, self.views(flat), strict=True)):
             if grad is None:
                 absent.append(index)
                 view.zero_()
@@ -73,14 +78,14 @@ class Bucket:
     def unpack(self) -> None:
         """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
         assert self.flat is not None
-        flags = self.flat[-len(self.shards) :].tolist() if self._absent else []
-        for index, (shard, view) in enumerate(zip(self.shards, self._views(self.flat), strict=True)):
-            if index in self._absent and flags[index] == 0:
+        flags = self.flat[-len(self.shards) :].tolist() if self.absent else []
+        for index, (shard, view) in enumerate(zip(self.shards, self.views(self.flat), strict=True)):
+            if index in self.absent and flags[index] == 0:
                 continue
             give_grad(shard.param, view)
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need both alike."""
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each shard's part of `flat`, with its parameter's strides: fused optimizers need equal ones."""
         views, offset = [], 0
         for shard in self.shards:
             param = shard.param
@@ -96,17 +101,35 @@ def give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     set_grad(param, grad if half else grad.to(param.dtype))
 
 
-def make_buckets(shards: Sequence[ParamShard], reduce_dtype: torch.dtype, size_limit: int) -> list[Bucket]:
-    """Buckets in reverse order of the model, which is about the order in which gradients arrive."""
-    buckets: list[Bucket] = []
-    room = 0
+def reduce_dtype_of(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the gradient of `param` is reduced: `dtype`, or float64 for a float64 parameter."""
+    return torch.float64 if param.dtype == torch.float64 else dtype
+
+
+def group_shards(
+    shards: Sequence[ParamShard], dtype: torch.dtype, size_limit: int, kind: Callable[[nn.Parameter], Any]
+) -> list[list[ParamShard]]:
+    """The shards of each bucket, in reverse order of the model, which is about the order in which gradients arrive.
+
+    Args:
+        dtype: in which gradients are reduced.
+        size_limit: bytes of a bucket; a larger shard gets one of its own.
+        kind: equal for parameters that may share a bucket.
+    """
+    groups: list[list[ParamShard]] = []
+    open_groups: dict[Any, tuple[list[ParamShard], int]] = {}
     for shard in reversed(shards):
-        dtype = torch.float64 if shard.param.dtype == torch.float64 else reduce_dtype
-        size = shard.param.numel() * dtype.itemsize
-        last = buckets[-1] if buckets else None
-        if size > room or last is None or last.dtype != dtype or last.shards[0].param.device != shard.param.device:
-            buckets.append(Bucket([], dtype))
-            room = size_limit
-        buckets[-1].shards.append(shard)
-        room -= size
-    return buckets
+        key, size = kind(shard.param), shard.param.numel() * reduce_dtype_of(shard.param, dtype).itemsize
+        group, room = open_groups.get(key, ([], -1))
+        if size > room:
+            group, room = [], size_limit
+            groups.append(group)
+        group.append(shard)
+        open_groups[key] = group, room - size
+    return groups
+
+
+def make_buckets(shards: Sequence[ParamShard], dtype: torch.dtype, size_limit: int) -> list[Bucket]:
+    """Buckets of one dtype and device each, see `group_shards`."""
+    groups = group_shards(shards, dtype, size_limit, lambda p: (reduce_dtype_of(p, dtype), p.device))
+    return [Bucket(group, reduce_dtype_of(group[0].param, dtype)) for group in groups]

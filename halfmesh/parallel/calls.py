@@ -1,7 +1,7 @@
-"""Ranks agree on which collective call of the engine they make before anything is sent.
+"""Before a collective call of the engine, all ranks check that they make the same one.
 
-They do so in the store that they met in, which no collective uses: what `if rank == 0: engine.save(...)` sends would
-otherwise meet what the others send in training, and gloo ends the process where the sizes differ.
+Otherwise the messages of `if rank == 0: engine.save(...)` would mix with those of training on the other ranks, and gloo
+ends the process where sizes differ. The check goes through the store of the process group, which no collective uses.
 """
 
 from __future__ import annotations
@@ -15,48 +15,38 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from ..log import get_logger
-from .objects import is_alone
 
 _log = get_logger(__name__)
 
 LOOK_S = 0.5
-"""Between two looks at whether the others have ended."""
+"""Seconds between two checks whether other ranks have ended."""
 PATIENCE_S = 10.0
-"""After this time a warning says who is waited for."""
+"""Seconds after which a warning names the ranks that are missing."""
 
 
 class Calls:
-    """The collective calls of one engine, which all ranks count the same.
+    """Counts the collective calls of one engine, and compares them over its ranks.
 
     Args:
-        store: one of their own, the same for all ranks.
+        name: of the engine, the same on all ranks.
         timeout_s: how long a rank waits for the others.
-        ended: the ranks that are known to have ended, and whether each did so without a failure.
+        ended: the ranks that have ended, and whether each did so without a failure.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]
-    ) -> None:
-        self._store = store
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> None:
+        group: Any = dist.group.WORLD
+        store = group.get_group_store().clone()  # a separate connection: the other one may be blocked in a wait
+        self._store = dist.PrefixStore(f"halfmesh/calls/{name}", store)
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._ended = ended
         self._number = 0
 
-    @staticmethod
-    def begin(rank: int, size: int, name: str, timeout_s: float, ended: Callable[[], dict[int, bool]]) -> Calls | None:
-        """Those of `size` ranks, the same `name` on all of them; None where there is one."""
-        if size == 1 or is_alone():
-            return None
-        group: Any = dist.group.WORLD
-        store = group.get_group_store().clone()  # a connection of its own: the other one may be waiting for something
-        return Calls(dist.PrefixStore(f"halfmesh/calls/{name}", store), rank, size, timeout_s, ended)
-
     def agree_on(self, call: str) -> None:
-        """Return when all ranks are in `call`, and nowhere else.
+        """Return when all ranks make this `call`.
 
         Raises:
-            InputError: some are in another one, have ended, or have not come within the time.
+            InputError: some make another one, have ended, or do not come within the timeout.
             ConnectionResetError: some have failed.
         """
         self._number += 1
@@ -101,7 +91,7 @@ class Calls:
     def _refuse_ended(self, call: str) -> None:
         ended = self._ended()
         failed = [rank for rank, well in ended.items() if not well]
-        if failed:  # who reports errors finds out why
+        if failed:  # the report of failures says why
             raise ConnectionResetError(f"{call}: connection reset by peer: {_names(failed)} failed meanwhile")
         if any(rank in ended for rank in self._missing()):
             raise self._alone(call, "has ended, or waited elsewhere, without it")

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from ..launching.process_group import OwnedGroup
 
 
-class AxisRanks:
-    """`halfmesh.shard.Ranks` of one axis: the ranks that differ from this one only in their place on it."""
-
-    def __init__(self, context: ParallelContext, axis: str) -> None:
-        self._context = context
-        self._axis = axis
-        self.size, self.rank = context.sizes[axis], context.place(axis)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` in place over them."""
-        self._context.all_reduce(tensor, self._axis)
-
-
 class ParallelContext:
     """The layout of one engine: pp * dp * tp == world size, tp fastest. Axes of others lie between dp and tp.
 
@@ -111,8 +98,8 @@ class ParallelContext:
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether this rank counts outputs and losses for its data rank: the last stage has them, and of the ranks that
-        computed the same the first counts."""
+        """Whether this rank counts outputs and losses for its data rank: it has the last stage, and is the first of the
+        ranks that computed the same."""
         return self.is_last_stage and all(n == 0 for axis, n in self._places.items() if axis not in ("pp", "dp"))
 
     @property
@@ -149,7 +136,7 @@ class ParallelContext:
         return self.group("tp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in their place on `axis` only. Made when first asked for, by all ranks
+        """The ranks that differ from this one in their place on `axis` only. Created on first use, by all ranks
         together."""
         if axis not in self._axis_groups:
             self._axis_groups[axis] = self._make_group(axis)
@@ -157,17 +144,17 @@ class ParallelContext:
 
     @property
     def send_group(self) -> dist.ProcessGroup:
-        """A second group of the ranks of `group("pp")`, for sends between stages. (NCCL runs all that uses one group in
-        one order: the broadcast of a loss would wait for the sends before it, and hold up those after it.) Made when
-        first asked for, by all ranks together."""
+        """A second group of the ranks of `group("pp")`, for sends between stages. (NCCL runs the operations of a group
+        in order: the broadcast of a loss would wait for earlier sends, and delay later ones.) Created on first use, by
+        all ranks together."""
         if "pp(sends)" not in self._axis_groups:
             self._axis_groups["pp(sends)"] = self._make_group("pp", range(self.pp_size))
         return self._axis_groups["pp(sends)"]
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, over gloo, for the hosts' communication. Created on first use, by all ranks together;
-        None in a world of one rank."""
+        """All ranks, over gloo, for messages between hosts. Created on first use, by all ranks together; None in a
+        world of one rank."""
         return self._gloo_group("host")
 
     @property
@@ -201,7 +188,7 @@ class ParallelContext:
 
     @property
     def groups(self) -> dict[str, str]:
-        """The axis of each group that was made so far, by the group's name."""
+        """The axis of each group that was created so far, by the group's name."""
         return {
             group.group_name: key.partition("(")[0] for key, group in self._axis_groups.items() if group is not None
         }
@@ -212,7 +199,7 @@ class ParallelContext:
         return torch.arange(self.size).view(self.shape)
 
     def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """Those ranks of `group(axis)` that are at `places`; None where this rank is not. All ranks call this."""
+        """The ranks of `group(axis)` at these `places`; None if this rank is not among them. All ranks call this."""
         key = f"{axis}{tuple(places)}"
         if key not in self._axis_groups:
             self._axis_groups[key] = self._make_group(axis, places)
@@ -235,8 +222,8 @@ class ParallelContext:
         """Sum `tensor` over all ranks of the engine, or over those of one axis; in place, without gradients.
 
         Args:
-            axis: "dp" for what each data rank has counted in its own batches (the ranks of a tensor group see the same
-                ones), "tp" or "pp"; None for all ranks.
+            axis: "dp" for counts that each data rank made in its own batches (the ranks of a tensor group see the same
+                batches), "tp" or "pp"; None for all ranks.
             op: "mean" divides the sum by the number of these ranks.
 
         Returns:
@@ -279,7 +266,7 @@ class ParallelContext:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
         if self.size > 1 and not is_alone():
-            broadcast_initial_state(model, optimizer, self.everyone, self.broadcast)
+            broadcast_initial_state(model, optimizer, self)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:
@@ -305,17 +292,18 @@ class ParallelContext:
         return broadcast_object(value, place, self.device, self.group(axis))
 
     def begin_calls(self, owner: OwnedGroup | None) -> None:
-        """Let `agree_on_call` compare what the ranks call from now on. All ranks together.
+        """From now on `agree_on_call` compares the calls of the ranks. All ranks together.
 
         Args:
             owner: of the process group; knows which ranks have ended.
         """
-        name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
-        ended = dict if owner is None else owner.ended
-        self._calls = Calls.begin(self.rank, self.size, name, self._timeout.total_seconds(), ended)
+        if self.size > 1 and not is_alone():
+            name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
+            ended = dict if owner is None else owner.ended
+            self._calls = Calls(name, self.rank, self.size, self._timeout.total_seconds(), ended)
 
     def agree_on_call(self, call: str) -> None:
-        """Return when all ranks make this `call` ("engine.save"). Raises InputError where they do not."""
+        """Return when all ranks make this `call` ("engine.save"). Raises InputError if they do not."""
         if self._calls is not None:
             self._calls.agree_on(call)
 
@@ -328,7 +316,7 @@ class ParallelContext:
         return gather_objects(value) if self.size > 1 else [value]
 
     def leave(self) -> None:
-        """Stop using this context but keep its groups: they report an error that is in flight."""
+        """Stop using this context but keep its groups, which may still report an error."""
         if self._group is not None:
             self._group.leave(self)
 

@@ -37,7 +37,7 @@ class StrategyInputs:
         not_called: under a pipeline, names of the modules that stages do not call as a whole.
         tied: parameters that other pipeline ranks hold, too.
         make: gives the tensors of a module their values, where the model was built without.
-        finish: gives the others theirs. A strategy calls it once.
+        finish: gives all others theirs. A strategy calls it once.
     """
 
     model: nn.Module
@@ -61,10 +61,10 @@ class DataStrategy:
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
         keys: those of `parallel.data` that it has.
         shards_state: whether each data rank steps a part of the weights, and holds the optimizer's state of that part.
-        shards_model: whether the model's parameters are parts, too.
+        shards_model: whether the model's parameters are sharded, too.
         cost: for `halfmesh plan`: what data ranks wait for, besides the sum of gradients, in a few words.
         shards: what the optimizer steps on this rank; it holds their parameters.
-        publisher: sends new weights to the ranks that use them; None: nobody waits for them.
+        publisher: sends new weights to the ranks that use them; None: they need not be sent.
     """
 
     modes: ClassVar[Collection[str]] = ()
@@ -111,22 +111,22 @@ class DataStrategy:
         """What completes the gradients of `shards`, and averages BatchNorm's statistics in `buffers`.
 
         Args:
-            withholds: gradients are not what they look like before the step (scaled, or parts): where users could not
-                be told of that, they are not shown.
+            withholds: before the step gradients are not final (scaled, or partial). A strategy under which changes of
+                them cannot be detected puts placeholders in their place.
         """
         return Reducer(shards, buffers, self.inputs.context.dp_group, self.inputs.reduce)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
-        """Where in the whole tensor lies what `shard`, a part, has of what lies at `source`."""
+        """Where in the whole tensor `shard` lies, a data rank's shard of what lies at `source`."""
         return source
 
     def compared(self, shard: ParamShard) -> ParamShard:
-        """What data ranks hold alike: the shard, or what the model computes with."""
+        """What data ranks hold copies of: the shard, or the parameter that the model computes with."""
         return shard
 
     @property
     def update_device(self) -> torch.device:
-        """The device on which updates are decided and taken."""
+        """The device of optimizer steps."""
         return self.inputs.context.device
 
     @property
@@ -135,13 +135,13 @@ class DataStrategy:
         return ""
 
     def follow(self) -> None:
-        """Check for parameters whose memory was replaced (`param.data = ...`)."""
+        """Called before weights are read: parameters may have other memory (`param.data = ...`)."""
 
     def explain(self, error: RuntimeError) -> None:
         """Raise InputError if `error`, of forward or backward, comes from something not supported here."""
 
     def undo(self) -> None:
-        """Give the model its own parameters again, and the optimizer these; without the values of parts."""
+        """Give model and optimizer the original parameters again, without the values that other ranks hold."""
 
 
 def repoint(
@@ -149,11 +149,11 @@ def repoint(
     new: Mapping[nn.Parameter, nn.Parameter],
     cut: Callable[[nn.Parameter, str, Any], Any] | None = None,
 ) -> None:
-    """Make `optimizer` hold other parameters, in the same places of the same groups.
+    """Replace parameters of `optimizer`, in the same places of the same groups.
 
     Args:
-        new: for each parameter the one in its place.
-        cut: makes of a parameter, and a name and value of its state, the value for the new one. None: state is left.
+        new: for each parameter the one that replaces it.
+        cut: called with a parameter, and the name and value of a state of it; returns the new one's. None: state stays.
     """
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(param, param) for param in group["params"]]

@@ -19,19 +19,17 @@ class Reduction(Protocol):
     def stale(self) -> bool: ...
 
     def cover(self, shards: Sequence[ParamShard]) -> None: ...
-    def covers(self, shards: Sequence[ParamShard]) -> bool: ...
     def open(self, last: bool) -> None: ...
     def expect_last(self, params: Collection[nn.Parameter]) -> None: ...
     def expect_rest(self, params: Collection[nn.Parameter]) -> None: ...
     def finish(self) -> None: ...
     def forget(self) -> None: ...
-    def note_buffers(self) -> None: ...
     def close(self) -> None: ...
 
 
 class SharedGradients(Reducer):
-    """Sums the gradients of `params` over the ranks of `group`, which all hold them whole and contribute partial
-    gradients. One all-reduce in fp32 for each update.
+    """Sums the gradients of `params` over the ranks of `group`. Each holds these parameters whole and has a partial
+    gradient. One all-reduce in fp32 per update.
 
     Args:
         shards: of the parameters that are trained.
@@ -44,7 +42,7 @@ class SharedGradients(Reducer):
         super().__init__(shards, {}, group, ReduceOptions(mean=False))
 
     def open(self, last: bool) -> None:
-        super().open(last=False)  # the sum may be sent when the data ranks have theirs, not before
+        super().open(last=False)  # nothing is sent before the data ranks have their sums
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
         """Nothing is sent before `finish`."""
@@ -54,7 +52,7 @@ class SharedGradients(Reducer):
 
 
 class CompleteGradients:
-    """Several reductions in sequence, as one."""
+    """Several reductions, one after the other, as one."""
 
     def __init__(self, reductions: Sequence[Reduction]) -> None:
         self._reductions = list(reductions)
@@ -65,39 +63,24 @@ class CompleteGradients:
         return any(reduction.stale for reduction in self._reductions)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        """Take part with these shards from now on."""
         self._each(lambda reduction: reduction.cover(shards))
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        """Whether all that `cover` would choose now take part."""
-        return all(reduction.covers(shards) for reduction in self._reductions)
-
     def open(self, last: bool) -> None:
-        """A backward begins; `last`: it is the last before the update."""
         self._each(lambda reduction: reduction.open(last))
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        """Of several backwards after one `open` the last begins that gives gradients to `params`."""
         self._each(lambda reduction: reduction.expect_last(params))
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """Of several backwards after one `open` the last begins, which gives gradients to `params` only."""
         self._each(lambda reduction: reduction.expect_rest(params))
 
     def finish(self) -> None:
-        """Complete the gradients."""
         self._each(lambda reduction: reduction.finish())
 
     def forget(self) -> None:
-        """The gradients were used or cleared."""
         self._each(lambda reduction: reduction.forget())
 
-    def note_buffers(self) -> None:
-        """The buffers were changed by something other than training."""
-        self._each(lambda reduction: reduction.note_buffers())
-
     def close(self) -> None:
-        """Remove the hooks from the model."""
         self._each(lambda reduction: reduction.close())
 
     def _each(self, call: Callable[[Reduction], None]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn, optim
@@ -12,32 +12,25 @@ from torch import nn, optim
 from ..errors import InputError, shorten
 from .replica_checks import refuse_unlike
 
+if TYPE_CHECKING:
+    from .context import ParallelContext
 
-def broadcast_initial_state(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    everyone: Callable[[Any], list[Any]],
-    broadcast: Callable[[torch.Tensor], None],
-) -> None:
-    """See `ParallelContext.start_equal`.
 
-    Args:
-        everyone: gathers an object from all ranks, by rank.
-        broadcast: overwrites a tensor with that of rank 0.
-    """
+def broadcast_initial_state(model: nn.Module, optimizer: optim.Optimizer, context: ParallelContext) -> None:
+    """See `ParallelContext.start_equal`."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
     if sparse:
         raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
     state = list(_state_tensors(optimizer))
-    _refuse_differences(everyone, model, optimizer, state)
+    _refuse_differences(model, optimizer, state, context)
     # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
     for tensor in (*model.parameters(), *model.buffers(), *state):
-        if not tensor.is_meta:  # others get their values later
-            broadcast(tensor)
+        if not tensor.is_meta:  # a deferred tensor gets its value later
+            context.broadcast(tensor)
 
 
 def _refuse_differences(
-    everyone: Callable[[Any], list[Any]], model: nn.Module, optimizer: optim.Optimizer, state: list[torch.Tensor]
+    model: nn.Module, optimizer: optim.Optimizer, state: list[torch.Tensor], context: ParallelContext
 ) -> None:
     mine = {
         "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
@@ -47,7 +40,7 @@ def _refuse_differences(
     }
     digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
     names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
-    found = everyone((digests, bytes(trained)))
+    found = context.everyone((digests, bytes(trained)))
     for what in mine:
         odd = [rank for rank, (theirs, _) in enumerate(found) if theirs[what] != found[0][0][what]]
         if odd:
@@ -67,13 +60,13 @@ def _state_tensors(optimizer: optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def plain_settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The plain values of a parameter group; an object's repr may hold an address, which differs between ranks."""
+    """The plain values of a parameter group. (Reprs of objects may have addresses, which differ between ranks.)"""
     values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return [(name, value) for name, value in sorted(values.items()) if name != "params" and is_plain(value)]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a number, text or None, or made of such: the same on all ranks where its repr is."""
+    """Whether `value` is a number, a string or None, or a tuple or list of these: equal if their reprs are."""
     return (
         value is None
         or isinstance(value, (int, float, str))

@@ -1,5 +1,5 @@
-"""Python objects between ranks, and tensors of unequal lengths. In a dry run, where nobody else is there, all ranks
-have what this one has."""
+"""Sends Python objects, and tensors of unequal lengths, between ranks. In a dry run, which has one process, all ranks
+have the values of this one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import InputError, show
 
 
 def is_alone(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `group` (None: of all ranks) is that of a dry run, which sends to nobody."""
+    """Whether `group` (None: all ranks) is that of a dry run, which sends nothing."""
     return dist.get_backend(group) == "fake"
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of `group` (None: of all) gave as `value`."""
+    """The `value` of each rank of `group` (None: all ranks)."""
     size = dist.get_world_size(group)
     if is_alone(group):
         return [value] * size
@@ -27,7 +27,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def broadcast_object(value: Any, place: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """What the rank at `place` of `group` (None: of all) gave as `value`."""
+    """The `value` of the rank at `place` of `group` (None: all ranks)."""
     if is_alone(group):
         return value
     objects = [value]
@@ -36,10 +36,10 @@ def broadcast_object(value: Any, place: int, device: torch.device, group: dist.P
 
 
 def join_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The rows [n, ...] of all ranks of `group` (None: of all), which may have different n, in order of rank.
+    """The rows [n, ...] of all ranks of `group` (None: all ranks), in order of rank; n may differ.
 
     Raises:
-        InputError: they differ otherwise, in shape or dtype.
+        InputError: dtypes, or shapes beyond dim 0, differ.
     """
     shapes = gather_objects((tuple(rows.shape), str(rows.dtype)), group)
     if len({(shape[1:], dtype) for shape, dtype in shapes}) > 1:

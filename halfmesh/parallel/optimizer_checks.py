@@ -1,4 +1,4 @@
-"""Whether an optimizer may step a shard of a parameter, found by trying."""
+"""Tests whether an optimizer may step a shard of a parameter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SIDE = 256  # of the matrix; some optimizers look at rows and columns of large 
 
 
 def refuse_other_state(optimizer: optim.Optimizer) -> None:
-    """Raise InputError if `optimizer`, over parts of parameters, holds state of another shape: fused optimizers would
-    take it as it is, and read past what is theirs."""
+    """Raise InputError if `optimizer`, whose parameters are shards, holds state of another shape: fused optimizers
+    would read beyond the shard's memory."""
     for param, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != param.shape:
@@ -33,8 +33,8 @@ def refuse_other_state(optimizer: optim.Optimizer) -> None:
 def find_problem(optimizer: optim.Optimizer) -> str | None:
     """Why `optimizer` cannot step sharded parameters; None if it can.
 
-    One that looks at a parameter as a whole (its norm, its rows, its singular values: LAMB, Adafactor, Muon) takes
-    another step on the parts than on the whole. A matrix is stepped whole and in parts, and compared.
+    LAMB, Adafactor and Muon, for example, use a parameter's norm, rows or singular values: they step two halves of a
+    matrix otherwise than the whole. So a matrix is stepped both ways, and the results are compared.
     """
     name = type(optimizer).__name__
     try:
@@ -43,14 +43,14 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
             differs = any(_differs(optimizer, group, dim) for group, dim in cells)
     except Exception as error:
         return (
-            f"optimizer: whether {name} can step divided parameters could not be tried out on a matrix "
+            f"optimizer: could not test on a matrix whether {name} can step sharded parameters "
             f"({type(error).__name__}: {error}); use SGD, Adam, AdamW or another optimizer that steps dense float32 "
             "matrices"
         )
     if differs:
         return (
-            f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so parts of it would "
-            "be stepped otherwise; use SGD, Adam, AdamW or another elementwise optimizer, or leave parameters whole "
+            f"optimizer: {name} steps a parameter as a whole (its norm, rows or columns count), so a shard would get "
+            "another step; use SGD, Adam, AdamW or another elementwise optimizer, or leave parameters whole "
             "(tensor=1, data='replicate')"
         )
     return None
@@ -59,7 +59,7 @@ def find_problem(optimizer: optim.Optimizer) -> str | None:
 def _differs(optimizer: optim.Optimizer, group: dict[str, Any], dim: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     start, *grads = tensors = [torch.randn(_SIDE, _SIDE, generator=generator) for _ in range(_STEPS + 1)]
-    # Halves of different size, or their norms would hardly differ; in the weights otherwise than in the gradients.
+    # Halves of different magnitude, or their norms would hardly differ; another one in the weights than in gradients.
     for tensor in tensors:
         tensor.narrow(dim, 0, _SIDE // 2).mul_(3.0 if tensor is start else 9.0)
     whole = _stepped(optimizer, group, start, grads)
@@ -71,10 +71,10 @@ def _differs(optimizer: optim.Optimizer, group: dict[str, Any], dim: int) -> boo
 def _stepped(
     optimizer: optim.Optimizer, group: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
 ) -> torch.Tensor:
-    """`start` after a step with each of `grads`, by a copy of `optimizer` that has the settings of `group`."""
+    """`start` after a step with each of `grads`, by a copy of `optimizer` with the settings of `group`."""
     param = nn.Parameter(start.clone())
     trial = copy.copy(optimizer)
-    # The learning rate may be 0 at the start of a warm-up, where nothing would be seen.
+    # Not the group's learning rate, which may be 0 at the start of a warm-up.
     trial.state, trial.param_groups = defaultdict(dict), [{**group, "lr": 0.1, "params": [param]}]
     for name, value in vars(optimizer).items():  # settings that an optimizer keeps beside its groups
         if isinstance(value, (bool, int, float, str)):

@@ -37,11 +37,10 @@ class ReduceOptions:
 class Reducer:
     """All-reduces the gradients of `shards` over `group`, once per optimizer step.
 
-    Call `open` before each backward; on the last of an accumulation cycle each bucket is sent when the first gradient
-    comes after all of its own: by then all hooks of its parameters have run, also those that were registered after
-    this reducer's. `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A parameter
-    without a gradient on any rank keeps none, as in one process; one that is unused on this rank alone gets the
-    others' gradient.
+    Call `open` before each backward. In the last one of an accumulation cycle a complete bucket is sent when the next
+    gradient arrives: by then all hooks of its own parameters have run, also those registered after this reducer's.
+    `finish` sends the rest and waits; afterwards each shard holds the reduced gradient. A parameter without a gradient
+    on any rank keeps none, as in one process; one that is unused on this rank only gets the others' gradient.
 
     Running statistics (BatchNorm's mean and variance) are averaged along, so that evaluation needs no collective.
 
@@ -60,18 +59,12 @@ class Reducer:
         self.options = options or ReduceOptions()
         self.group = group
         self.statistics = [b for name, b in buffers.items() if _last_part(name) in STATISTICS and b.is_floating_point()]
-        self._own_buffers = {
-            name: (b, edit_stamp(b))
-            for name, b in buffers.items()
-            if _last_part(name) not in (*STATISTICS, "num_batches_tracked")
-        }
-        self.collectives = 0
-        """All-reduces started so far."""
-        self.bytes_reduced = 0
-        """Bytes handed to them."""
+        averaged = (*STATISTICS, "num_batches_tracked")
+        self._own_buffers = {name: b for name, b in buffers.items() if _last_part(name) not in averaged}
+        self._stamps: dict[str, tuple[int, int]] | None = None
         self.stale = False
-        """Whether a gradient arrived since `finish`, from a backward that was not announced with `open` (such a
-        backward has to run on all ranks, as what follows from it is a collective)."""
+        """Whether a gradient arrived since `finish`, from a backward without `open`. (Such a backward has to run on all
+        ranks: it leads to another collective.)"""
         self._finished = False
         self._collecting = False
         self._armed = False
@@ -94,20 +87,15 @@ class Reducer:
         ]
         self._reset()
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        """Whether exactly those of `shards` take part that `cover` would choose now."""
-        wanted = [shard for shard in shards if self._takes_part(shard)]
-        return len(wanted) == len(self._shards) and all(id(shard) in self._taking for shard in wanted)
-
     def open(self, last: bool) -> None:
-        """A backward begins; `last`: it is the last before the update, so send buckets as they fill.
+        """A backward begins. In the `last` one before the update buckets are sent as they fill.
 
         Raises:
             InputError: as `finish`.
         """
         self._refuse_mixed_sums()
         if self._finished and not self.options.mean:
-            # What is already summed will be summed again: a mean of equal values changes nothing, a sum does.
+            # These sums will be summed again. A mean of equal values changes nothing, a sum does.
             grads = [grad for shard in self._shards if (grad := shard.param.grad) is not None]
             if grads:
                 foreach_mul_(grads, torch.full((), 1 / self.group.size(), device=grads[0].device))
@@ -117,12 +105,12 @@ class Reducer:
         self._armed = last
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        """Of several backwards after one `open` the last begins that gives gradients to `params`. Others may give some
-        to other parameters in the same buckets."""
+        """One `open` may cover several backwards. The next one is the last that adds gradients to `params`; later ones
+        may add some to other parameters of the same buckets."""
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        """Of several backwards after one `open` the last begins, which gives gradients to `params` only; the other
-        parameters have all of theirs. What is complete is sent while it runs."""
+        """The last of several backwards begins. It adds gradients to `params` only; those of the other parameters are
+        complete. Complete buckets are sent while it runs."""
         self._armed = True
         expected = {id(param) for param in params}
         for bucket in self._buckets:
@@ -133,8 +121,7 @@ class Reducer:
         """Send what was not sent yet, wait for all of it, and hand each shard its reduced gradient.
 
         Raises:
-            InputError: gradients that another backward left after the last `finish` cannot be told from those that
-                are summed already.
+            InputError: a backward outside the engine has added to gradients that are summed already.
         """
         self._refuse_mixed_sums()
         self._armed = False
@@ -155,10 +142,6 @@ class Reducer:
         """The gradients were used or cleared: start again."""
         self._finished = self.stale = self._collecting = False
 
-    def note_buffers(self) -> None:
-        """The buffers were changed by something other than training."""
-        self._own_buffers = {n: (b, edit_stamp(b)) for n, (b, _) in self._own_buffers.items()}
-
     def close(self) -> None:
         """Remove the hooks from the model."""
         for hook in self._hooks:
@@ -166,7 +149,7 @@ class Reducer:
         self._hooks = []
 
     def _takes_part(self, shard: ParamShard) -> bool:
-        """A parameter frozen within a cycle stays until its end: it may hold a gradient, if on this rank or another."""
+        """A parameter that is frozen within a cycle stays until its end: some rank may hold a gradient of it."""
         return shard.param.requires_grad or (self._collecting and id(shard) in self._taking)
 
     def _refuse_mixed_sums(self) -> None:
@@ -177,10 +160,13 @@ class Reducer:
             )
 
     def _warn_of_own_buffers(self) -> None:
-        """Warn once of buffers that training changes differently on each rank."""
-        changed = [n for n, (b, stamp) in self._own_buffers.items() if edit_stamp(b) != stamp]
+        """After the second update: warn of buffers that have changed since the first, differently on each rank."""
+        before, self._stamps = self._stamps, {name: edit_stamp(b) for name, b in self._own_buffers.items()}
+        if before is None:
+            return
+        self._own_buffers = {}
+        changed = [name for name, stamp in self._stamps.items() if stamp != before[name]]
         if changed:
-            self._own_buffers = {}
             _log.warning(
                 "the buffers %s change during training, on each data rank from its own batches: the ranks' models "
                 "differ in them. halfmesh averages running_mean and running_var only; all-reduce others in the model",
@@ -237,17 +223,11 @@ class Reducer:
         return flat, self._all_reduce(flat, divide=False)
 
     def _all_reduce(self, flat: torch.Tensor, divide: bool = True) -> dist.Work:
-        self._count(flat, divide)
+        if divide and self.options.mean:
+            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         return work
-
-    def _count(self, flat: torch.Tensor, divide: bool) -> None:
-        """Before `flat` is handed to a collective that sums."""
-        if divide and self.options.mean:
-            flat.div_(self.group.size())  # before the sum, which could overflow in half precision
-        self.collectives += 1
-        self.bytes_reduced += flat.numel() * flat.element_size()
 
 
 def _last_part(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError
+from ..errors import InputError, show
 from ..tensors import tensors_of
 from .objects import broadcast_object, gather_objects, is_alone
 
@@ -20,21 +20,17 @@ ADVICE = (
     "freeze and unfreeze the same parameters on every rank; draw what to freeze with the same seed on all of them, as "
     "in random.Random(0)"
 )
-_SHOWN = 120
-"""Characters of a value that a message shows."""
-_NAMED = 5
-"""Of the things that differ, too, those that are named."""
 
 
 def add_tensor(found: Any, tensor: torch.Tensor) -> None:
-    """Take `tensor` into a digest of hashlib; of one that is sparse or nested only its form."""
+    """Add `tensor` to a digest of hashlib; of a sparse or nested one only dtype and shape."""
     found.update(_form(tensor).encode())
     if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
         found.update(_bytes(tensor).numpy())
 
 
 def digest(tree: Any) -> bytes:
-    """Of tensors: dtypes, shapes and bits. Of anything without: its repr, in which nan is equal to itself."""
+    """Of the dtypes, shapes and bits of the tensors in `tree`; without tensors, of its repr (so nan equals nan)."""
     found, tensors = hashlib.sha256(), tensors_of(tree)
     for tensor in tensors:
         add_tensor(found, tensor)
@@ -43,7 +39,7 @@ def digest(tree: Any) -> bytes:
     return found.digest()[:16]
 
 
-# -- the batches of ranks that compute them together ---------------------------------------------------------------
+# -- batches of ranks that compute together ------------------------------------------------------------------------
 
 
 def is_looked_at(number: int) -> bool:
@@ -52,9 +48,9 @@ def is_looked_at(number: int) -> bool:
 
 
 class SameCalls:
-    """Compares what goes into the model, and what comes out, over the ranks of a group: in the first call of each kind,
-    and what goes in also in the tenth, the hundredth, and so on. Ranks that see different data would mix it up
-    silently, and an output that is divided is not the model's.
+    """Compares the model's inputs and outputs over the ranks of a group: in the first call, inputs also in the tenth,
+    the hundredth and so on; training and evaluation count apart. Ranks with different inputs would silently mix them,
+    and an output that is sharded is not the model's.
 
     Args:
         group: the ranks.
@@ -71,7 +67,7 @@ class SameCalls:
     @torch.compiler.disable
     @torch.no_grad()
     def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
-        """Raise InputError if they differ; on all ranks. `of` is what messages call them."""
+        """Raise InputError on all ranks if they differ; messages call them `of`."""
         if self._alone:
             return
         self._inputs_seen[training, of] += 1
@@ -86,15 +82,15 @@ class SameCalls:
     @torch.compiler.disable
     @torch.no_grad()
     def compare_outputs(self, training: bool, output: Any) -> None:
-        """Raise InputError if they differ by more than rounding; on all ranks."""
+        """Raise InputError on all ranks if they differ by more than rounding."""
         if self._alone or training in self._outputs_seen:
             return
         self._outputs_seen.add(training)
         mine = [(tuple(tensor.shape), _norms(tensor)) for tensor in tensors_of(output)]
         if not all(_is_near(mine, theirs) for theirs in gather_objects(mine, self._group)):
             raise InputError(
-                f"the model's output differs between the ranks of a {self._what}: part of it is divided. Give the last "
-                "layer the style 'colwise_gather' if it has 'colwise'; do not return what is between divided layers "
+                f"the model's output differs between the ranks of a {self._what}: part of it is sharded. Give the last "
+                "layer the style 'colwise_gather' if it has 'colwise'; do not return what is between sharded layers "
                 "(hidden states under sequence_parallel, attention weights)"
             )
 
@@ -108,7 +104,7 @@ def are_same(tree: Any, group: dist.ProcessGroup) -> bool:
 
 
 def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Norms of a tensor and of its parts, by which two are told apart."""
+    """Norms of a tensor and of seven chunks of it, to tell two tensors apart."""
     if tensor.layout != torch.strided or not tensor.is_floating_point():
         return ()
     flat = tensor.detach().reshape(-1).float()
@@ -116,23 +112,23 @@ def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
 
 
 def _is_near(mine: list[Any], theirs: list[Any]) -> bool:
-    """Whether shapes are equal, and norms but for rounding (in bf16, and of what an overflow has left)."""
+    """Whether shapes are equal, and finite norms are equal up to rounding in bf16."""
     if [shape for shape, _ in mine] != [shape for shape, _ in theirs]:
         return False
     pairs = [pair for (_, a), (_, b) in zip(mine, theirs, strict=True) for pair in zip(a, b, strict=True)]
     return all(math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) for a, b in pairs if math.isfinite(a + b))
 
 
-# -- what they train -----------------------------------------------------------------------------------------------
+# -- which parameters are trained ----------------------------------------------------------------------------------
 
 
 def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequence[str]) -> None:
-    """Raise InputError, on all ranks, if they do not train the same parameters: gradients of unlike layers would be
-    summed together.
+    """Raise InputError on all ranks if they do not train the same parameters: gradients of different layers would be
+    summed.
 
     Args:
         names: of the parameters.
-        everyone: what each rank says of each of them: 1 if it is trained there, else 0.
+        everyone: for each rank one byte per parameter: 1 if it is trained there, else 0.
         ranks: how messages name the ranks.
     """
     unlike = [index for index, said in enumerate(zip(*everyone, strict=True)) if len(set(said)) > 1]
@@ -147,7 +143,7 @@ def refuse_unlike(names: Sequence[str], everyone: Sequence[bytes], ranks: Sequen
     )
 
 
-# -- everything ----------------------------------------------------------------------------------------------------
+# -- all state, for debug="sync" -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class ReplicatedValue:
 
     Attributes:
         name: for messages; the same on all ranks that have it.
-        value: a tensor, or a value whose repr is the same where it is.
+        value: a tensor, or a value with the same repr wherever it is equal.
         among: ranks that have a `name` for the same `among` should have the same value. None: all ranks that have it.
     """
 
@@ -168,43 +164,35 @@ class ReplicatedValue:
 def find_difference(
     mine: Iterable[Iterable[ReplicatedValue]], ranks: Sequence[str], device: torch.device
 ) -> tuple[str, str] | None:
-    """The first thing that is not the same where it should be: its name, and lines that say which ranks have what. The
-    same answer on all ranks, which call this together; None if all is the same.
+    """The first value that differs where it should not: its name, and lines that say which ranks have what. None: all
+    agree. All ranks call this together, and get the same answer.
 
-    One message of some bytes for each thing; where something differs, three more, and one copy of it.
+    It sends some bytes for each value; where one differs, also one copy of it.
 
     Args:
         mine: what this rank has, causes before what follows from them.
         ranks: how messages name the ranks.
     """
-    placed = [(order, value) for order, values in enumerate(mine) for value in values]
-    held = {(value.name, value.among): value.value for _, value in placed}
-    everyone = gather_objects({(v.name, v.among): (order, digest(v.value)) for order, v in placed})
-    found = _find_differing(everyone)
-    if not found:
+    held = {(value.name, value.among): (order, value.value) for order, values in enumerate(mine) for value in values}
+    everyone = gather_objects({key: (order, digest(value)) for key, (order, value) in held.items()})
+    found: dict[Any, set[tuple[int, bytes]]] = {}
+    for theirs in everyone:
+        for key, its in theirs.items():
+            found.setdefault(key, set()).add(its)
+    unlike = [key for key, digests in found.items() if len(digests) > 1]
+    if not unlike:
         return None
-    key = found[0]
-    groups = _group_by_digest([theirs.get(key) for theirs in everyone])
-    value = held.get(key)
-    reference = broadcast_object(_on_host(value), groups[0][0], device)
-    differences = gather_objects(_describe(reference, value) if key in held else None)
+    first = min(unlike, key=lambda key: min(found[key])[0])
+    groups = _group_by_digest([theirs.get(first) for theirs in everyone])
+    _, value = held.get(first, (0, None))
+    # A copy: pickle would take along the whole memory of which a tensor is a part.
+    sent = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    reference = broadcast_object(sent, groups[0][0], device)
+    differences = gather_objects(_describe(reference, value) if first in held else None)
     equal = "equal, " if len(groups[0]) > 1 else ""
     said = [f"{equal}taken as the reference", *(differences[group[0]] for group in groups[1:])]
-    lines = [f"{', '.join(ranks[rank] for rank in group)}: {how}" for group, how in zip(groups, said, strict=True)]
-    others = [name for name in dict.fromkeys(name for name, _ in found) if name != key[0]]
-    if others:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        lines.append(f"different, too: {', '.join(others[:_NAMED])}{more}")
-    return key[0], "\n".join(f"  - {line}" for line in lines)
-
-
-def _find_differing(everyone: Sequence[dict[Any, tuple[int, bytes]]]) -> list[tuple[str, Hashable]]:
-    """The keys of what differs, in their order; the same list on all ranks."""
-    seen: dict[tuple[str, Hashable], tuple[int, set[bytes]]] = {}
-    for theirs in everyone:
-        for key, (order, found) in theirs.items():
-            seen.setdefault(key, (order, set()))[1].add(found)
-    return sorted((key for key, (_, found) in seen.items() if len(found) > 1), key=lambda key: seen[key][0])
+    lines = (f"{', '.join(ranks[rank] for rank in group)}: {how}" for group, how in zip(groups, said, strict=True))
+    return first[0], "\n".join(f"  - {line}" for line in lines)
 
 
 def _group_by_digest(digests: Sequence[Any]) -> list[list[int]]:
@@ -237,13 +225,7 @@ def _describe(reference: Any, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-def _on_host(value: Any) -> Any:
-    """`value` without what pickle would take along: the whole memory of which a tensor is a part."""
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else show(value, 120)
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ _WORD = 2**64
 _OFFSET_STEP = 4  # CUDA counts in steps of 4
 _OFFSET_FACTOR = 0xBF58476D1CE4E5B9  # odd, and no small multiple of _GOLDEN
 CPU = torch.device("cpu")
-_REMEMBERED = 1024  # forks that a backward may still go back into, of 5 kB each on the CPU
+_REMEMBERED = 1024  # forks that a recomputation may still go back into, of 5 kB each on the CPU
 
 
 @outside_of_dry_run()
@@ -49,14 +49,14 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def derived_seed(*parts: int) -> int:
-    """A 63-bit seed, different for different numbers."""
+    """A 63-bit seed from these numbers."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 class IsolatedRNG:
-    """A scope in which python's, numpy's and torch's CPU generators draw from a sequence of their own.
+    """A scope in which python's, numpy's and torch's CPU generators draw from a separate sequence.
 
-    Leaving it restores the former state; entering it again continues the sequence.
+    Leaving it restores their former state; entering it again continues the sequence.
 
     Args:
         start: a seed, or what `random_state` gave.
@@ -64,7 +64,7 @@ class IsolatedRNG:
 
     def __init__(self, start: int | Mapping[str, Any]) -> None:
         self.state: Mapping[str, Any] | None = None if isinstance(start, int) else start
-        """Where the sequence is, between two scopes; None before the first, if it begins with a seed."""
+        """The state of the sequence between two scopes; None before the first one of a seed."""
         self._seed = start if isinstance(start, int) else 0
 
     def __enter__(self) -> None:
@@ -82,15 +82,12 @@ class IsolatedRNG:
 
 
 class SharedRNG(IsolatedRNG):
-    """A sequence that is rank 0's on all ranks, while it is inside: what is drawn within was drawn by the user's
-    generators, wherever they stood where rank 0's did when the scope was entered. Others are put back.
+    """A scope that starts from the state of rank 0's generators, on all ranks. A generator of this rank that was in
+    the same state on entering keeps what is drawn inside, as if the user had drawn it; others get their state back.
 
     Args:
         start: `random_state` of rank 0, or one that was saved.
     """
-
-    def __init__(self, start: Mapping[str, Any]) -> None:
-        super().__init__(start)
 
     def __enter__(self) -> None:
         self._begun = self.state
@@ -98,9 +95,9 @@ class SharedRNG(IsolatedRNG):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        assert self._begun is not None
-        assert self.state is not None
         ours, begun, drawn = self._outside, self._begun, self.state
+        assert begun is not None
+        assert drawn is not None
         set_random_state({name: (drawn if _same(ours[name], begun[name]) else ours)[name] for name in ours}, CPU)
 
 
@@ -112,14 +109,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def model_seed(seed: int, context: ParallelContext) -> int:
-    """The seed of the model's own random numbers: one for each data rank and stage, the same in a tensor group."""
+    """The seed of the model's random numbers: one for each data rank and stage, the same in a tensor group."""
     return seed + context.dp_rank + context.dp_size * context.pp_rank
 
 
 class CommonRandom:
-    """The random numbers of the model's own forward in training, where there are several ranks: a sequence of their
-    own, so that all ranks of a tensor group drop alike, and data ranks differently, whatever else one of them draws (to
-    write a sample, to pick a colour). What is drawn outside goes on as if the model had drawn nothing.
+    """The random numbers of the model's forward in training, on several ranks: a separate sequence, so that ranks of a
+    tensor group drop the same elements and data ranks different ones, whatever else one of them draws (to write a
+    sample, say). The user's generators go on as if the model had drawn nothing.
 
     Args:
         seed: the same on all ranks of a tensor group.
@@ -129,12 +126,12 @@ class CommonRandom:
         self._device = device
         self._generator = _cuda_generator(device) if device.type == "cuda" else torch.default_generator
         self.state = torch.Generator(device).manual_seed(seed).get_state()
-        """Where the sequence is, between two calls of the model."""
+        """The state of the sequence between two calls of the model."""
         self._outside: torch.Tensor | None = None
 
     @torch.compiler.disable
     def enter(self, model: nn.Module, *_: Any, always: bool = False) -> None:
-        """A forward pre-hook of the model. `always`: also in evaluation, where some of its modules may train."""
+        """A forward pre-hook of the model. `always`: also in evaluation, where some modules may be in training mode."""
         if not (model.training or always) or self._outside is not None:
             return
         if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # a graph keeps its seed
@@ -160,14 +157,14 @@ class CommonRandom:
 
 
 class RandomFork:
-    """Random numbers that differ between the ranks of a tensor group, while the common ones stay in step.
+    """Random numbers that differ between the ranks of a tensor group, while the common ones stay equal.
 
-    Outside a fork torch's generator draws the same on all ranks of the group: what follows is dropped alike where
-    activations are whole. Inside a fork it draws from a sequence of this rank's own, for activations that are divided.
-    However much is drawn inside, the ranks agree again outside.
+    Outside a fork torch's generator draws the same on all ranks of the group, for whole activations. Inside a fork it
+    draws from this rank's own sequence, for sharded activations. However much is drawn inside, the ranks agree again
+    outside.
 
-    Whether a fork is open, and where its sequence begins, is told by the generator's own state. So activation
-    checkpointing, which goes back to that state, repeats a forward exactly, wherever in a fork it began or ended.
+    The generator's own state says whether a fork is open, and where its sequence begins. So activation checkpointing,
+    which restores that state, repeats a forward exactly, even if it begins or ends inside a fork.
 
     Args:
         rank: this rank's place in the tensor group.
@@ -187,7 +184,7 @@ class RandomFork:
 
     @torch.compiler.disable
     def open(self) -> None:
-        """Draw from a sequence of this rank's own. Does nothing within a fork, and where nothing is drawn."""
+        """Draw from this rank's own sequence. Does nothing inside a fork, and where only shapes are inferred."""
         if self.is_open or in_shapes_only():
             return
         generator = self._generator

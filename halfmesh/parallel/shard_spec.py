@@ -36,12 +36,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Run:
-    """A box that lies in one piece in a tensor of one dim, in another order of its dims.
+    """A box that is contiguous in a tensor of one dim, perhaps with its dims in another order.
 
     Attributes:
         start: where in that tensor it begins.
-        sizes: of the dims, in the order in which they lie in memory.
-        order: which of the box's dims each of these is.
+        sizes: of the dims, in memory order.
+        order: for each of these, which dim of the box it is.
     """
 
     start: int
@@ -62,7 +62,7 @@ class Box:
         at: where in the whole it begins, for each dim.
         sizes: of its dims.
         start: where it begins in what the rank holds, or in `run`.
-        run: where in that, if the rank holds a tensor of one dim.
+        run: which part of what the rank holds, if that is a tensor of one dim.
     """
 
     at: Shape
@@ -71,7 +71,7 @@ class Box:
     run: Run | None = None
 
     def view(self, held: torch.Tensor) -> torch.Tensor:
-        """The region in `held`, which has the form of what the rank holds of the tensor. Shape: `sizes`."""
+        """The box in `held`, which has the shape of what the rank holds of the tensor. Shape: `sizes`."""
         box = held if self.run is None else self.run.view(held)
         for dim, (start, size) in enumerate(zip(self.start, self.sizes, strict=True)):
             box = box.narrow(dim, start, size)
@@ -80,11 +80,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank holds of one tensor: no region where it holds nothing.
+    """What a rank holds of one tensor.
 
     Attributes:
-        shape: of the whole, undivided tensor.
-        regions: what of it this rank holds. No two of them overlap.
+        shape: of the whole tensor.
+        regions: the boxes that this rank holds, without overlaps; none where it holds nothing.
     """
 
     shape: Shape
@@ -96,7 +96,7 @@ class Placement:
         return self.regions == whole(self.shape).regions
 
     def split(self, split: Split, rank: int, size: int) -> Placement:
-        """Of a whole tensor, part `rank` of `size`: what `Split.cut` makes of it."""
+        """Shard `rank` of `size` of a whole tensor, as `Split.cut` makes it."""
         rows = self.shape[split.dim] // (split.blocks * size)
         sizes = _with(self.shape, split.dim, rows)
         zeros = (0,) * len(sizes)
@@ -108,19 +108,8 @@ class Placement:
 
     def rows(self, start: int, stop: int) -> Placement:
         """Of what the rank would hold, the rows `start` to `stop` (dim 0)."""
-        found = []
-        for region in self.regions:
-            first, last = max(start, region.start[0]), min(stop, region.start[0] + region.sizes[0])
-            if first < last:
-                moved = first - region.start[0]
-                found.append(
-                    Box(
-                        _with(region.at, 0, region.at[0] + moved),
-                        _with(region.sizes, 0, last - first),
-                        _with(region.start, 0, first - start),
-                    )
-                )
-        return replace(self, regions=tuple(found))
+        at, sizes = (start, *(0 for _ in self.shape[1:])), (stop - start, *self.shape[1:])
+        return self._within(at, sizes, None)
 
     def run(self, shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Placement:
         """Of what the rank would hold, the elements `start` to `stop` in the order in which they lie in memory, as a
@@ -130,14 +119,18 @@ class Placement:
             shape, strides: of what the rank would hold; dense.
         """
         order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
-        found = []
+        found: list[Box] = []
         for begin, offsets, sizes in _boxes([shape[dim] for dim in order], start, stop):
             at, size = ([0] * len(order) for _ in range(2))
             for place, dim in enumerate(order):
                 at[dim], size[dim] = offsets[place], sizes[place]
-            box = Run(begin - start, tuple(sizes), order)
-            found += [both for region in self.regions if (both := _overlap(region, at, size, box)) is not None]
+            found += self._within(at, size, Run(begin - start, tuple(sizes), order)).regions
         return replace(self, regions=tuple(found))
+
+    def _within(self, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Placement:
+        """Of what the rank would hold, the box `at` of `sizes`; `run`: where that lies in a tensor of one dim."""
+        found = [_overlap(region, at, sizes, run) for region in self.regions]
+        return replace(self, regions=tuple(box for box in found if box is not None))
 
 
 def whole(shape: Sequence[int]) -> Placement:
@@ -147,8 +140,8 @@ def whole(shape: Sequence[int]) -> Placement:
     return Placement(sizes, (Box(zeros, sizes, zeros),))
 
 
-def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run) -> Box | None:
-    """What of `region` lies in the box of what the rank would hold that begins `at`, and in memory as `run` says."""
+def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run | None) -> Box | None:
+    """The part of `region` in the box `at` of `sizes` of what the rank would hold; `run` is that of this box."""
     first = [max(a, b) for a, b in zip(region.start, at, strict=True)]
     last = [min(a + n, b + m) for a, n, b, m in zip(region.start, region.sizes, at, sizes, strict=True)]
     if any(a >= b for a, b in zip(first, last, strict=True)):
@@ -162,8 +155,8 @@ def _overlap(region: Box, at: Sequence[int], sizes: Sequence[int], run: Run) -> 
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
-    """The elements `start` to `stop` of a contiguous tensor as boxes, at most 2n - 1 of n dims: where each begins, as a
-    number and for each dim, and its sizes."""
+    """Splits the elements `start` to `stop` of a contiguous tensor of n dims into at most 2n - 1 boxes. For each: the
+    number of its first element, that element's index, and the box's sizes."""
     if start >= stop:
         return
     if not shape:

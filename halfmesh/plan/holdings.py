@@ -28,11 +28,8 @@ def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -
         ranks = size * config.parallel.tensor.size
         partition = make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, ranks).partition
         assert partition is not None
-        stages = {name: partition.stages_of(name) for name in all_names(model)}
-        return [
-            _modules([name for name, users in stages.items() if any(stage % size == rank for stage in users)])
-            for rank in range(size)
-        ]
+        ranks_of = {name: partition.ranks_of(name) for name in all_names(model)}
+        return [_modules([name for name, holders in ranks_of.items() if rank in holders]) for rank in range(size)]
 
 
 def all_names(model: nn.Module) -> list[str]:

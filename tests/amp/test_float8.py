@@ -181,7 +181,10 @@ def test_convert_to_amp():
             {"fp8": {"mode": "torch", "recipe": "blockwise"}},
             "'blockwise' should be 'tensorwise' or 'rowwise'",
         ),
-        ({"fp8": {"mode": "torch"}, "bf16": {"mode": "torch"}}, "bf16, fp8: both are set, but a run has one precision; keep one"),
+        (
+            {"fp8": {"mode": "torch"}, "bf16": {"mode": "torch"}},
+            "bf16, fp8: both are set, but a run has one precision; keep one",
+        ),
     ],
 )
 def test_mistakes_in_the_config(config, words):

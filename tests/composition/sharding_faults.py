@@ -13,7 +13,8 @@ from torch import nn
 import halfmesh
 from halfmesh.amp import master_weights
 from halfmesh.division import Division
-from halfmesh.parallel.sharding.fully_shard import FullyShard
+from halfmesh.parallel.sharding.fsdp import FSDP
+from halfmesh.parallel.sharding.fsdp_reducer import FSDPReducer
 from halfmesh.parallel.sharding.slice_bucket import SliceBucket
 from halfmesh.parallel.sharding.zero1 import Zero1, Zero1Reducer
 from halfmesh.shard import ParamShard
@@ -77,20 +78,20 @@ def masters_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
 
 def sum_divided_again(patch: pytest.MonkeyPatch) -> None:
     """What FSDP2 has averaged over the ranks is divided by their number once more."""
-    inner = FullyShard.take_grads
+    inner = FSDPReducer._take_grads
 
-    def take_grads(self: FullyShard, counts: Any) -> None:
+    def take_grads(self: FSDPReducer, counts: Any) -> None:
         inner(self, counts)
-        for part in self.parts:
-            if part.param.grad is not None:
-                part.param.grad /= dist.get_world_size()
+        for shard, _ in self._sharded:
+            if shard.param.grad is not None:
+                shard.param.grad /= dist.get_world_size()
 
-    patch.setattr(FullyShard, "take_grads", take_grads)
+    patch.setattr(FSDPReducer, "_take_grads", take_grads)
 
 
 def old_weights_kept(patch: pytest.MonkeyPatch) -> None:
     """What was gathered before an update is used after it."""
-    patch.setattr(FullyShard, "finish", lambda self: None)
+    patch.setattr(FSDP, "finish", lambda self: None)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_whatever_is_not_trained_is_refused():
         with pytest.raises(IncompatibleConfigError):
             raise_for(cell.findings())
     for cell in [cell for cell in every() if cell.divides_unknown_sequence and not cell.findings()]:
-        assert "no plan says where the sequence is divided" in problems_with_sequence(cell)[0]
+        assert "no plan says where the sequence is sharded" in problems_with_sequence(cell)[0]
 
 
 REFUSALS = {
@@ -90,7 +90,7 @@ REFUSALS = {
     Cell("none", "gpt", data=2, reduce_dtype="float16"): "without a loss scale, gradients leave float16's range",
     Cell("naive_bf16", "mlp", data=2, reduce_dtype="float16"): "without a loss scale",
     Cell("apex_o2", "gpt", pipeline=Pipe(2, "gpipe", 2)): "apex fp16 x pipeline: apex's contract has no verdict shared",
-    Cell("none", "mlp", tensor=2, sequence_parallel=True): "no plan says where the sequence is divided",
+    Cell("none", "mlp", tensor=2, sequence_parallel=True): "no plan says where the sequence is sharded",
 }
 
 

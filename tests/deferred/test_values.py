@@ -135,7 +135,7 @@ def test_what_values_come_from_may_not_change_before_they_are_made():
         second.weight.data.copy_(large)
     large.add_(1), small.add_(1)
     assert initialize(first).weight.eq(1).all()
-    with pytest.raises(InputError, match=r"shape \(600, 600\).*was changed after the model had taken it; leave it"):
+    with pytest.raises(InputError, match=r"shape \(600, 600\).*was changed after the model was built; leave it"):
         initialize(second)
 
 

@@ -246,7 +246,7 @@ PIPE = {"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
         ({"fp16": {"mode": "apex", "opt_level": "O2", "backend": "apex"}}, {}, "compile: an installed apex changes"),
         ({}, {"backend": "eager", "mode": "max-autotune"}, "compile.mode: only backend='inductor' has modes"),
         (PIPE, {"scope": "model"}, "compile.scope: 'model' is not possible under a pipeline"),
-        ({"parallel": {"tensor": 2}}, {"fullgraph": True}, "compile.fullgraph: divided layers wait for other ranks"),
+        ({"parallel": {"tensor": 2}}, {"fullgraph": True}, "compile.fullgraph: sharded layers wait for other ranks"),
     ],
 )
 def test_refusals(config, value, message):

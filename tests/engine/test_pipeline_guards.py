@@ -66,7 +66,7 @@ class Takes(nn.Linear):
 MODELS: dict[str, tuple[Any, str]] = {
     "own loss": (
         lambda: nn.Sequential(deep(), Apply(lambda x: x.square().mean())),
-        "the model returns its own loss, which a pipeline has on its last stage only",
+        "the model returns its own loss, but a pipeline computes the loss of each microbatch on its last stage",
     ),
     "if": (
         lambda: deep(Apply(lambda x: x * 2 if x.sum() > 0 else x)),
@@ -74,16 +74,16 @@ MODELS: dict[str, tuple[Any, str]] = {
     ),
     "numpy": (
         lambda: deep(Apply(lambda x: x + torch.from_numpy(x.detach().numpy()))),
-        "the model's forward failed where it was run on tensors without data",
+        "the model's forward failed on tensors without data",
     ),
     "wrong size": (
         lambda: deep(nn.Linear(5, 5)),
-        "the model's forward failed where it was run on tensors without data",
+        "the model's forward failed on tensors without data",
     ),
     "kept": (lambda: deep(KeepsTerm()), "2.term is kept on the model with its graph"),
     "complex": (
         lambda: nn.Sequential(Gives(lambda x: x * 1j), Takes(16, CLASSES)),
-        "complex tensors cannot be sent through a pipeline; pass real and imaginary part alone",
+        "complex tensors cannot be sent through a pipeline; send their real and imaginary parts as two tensors",
     ),
 }
 
@@ -149,7 +149,7 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
 
 
 CHANGED = "an input or a target was changed in place between engine(...) and engine.backward(loss)"
-NO_TENSOR = "target has 8 items, as many as the batch has rows, but is no tensor"
+NO_TENSOR = "target has 8 items, as many as the batch has rows, but is not a tensor"
 MESSAGES = {
     "step": "engine.step() was called before engine.backward(loss)",
     "tensor": "backward under a pipeline takes what engine.criterion(output, ...) returned, but a Tensor was given",
@@ -164,7 +164,7 @@ MESSAGES = {
     "numpy target": f"engine.criterion(...): {NO_TENSOR}",
     "boxes": NO_TENSOR,
     "nothing": "engine(...) was given no tensor with a batch dim",
-    "model": "the model itself was called, but this rank holds stage",
+    "model": "the model itself was called, but this rank holds only stage",
     "assigned": "load without assign, or load before initialize",
     "input gradient": "an input of engine(...) requires gradients",
     "mode": "the model was changed (engine.eval(), engine.train(), an attribute) between engine(...) and",
@@ -235,7 +235,7 @@ def grows(rank: int, world_size: int) -> dict[str, str]:
 
 def test_layers_that_come_after_initialize():
     for found in run_ranks(grows, 2):
-        assert "3: modules that were added to the model after initialize, or taken away" in found["module"]
+        assert "3: modules that were added to the model after initialize, or removed" in found["module"]
         assert "came into the optimizer after initialize" in found["parameters"]
 
 
@@ -271,7 +271,7 @@ def penalty(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
-        (goes_on, r"left in the middle of a batch by an error \(IndexError"),
+        (goes_on, r"left this pipeline in the middle of a batch \(IndexError"),
         (list_made_before, "under a pipeline each rank has its stages only"),
         (penalty, "the criterion's loss depends on the model otherwise than through its output"),
     ],

@@ -159,8 +159,8 @@ UPDATE = (
     Fault(
         "weights of a weighted loss are not summed over ranks",
         "loop/accumulation.py",
-        "            self._dp.all_reduce(total)\n",
-        "",
+        'self._context.all_reduce(total, "dp")',
+        "pass",
         (TENSOR,),
     ),
     Fault(

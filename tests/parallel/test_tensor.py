@@ -187,7 +187,7 @@ def copies(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_copies_of_a_divided_model():
     for found in run_ranks(copies, 2):
-        assert "a model that is divided over a tensor group cannot be pickled; save engine" in found.pop("pickle")
+        assert "a sharded model cannot be pickled; save engine" in found.pop("pickle")
         assert all(found.values()), found
 
 

@@ -250,20 +250,25 @@ def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
     x, found = random(3, 4, dtype=torch.float32), {}
     found["whole features"] = refusal(lambda: divide(mlp(), {"4": "rowwise"})(x))
     found["sequence"] = refusal(lambda: divide(sequence_model(), SEQUENCE_PLAN, True)(random(2, 5, 4).float()))
+    plan = {name: style for name, style in SEQUENCE_PLAN.items() if name != "1.*.norm"}
+    engine = divide(sequence_model(), plan, True)
+    output = engine(random(2, 6, 4).float())
+    found["norms"] = refusal(lambda: engine.backward(output.square().sum()))
     for bad in (-1, WORDS, -WORDS):
         engine = divide(Language(), WORDS_PLAN)
         found[f"word {bad}"] = refusal(lambda e=engine, bad=bad: e(torch.tensor([[1, bad]])))
     x.requires_grad_()
-    output = divide(mlp(), MLP_PLAN)(x)
-    (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    outer = divide(mlp(), MLP_PLAN)(x)
+    (grad,) = torch.autograd.grad(outer.square().sum(), x, create_graph=True)
     found["a gradient of a gradient"] = refusal(lambda: grad.sum().backward())
     return found
 
 
 def test_inputs_that_cannot_be_right_are_refused_on_every_rank():
     words = {
-        "whole features": "takes this rank's 4 features, but 8 came; give the layer before it the style 'colwise'",
-        "sequence": "a sequence of 5 cannot be divided by tensor=2, as sequence_parallel=True has to; pad it to 6",
+        "whole features": "takes this rank's 4 features, but its input has 8; give the layer before it the style",
+        "sequence": "needs a sequence length that tensor=2 divides, and this one is 5; pad it to 6",
+        "norms": "the gradients of 1.0.norm.weight, 1.0.norm.bias, 1.1.norm.weight, 1.1.norm.bias",
         **{f"word {bad}": "IndexError: index out of range in self" for bad in (-1, WORDS, -WORDS)},
         "a gradient of a gradient": "marked with @once_differentiable",
     }

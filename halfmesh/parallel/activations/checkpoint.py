@@ -1,7 +1,7 @@
-"""Modules whose activations are not kept for backward, but computed again in it, from what the module was called with.
+"""Activation checkpointing: a module's activations are not kept, but recomputed in backward from the module's inputs.
 
-`torch.utils.checkpoint` does the work, without reentrant autograd. It goes back to the random numbers and the autocast
-scope of the forward. What else a forward depends on or changes is looked after here: which modules train, and buffers.
+`torch.utils.checkpoint` does the work (non-reentrant), and restores random numbers and autocast. This file restores
+what else a forward depends on or changes: the training mode of modules, and buffers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _ATTENTION = {
 
 
 class Checkpointed:
-    """Stands in for the `forward` of one module: while it trains with gradients, its activations are computed again.
+    """Replaces the `forward` of one module: in training with gradients its activations are recomputed in backward.
 
-    The module stays what it is. Hooks on it run once, and copies of it and its pickles have their own `forward`.
+    The module stays the same object. Its hooks run once per call; copies and pickles of it have their own `forward`.
 
     Args:
-        keep_products: what matrix products and attention return is kept.
-        saving: around each call, for what is kept of it.
+        keep_products: keep the results of matrix products and attention.
+        saving: the scope of each call, for the tensors that are kept of it.
 
     Attributes:
-        compiled: the forward as compiled code, if it is.
+        compiled: the compiled forward, if there is one.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Checkpointed:
         module.forward = self
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         del self._module.forward
         if self._before is not None:
             self._module.forward = self._before
@@ -81,13 +81,12 @@ class Checkpointed:
             return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         def contexts() -> tuple[AbstractContextManager[Any], _Again]:
-            if not self._keep_products:
-                return nullcontext(), _Again(again)
-            first, second = create_selective_checkpoint_contexts(_policy)
-            return first, _Again(again, lambda: second)
+            keeps = self._keep_products
+            first, second = create_selective_checkpoint_contexts(_policy) if keeps else (nullcontext(), nullcontext())
+            return first, _Again(again, second)
 
         with self._saving():
-            # No names: torch would neither save tensors among them nor look there for the device of random numbers.
+            # Not as keywords: torch would neither save tensors among them nor see the device of random numbers.
             output = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
         if self._changing is None:
             self._find_changing(before)
@@ -102,17 +101,17 @@ class Checkpointed:
         for name, value in kwargs.items():
             if any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__):
                 raise InputError(
-                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which it would "
-                    "add its keys and values twice; training needs none: call the model with use_cache=False, or set "
-                    "model.config.use_cache = False"
+                    f"activation_checkpoint: {type(self._module).__name__} was called with {name}, to which the "
+                    "recomputation would add its keys and values again; training needs no cache: call the model with "
+                    "use_cache=False, or set model.config.use_cache = False"
                 )
 
     # -- buffers -----------------------------------------------------------------------------------------------
 
     def _copy_changing(self) -> dict[str, torch.Tensor]:
-        """Before a forward: copies of the buffers that it changes; which these are is found out in the first call.
+        """Before a forward: copies of the buffers that it changes. The first call finds out which these are.
 
-        Statistics of norms are left out: while a norm trains, what it returns does not depend on them.
+        Statistics of norms are left out: in training a norm's output does not depend on them.
         """
         return {
             name: buffer.detach().clone()
@@ -121,7 +120,7 @@ class Checkpointed:
         }
 
     def _find_changing(self, before: dict[str, torch.Tensor]) -> None:
-        """After the first call: keep the copies of those that it has changed."""
+        """After the first call: keep only copies of the buffers that it has changed."""
         after = dict(self._buffers())
         self._changing = {n for n in before if n not in after or not torch.equal(before[n], after[n])}
         for name in before.keys() - self._changing:
@@ -129,7 +128,7 @@ class Checkpointed:
 
     @contextmanager
     def _again(self, training: Sequence[bool], before: dict[str, torch.Tensor]) -> Iterator[None]:
-        """The modules train as they did, and buffers are copies, from which nothing comes back."""
+        """The scope of a recomputation: training modes as in the forward, and copies of buffers, which are dropped."""
         modules, originals = list(self._module.modules()), dict(self._buffers())
         now = [module.training for module in modules]
         _set_training(modules, training)
@@ -155,16 +154,16 @@ class Checkpointed:
 
 
 class _Again:
-    """Scopes within each other, to be entered as often as backward asks for what was computed in them."""
+    """Nested scopes that can be entered again: there may be several recomputations."""
 
-    def __init__(self, *scopes: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._scopes = scopes
+    def __init__(self, first: Callable[[], AbstractContextManager[Any]], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
         self._open = ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for scope in self._scopes:
-                stack.enter_context(scope())
+            stack.enter_context(self._first())
+            stack.enter_context(self._second)
             self._open = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
@@ -198,8 +197,8 @@ def _attentions() -> dict[Any, int]:
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether attention draws random numbers. What is kept draws none when all else is computed again, and those after
-    it would be others."""
+    """Whether attention draws random numbers. A kept result draws none in the recomputation, so that later operators
+    would draw others than in the forward."""
     index = _attentions()[op]
     value = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(value)

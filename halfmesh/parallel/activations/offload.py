@@ -1,4 +1,4 @@
-"""Activations that wait for backward in the host's memory."""
+"""Activation offloading: activations wait for backward in host memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..._torch import edit_stamp, versions
 
 SMALLEST = 1024
-"""Tensors of fewer bytes stay: moving them takes longer than it is worth."""
+"""Tensors of fewer bytes stay: they are not worth a copy."""
 IN_FLIGHT = 4
-"""Tensors that are copied at a time beside the computation, in each direction. A transformer's block saves some ten."""
+"""Tensors that are copied at a time during the computation, in each direction. A transformer block saves about ten."""
 
 
 class Copies:
-    """Copies between a GPU and pinned memory, on a stream of their own. Waits are waits of the device."""
+    """Copies between a GPU and pinned memory, on a separate stream. The device waits for them, not the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy, and the event after which it is there. `tensor` must be kept until the computation has waited."""
+        """A copy, and the event of its end. Keep `tensor` until the computation has waited for it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
@@ -37,25 +37,26 @@ class Copies:
         return host, self._stream.record_event()
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The same back. Its memory is the computation's: what was there before is over when the copy begins."""
+        """A copy on the device, and the event of its end. Its memory is of the computation's stream, which has finished
+        with it when the copy begins."""
         tensor = torch.empty_like(host, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             tensor.copy_(host, non_blocking=True)
-        tensor.record_stream(self._stream)  # it may be given up unused
+        tensor.record_stream(self._stream)  # it may be freed unused
         return tensor, self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """What is computed from now on waits for `event`."""
+        """Later computation waits for `event`."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Offload:
-    """Moves what autograd saves to the host, and back when backward asks for it.
+    """Moves the tensors that autograd saves to the host, and back when backward needs them.
 
-    Weights stay, and casts of them that autograd knows as such, and what is on the host already. On a GPU the copies
-    run beside the computation: to the host `IN_FLIGHT` at a time, so that forward cannot run ahead of them with its
-    memory; back with each tensor that backward asks for those that were saved just before it.
+    Weights stay, as do casts of weights, and what is on the host already. On a GPU the copies run during the
+    computation: to the host `IN_FLIGHT` at a time, for which forward waits, so that their memory does not pile up. With
+    each tensor that backward needs, those saved just before it are copied back, too.
 
     Args:
         device: where the model is.
@@ -69,7 +70,7 @@ class Offload:
         self._last: weakref.ref[_Copied] | None = None
 
     def inputs(self) -> AbstractContextManager[Any]:
-        """The scope for what is no weight anyway."""
+        """The scope for module inputs, among which there are no weights."""
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, frozenset()), _unpack)
 
     def everything(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -94,7 +95,7 @@ class Offload:
         )
 
     def _copy_out(self, tensor: torch.Tensor, copies: Copies) -> _Copied:
-        while len(self._leaving) >= IN_FLIGHT:  # its memory is free for what is computed after this wait
+        while len(self._leaving) >= IN_FLIGHT:  # after this wait the computation may reuse its memory
             copies.wait(self._leaving.popleft()[1])
         host, event = copies.to_host(tensor)
         self._leaving.append((tensor.detach(), event))
@@ -104,7 +105,7 @@ class Offload:
 
 
 class _Kept:
-    """A tensor that stays where it is. (Detached: one that an operation returns would keep itself alive.)"""
+    """A tensor that stays where it is. (Detached, or the output of an operation would keep itself alive.)"""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -117,11 +118,11 @@ class _Kept:
 
 
 class _OnHost:
-    """A copy of `tensor` in `host`. Writes to `tensor` after it was saved are refused: the copy may not be over yet."""
+    """A copy of `tensor` in `host`. Later writes to `tensor` are refused: the copy may not be finished."""
 
     def __init__(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self.host = host
-        self._counter = tensor.detach()  # it counts the writes to `tensor`, and gives up the memory
+        self._counter = tensor.detach()  # counts the writes to `tensor`, without its memory
         self._counter.data = tensor.new_empty(0)
         self._version = versions([self._counter])
 
@@ -135,11 +136,11 @@ class _OnHost:
 
 
 class _Copied(_OnHost):
-    """One that `copies` made.
+    """A copy that `copies` made.
 
     Args:
-        leaving: tensors that are kept until they are copied; backward needs their memory.
-        before: the one that was saved before it, which backward wants next.
+        leaving: tensors that are kept until they are copied; backward frees them.
+        before: the tensor that was saved before this one; backward needs it next.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class _Copied(_OnHost):
 
 
 def _written(tensor: torch.Tensor) -> RuntimeError:
-    """torch's words for a tensor that was written in place between forward and backward."""
+    """torch's error for a tensor that was written in place between forward and backward."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

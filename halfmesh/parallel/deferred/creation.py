@@ -11,23 +11,21 @@ import torch
 from torch import nn
 
 from ..._torch import outside_of_dry_run
-from ...errors import InputError, did_you_mean
+from ...errors import InputError
 from ...launching.env import find_place
 from .recording import Recording
-
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @contextmanager
 def deferred_init(*, from_rank0: bool = False) -> Iterator[None]:
-    """Models built within have shapes and no memory; `initialize` makes of their values what this rank holds.
+    """Models built within have shapes and no memory; `initialize` makes the values that this rank holds.
 
-    The values are the same in every layout, and in one process: each tensor of random numbers has a seed of its own,
-    drawn from torch's generator. They are not those of an ordinary build, but have the same distribution.
+    The values are the same in every layout, and in one process: each random tensor has its own seed, drawn from torch's
+    generator. They are not those of an ordinary build, but have the same distribution.
 
     Args:
-        from_rank0: the values of an ordinary build: rank 0 does that, in host memory, and sends the others what they
-            hold, which build the model without memory.
+        from_rank0: take the values of an ordinary build: rank 0 builds the model in host memory, the others without
+            memory, and it sends them what they hold.
 
     Example:
         with halfmesh.deferred_init():
@@ -53,14 +51,11 @@ def model_creation(
     """Models built within have parameters of `dtype`; with `deferred`, no memory either, see `deferred_init`.
 
     Args:
-        dtype: of floating-point tensors that are made without one: float32, float16, bfloat16 or float64. None: torch's
-            default. Mode NAIVE takes a model in its own dtype, and keeps fp32 masters of what was rounded so.
+        dtype: of floating-point tensors that are made without one: float32, float16, bfloat16 or float64; None: torch's
+            default. Mode NAIVE takes a model in its own dtype, and its fp32 masters start from the rounded weights.
         from_rank0: as in `deferred_init`, which it implies.
-
-    Raises:
-        InputError: `dtype` is another one.
     """
-    chosen = None if dtype is None else _floating(dtype)
+    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     before = torch.get_default_dtype()
     with deferred_init(from_rank0=from_rank0) if deferred or from_rank0 else nullcontext():
         if chosen is not None:
@@ -72,7 +67,7 @@ def model_creation(
 
 
 def build(model: Callable[[], Any]) -> nn.Module:
-    """What `model()` returns, without memory where it can be.
+    """What `model()` returns, built without memory.
 
     Raises:
         InputError: it raised something.
@@ -88,14 +83,3 @@ def build(model: Callable[[], Any]) -> nn.Module:
             "pass the model itself"
         ) from error
     return built
-
-
-def _floating(dtype: torch.dtype | str) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise InputError(
-            f"model_creation(dtype={name!r}): not a dtype for parameters{did_you_mean(name, _DTYPES)}; allowed: "
-            f"{', '.join(_DTYPES)}"
-        )
-    found: torch.dtype = getattr(torch, name)
-    return found

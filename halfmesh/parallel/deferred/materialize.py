@@ -1,4 +1,4 @@
-"""The values of a deferred model: each rank makes, or is sent, what it holds, when the model is divided."""
+"""Gives the tensors of a deferred model their values: each rank makes, or receives, what it holds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from .meta import forget, named_tensors, recorded
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 _Built = tuple[list[str], list[str], bool]
-"""By a rank: names of tensors without memory, digests of how they are made, and whether rank 0 has the values."""
-
+"""What a rank has built: names of tensors without memory, digests of how they are made, and `from_rank0`."""
 
 Source = Callable[[str, torch.Tensor, bool], torch.Tensor | None]
-"""Called with the name of a tensor, one like it on the meta device, and whether its whole value, which is returned, is
-wanted here. All ranks ask for all tensors in the same order."""
+"""Called with the name of a tensor, one like it on the meta device, and whether this rank needs its value. Returns the
+whole value if it does. All ranks ask for all tensors in the same order."""
 
 
 class Materializer:
@@ -30,40 +29,36 @@ class Materializer:
 
     Args:
         tensors: on the meta device, by their names in the whole model.
-        source: of values.
-        device: where they go.
-        everyone: what each rank gives.
+        source: of values, which go to the device of `context`.
 
     Attributes:
-        description: where the values come from, for people.
-        check: is called with each value that this rank holds, and its name; raises if it cannot be used.
+        description: where the values come from, for the effective plan.
+        check: is called with the name and value of each tensor of this rank; raises if the value cannot be used.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         source: Source,
-        device: torch.device,
+        context: ParallelContext,
         description: str,
-        everyone: Callable[[Any], list[Any]],
     ) -> None:
         self.description = description
         self._left = dict(tensors)
         self._shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
         self._source: Source | None = source
-        self._device = device
-        self._everyone = everyone
+        self._context = context
         self._problems: list[str] = []
         self._held: set[int] = set()
         self._cuts: Mapping[Any, Cut] = {}
         self.check: Callable[[str, torch.Tensor], None] = lambda name, value: None
 
     def begin(self, model: nn.Module, blocks: Sequence[str], cuts: Mapping[nn.Parameter, Cut] | None) -> None:
-        """The model is cut: what it has now is wanted here.
+        """The model is sharded: this rank needs the tensors that it has now.
 
         Args:
-            blocks: names of modules of the whole model whose tensors come before the others, in this order.
-            cuts: what makes this rank's part of a whole tensor, where it holds a part.
+            blocks: names of modules of the whole model whose tensors are made before the others, in this order.
+            cuts: for each sharded parameter a function from the whole tensor to this rank's shard.
         """
         self._held = {id(tensor) for _, tensor in named_tensors(model)}
         self._cuts = cuts or {}
@@ -71,21 +66,21 @@ class Materializer:
         self._left = first | self._left
 
     def make(self, module: nn.Module) -> None:
-        """Make what is in `module`, and what comes before."""
+        """Make the tensors of `module`, and those that come before them."""
         waiting = {id(tensor) for _, tensor in named_tensors(module)} & {id(tensor) for tensor in self._left.values()}
         while waiting:
             waiting.discard(self._make_next())
 
     def finish(self) -> None:
-        """Make the rest. All ranks together.
+        """Make the other tensors. All ranks together.
 
         Raises:
-            InputError: a value cannot be used; on all ranks.
+            InputError: on all ranks, if a value cannot be used.
         """
         while self._left:
             self._make_next()
-        self._source = None  # it may hold what values were made of
-        for problem in (problem for theirs in self._everyone(self._problems) for problem in theirs):
+        self._source = None  # it may hold large tensors
+        for problem in (problem for theirs in self._context.everyone(self._problems) for problem in theirs):
             raise InputError(problem)
 
     def _make_next(self) -> int:
@@ -102,15 +97,15 @@ class Materializer:
                 self.check(name, value)
             except InputError as error:
                 self._problems.append(str(error))
-            _give(name, tensor, value.to(self._device, tensor.dtype))
+            _give(name, tensor, value.to(self._context.device, tensor.dtype))
         return id(tensor)
 
 
 def make_materializer(model: nn.Module, context: ParallelContext) -> Materializer | None:
-    """How the tensors of `model` get their values; None if they have them. All ranks together.
+    """What gives the tensors of `model` their values; None if they have them. All ranks together.
 
     Raises:
-        InputError: the ranks have not built the same, on all ranks.
+        InputError: on all ranks, if they have not built the same.
     """
     tensors = {name: tensor for name, tensor in named_tensors(model) if recorded(tensor) is not None}
     marks = {name: mark for name, tensor in tensors.items() if (mark := recorded(tensor)) is not None}
@@ -128,13 +123,13 @@ def make_materializer(model: nn.Module, context: ParallelContext) -> Materialize
     _refuse_differences(everyone, 0)
     for recording in recordings:
         recording.end()
-        recording.seeds = context.from_first(recording.seeds)  # whoever has not seeded torch has others on each rank
+        recording.seeds = context.from_first(recording.seeds)  # ranks differ in them if the user has not seeded torch
     description = f"made where they are held, one of {len(tensors)} tensors at a time"
 
     def run_again(name: str, like: torch.Tensor, wanted: bool) -> torch.Tensor | None:
         return marks[name].value() if wanted else None
 
-    return Materializer(tensors, run_again, context.device, description, context.everyone)
+    return Materializer(tensors, run_again, context, description)
 
 
 def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext) -> Materializer:
@@ -166,7 +161,7 @@ def _from_first(model: nn.Module, names: Sequence[str], context: ParallelContext
         context.broadcast(value)
         return value if wanted else None
 
-    return Materializer(sent, send, context.device, description, context.everyone)
+    return Materializer(sent, send, context, description)
 
 
 def _refuse_differences(everyone: Sequence[_Built], first: int) -> None:

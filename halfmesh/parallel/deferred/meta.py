@@ -1,9 +1,10 @@
-"""A model that was built without memory is put on torch's meta device, and still knows how its values are made."""
+"""Puts a model that was built without memory on torch's meta device, where its tensors keep their recordings."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,12 @@ class Recorded:
     view: View
 
     def value(self) -> torch.Tensor:
-        """The whole of it, in memory of its own."""
+        """The whole value, in memory of its own."""
         return self.recording.value(self.view)
 
 
 def recorded(tensor: torch.Tensor) -> Recorded | None:
-    """Where the value of `tensor`, of a converted model, is recorded; None if it has one."""
+    """Where the value of `tensor`, of a converted model, is recorded; None if the tensor has it."""
     return getattr(tensor, _MARK, None)
 
 
@@ -47,45 +48,26 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-class MetaConversion:
-    """Tensors that were put on the meta device, and what they were before. As a scope it is undone by an error."""
+def convert_to_meta(model: nn.Module, optimizer: Any, undo: ExitStack) -> None:
+    """Turn the tensors of `model` that have no memory into ordinary ones on the meta device; `undo` turns them back.
 
-    def __init__(self) -> None:
-        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def swap(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
-        """`tensor` stays the same object, and becomes `new`."""
-        torch.utils.swap_tensors(tensor, new)
-        self._swapped.append((tensor, new))
-
-    def __enter__(self) -> MetaConversion:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What is done to them is recorded again."""
-        while self._swapped and kind is not None:
-            torch.utils.swap_tensors(*self._swapped.pop())
-
-
-def convert_to_meta(model: nn.Module, optimizer: Any, conversion: MetaConversion) -> None:
-    """Make those tensors of `model` that have no memory ordinary ones on the meta device. They stay the same objects,
-    but for those to which somebody has weak references (nn.LSTM's), which get their values at once; `optimizer` holds
-    the new ones. Does nothing to another model.
+    They stay the same objects, except those with weak references (nn.LSTM's): these are replaced, in `optimizer`, too,
+    by new tensors that get their values at once. Does nothing to a model with values.
 
     Raises:
-        InputError: a tensor cannot be made by itself.
+        InputError: a tensor cannot be made separately.
     """
     found = {name: tensor for name, tensor in named_tensors(model) if recording_of(tensor) is not None}
     if not found:
         return
-    if problems := [*_find_problems(found), *_find_state(optimizer)]:
-        raise InputError(bullet_list("the model was built without memory, and cannot be completed:", problems))
+    if problems := list(_find_problems(found)):
+        raise InputError(bullet_list("the model was built without memory, and cannot get its values:", problems))
     new: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
                 if tensor is not None and recording_of(tensor) is not None:
-                    _replace(module, name, tensor, new, conversion)
+                    _replace(module, name, tensor, new, undo)
     internal = vars(nn.Module()).keys()
     for module in model.modules():  # after all parameters: an attribute may be one of them
         for name, value in list(vars(module).items()):
@@ -95,17 +77,14 @@ def convert_to_meta(model: nn.Module, optimizer: Any, conversion: MetaConversion
         group["params"][:] = [new.get(id(param), param) for param in group["params"]]
 
 
-def _replace(
-    module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], conversion: MetaConversion
-) -> None:
+def _replace(module: nn.Module, name: str, tensor: torch.Tensor, new: dict[int, torch.Tensor], undo: ExitStack) -> None:
     if weakref.getweakrefcount(tensor):
-        if id(tensor) not in new:
-            new[id(tensor)] = _like(tensor, _where(tensor).value())
-        setattr(module, name, new[id(tensor)])
+        setattr(module, name, _made(tensor, new))
         return
     made = _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
     setattr(made, _MARK, _where(tensor))
-    conversion.swap(tensor, made)
+    torch.utils.swap_tensors(tensor, made)
+    undo.callback(torch.utils.swap_tensors, tensor, made)
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -119,7 +98,7 @@ def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What somebody has set on `tensor`, which has attributes of torch's, too."""
+    """What the user has set on `tensor`, without torch's own attributes."""
     with FakeTensorMode():
         of_torch = vars(nn.Parameter(torch.empty(0))).keys()
     return {name: value for name, value in vars(tensor).items() if name not in of_torch}
@@ -132,25 +111,18 @@ def _where(tensor: torch.Tensor) -> Recorded:
 
 
 def _complete(module: nn.Module, name: str, value: Any, new: dict[int, torch.Tensor]) -> None:
-    """Tensors that a module keeps as other attributes are made at once: nobody cuts them."""
-
-    def complete(tensor: torch.Tensor) -> torch.Tensor:
-        recording = recording_of(tensor)
-        if recording is None or id(tensor) in new:
-            return new.get(id(tensor), tensor)
-        where = Recorded(recording, recording.view(tensor))
-        if recording.from_rank0 and recording.is_random(where.view):
-            raise InputError(
-                f"{type(module).__name__}.{name} holds random numbers, and is neither a parameter nor a buffer, which "
-                "rank 0 would send; use register_buffer"
-            )
-        new[id(tensor)] = _like(tensor, where.value())
-        return new[id(tensor)]
-
+    """Make tensors that a module keeps in other attributes at once: they are never sharded."""
     if isinstance(value, (torch.Tensor, list, tuple, dict)):
-        completed = map_tensors(complete, value)
+        completed = map_tensors(lambda tensor: _made(tensor, new), value)
         if completed is not value:
             setattr(module, name, completed)
+
+
+def _made(tensor: torch.Tensor, new: dict[int, torch.Tensor]) -> torch.Tensor:
+    """`tensor`, or one with its value if it has no memory: `new` has these, by the ids of the old ones."""
+    if id(tensor) not in new and recording_of(tensor) is not None:
+        new[id(tensor)] = _like(tensor, _where(tensor).value())
+    return new.get(id(tensor), tensor)
 
 
 def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
@@ -167,18 +139,11 @@ def _find_problems(tensors: dict[str, torch.Tensor]) -> Iterator[str]:
 
 
 def refuse_early_state(optimizer: Any) -> None:
-    """Raise InputError if `optimizer`, just made, has made its state from weights that have no values yet."""
-    for problem in _find_state(optimizer):
-        raise InputError(problem)
-
-
-def _find_state(optimizer: Any) -> Iterator[str]:
-    if not isinstance(optimizer, optim.Optimizer):
-        return
-    held = getattr(optimizer, "state", {})  # one that is not ready is refused elsewhere
+    """Raise InputError if `optimizer` has made its state from weights that have no values yet."""
+    held = getattr(optimizer, "state", {}) if isinstance(optimizer, optim.Optimizer) else {}
     state = [value for entry in held.values() for value in entry.values()]
     if any(isinstance(v, torch.Tensor) and (v.is_meta or recording_of(v) is not None) for v in state):
-        yield (
+        raise InputError(
             f"optimizer: {type(optimizer).__name__} made its state from weights that have no values yet; take one "
             "whose state is made by its first step, or build the model as usual"
         )

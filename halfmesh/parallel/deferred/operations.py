@@ -1,4 +1,4 @@
-"""Recorded operators, and how they are run again for the tensors that are wanted."""
+"""Recorded operators, which can be run again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class View:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor with values, from outside. A large one is not copied, and may not change until it was used."""
+    """A tensor with values, from outside the recording. A large one is not copied, and must not change until it is
+    used."""
 
     tensor: torch.Tensor
     digest: str
@@ -46,7 +47,7 @@ class Constant:
         if not self.is_copy and _digest(self.tensor) != self.digest:
             raise InputError(
                 f"a tensor of shape {tuple(self.tensor.shape)}, from which weights of the deferred model are made, was "
-                "changed after the model had taken it; leave it as it is until initialize has returned, or copy it"
+                "changed after the model was built; leave it as it is until initialize has returned, or copy it"
             )
         return self.tensor
 
@@ -74,13 +75,13 @@ class Op:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def describe(self) -> str:
-        """The same on all ranks that do the same."""
+        """A text that is equal on all ranks that do the same."""
         arguments = map_tensors(_plain, (self.args, self.kwargs), (Constant, torch.Generator))
         return repr((str(self.function), self.seed is None, arguments, self.makes, self.default_dtype))
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """What decides on dtypes is as it was when this was recorded, below autograd and autocast."""
+        """The default dtype is that of the recording; autograd and autocast are off, as they were below them."""
         now = torch.get_default_dtype()
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(False))
@@ -91,76 +92,31 @@ class Op:
             scopes.callback(torch.set_default_dtype, now)
             yield
 
+    def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Run it again on the memories in `storages`, and add those that it makes."""
 
-class Operations:
-    """In the order in which they were recorded."""
-
-    def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self._writers: dict[int, list[int]] = {}
-
-    def add(self, op: Op) -> None:
-        """One more."""
-        for memory in op.writes:
-            self._writers.setdefault(memory, []).append(len(self.ops))
-        self.ops.append(op)
-
-    def make(self, memory: int) -> torch.UntypedStorage:
-        """`memory` with all that was written to it. What that takes is given up as soon as it is not needed."""
-        numbers = self._needed(memory)
-        last = {other: n for n in numbers for other in self.ops[n].reads | self.ops[n].writes}
-        storages: dict[int, torch.UntypedStorage] = {}
-        for number in numbers:
-            op = self.ops[number]
-            self._run(op, storages)
-            for other in (op.reads | op.writes) - {memory}:
-                if last[other] == number:
-                    del storages[other]
-        return storages[memory]
-
-    def is_random(self, memory: int) -> bool:
-        """Whether random numbers are in `memory`."""
-        return any(self.ops[number].seed is not None for number in self._needed(memory))
-
-    def _needed(self, memory: int) -> list[int]:
-        """The numbers of the operators by which `memory` comes about."""
-        bounds: dict[int, int] = {}
-        left = [(memory, len(self.ops))]
-        needed: set[int] = set()
-        while left:
-            current, before = left.pop()
-            if bounds.get(current, 0) >= before:
-                continue
-            bounds[current] = before
-            for number in self._writers[current]:
-                if number < before and number not in needed:
-                    needed.add(number)
-                    left += [(read, number) for read in self.ops[number].reads]
-        return sorted(needed)
-
-    def _run(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
         def value(leaf: Any) -> Any:
             if isinstance(leaf, View):
                 return leaf.of(storages[leaf.memory])
-            return (
-                leaf.value() if isinstance(leaf, Constant) else torch.Generator(leaf.device).manual_seed(op.seed or 0)
-            )
+            if isinstance(leaf, Constant):
+                return leaf.value()
+            return torch.Generator(leaf.device).manual_seed(self.seed or 0)
 
-        args, kwargs = map_tensors(value, (op.args, op.kwargs), (View, Constant, torch.Generator))
+        args, kwargs = map_tensors(value, (self.args, self.kwargs), (View, Constant, torch.Generator))
         devices = {storage.device for storage in storages.values()} | {kwargs.get("device")}
         cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
-        with op.as_then(), torch.random.fork_rng(cuda, enabled=op.seed is not None):
-            if op.seed is not None:
-                _seed(op.seed, cuda)
-            results = tensors_of(op.function(*args, **kwargs))
-        for place, view in op.makes:
+        with self.as_then(), torch.random.fork_rng(cuda, enabled=self.seed is not None):
+            if self.seed is not None:
+                _seed(self.seed, cuda)
+            results = tensors_of(self.function(*args, **kwargs))
+        for place, view in self.makes:
             result = results[place]
             if (tuple(result.shape), result.stride(), result.dtype) != (view.shape, view.stride, view.dtype):
                 raise InputError(
-                    f"{op.function} made {tuple(result.shape)} of {result.dtype} otherwise than was foreseen while the "
-                    "deferred model was built; build it as usual, and pass the model itself"
+                    f"{self.function} returned another shape or dtype than when the deferred model was built; build "
+                    "the model as usual, and pass the model itself"
                 )
-            if op.function.name().startswith(_UNSET):
+            if self.function.name().startswith(_UNSET):
                 result.zero_()  # or ranks would start from different leftovers
             storages[view.memory] = result.untyped_storage()
 
@@ -170,7 +126,7 @@ _UNSET = ("aten::empty", "aten::new_empty")
 
 
 def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
-    """Seed what `fork_rng(cuda)` puts back. `torch.manual_seed` would seed every device, for good."""
+    """Seed the generators that `fork_rng(cuda)` restores. `torch.manual_seed` would seed every device, for good."""
     torch.default_generator.manual_seed(seed)
     for device in cuda:
         with torch.cuda.device(device):
@@ -178,14 +134,14 @@ def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
 
 
 def find(tree: Any, kind: type) -> list[Any]:
-    """The leaves of that kind."""
+    """The leaves of `tree` of that kind."""
     found: list[Any] = []
     map_tensors(lambda leaf: found.append(leaf) or leaf, tree, kind)  # type: ignore[func-returns-value]
     return found
 
 
 def _plain(leaf: Any) -> Any:
-    """In words that say nothing about where it is in memory."""
+    """A description without addresses."""
     if isinstance(leaf, torch.Generator):
         return "generator"
     return "constant", tuple(leaf.tensor.shape), str(leaf.tensor.dtype), leaf.digest

@@ -1,8 +1,8 @@
-"""What was done to tensors that have a shape and no memory, so that their values can be made later, one by one.
+"""Records what is done to tensors that have a shape and no memory, so that their values can be made later, one by one.
 
-Every tensor of random numbers has a seed of its own. It is drawn, while the model is built, from the generator that
-would have drawn the numbers. So the values follow from the user's `torch.manual_seed`, and not from which of them are
-made, in which order, or where. They are not those of an ordinary build, which draws all of them from one generator.
+Every random tensor has its own seed, drawn while the model is built from the generator that would have drawn the
+numbers. So the values depend on the user's `torch.manual_seed`, and not on which of them are made, in which order or
+where. They are not those of an ordinary build, which draws all of them from one generator.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import torch
 from ..._torch import DATA_NEEDED, FakeTensorMode
 from ...errors import InputError
 from ...tensors import map_tensors, tensors_of
-from .operations import Constant, Op, Operations, View, find
+from .operations import Constant, Op, View, find
 
 
 class Recording(FakeTensorMode):
     """A mode in which tensors have no memory. What is done to them is recorded, also after the mode was left.
 
     Args:
-        from_rank0: values will not be made from it where rank 0 has them.
+        from_rank0: rank 0 will send the values, where it has them.
     """
 
     def __init__(self, from_rank0: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.from_rank0 = from_rank0
-        self._operations = Operations()
+        self._ops: list[Op] = []
+        self._writers: dict[int, list[int]] = {}  # of each memory, the numbers of operators
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # or numbers would be given twice
         self._answers = hashlib.sha256()
@@ -51,35 +52,56 @@ class Recording(FakeTensorMode):
         return self  # copies of a tensor are of the same recording
 
     def end(self) -> None:
-        """A model of it has its values now: what still has none, gets none."""
+        """A model of this recording gets its values now; other tensors of it will never have any."""
         self._is_over = True
 
     def digest(self) -> str:
-        """The same where all values will be the same, if the seeds are."""
+        """Equal on ranks that will make the same values from the same seeds."""
         known = self._answers.copy()
-        for op in self._operations.ops:
+        for op in self._ops:
             known.update(op.describe().encode())
         return known.hexdigest()
 
     @property
     def seeds(self) -> list[int | None]:
-        """Of each operator; None of those that draw nothing."""
-        return [op.seed for op in self._operations.ops]
+        """Of each operator; None for those that draw nothing."""
+        return [op.seed for op in self._ops]
 
     @seeds.setter
     def seeds(self, seeds: Sequence[int | None]) -> None:
-        for op, seed in zip(self._operations.ops, seeds, strict=True):
+        for op, seed in zip(self._ops, seeds, strict=True):
             op.seed = seed
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def value(self, view: View) -> torch.Tensor:
-        """The value of what `view` has said of a tensor of this recording, in memory of its own."""
-        return view.of(self._operations.make(view.memory))
+        """The value of the tensor of this recording that was at `view`, in memory of its own."""
+        numbers = self._needed(view.memory)
+        last = {memory: n for n in numbers for memory in self._ops[n].reads | self._ops[n].writes}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for number in numbers:
+            op = self._ops[number]
+            op.run(storages)
+            for memory in (op.reads | op.writes) - {view.memory}:
+                if last[memory] == number:
+                    del storages[memory]
+        return view.of(storages[view.memory])
 
-    def is_random(self, view: View) -> bool:
-        """Whether random numbers are in the value."""
-        return self._operations.is_random(view.memory)
+    def _needed(self, memory: int) -> list[int]:
+        """The numbers of the operators that `memory` depends on."""
+        bounds: dict[int, int] = {}
+        left = [(memory, len(self._ops))]
+        needed: set[int] = set()
+        while left:
+            current, before = left.pop()
+            if bounds.get(current, 0) >= before:
+                continue
+            bounds[current] = before
+            for number in self._writers[current]:
+                if number < before and number not in needed:
+                    needed.add(number)
+                    left += [(read, number) for read in self._ops[number].reads]
+        return sorted(needed)
 
     def view(self, tensor: torch.Tensor) -> View:
         """Where a tensor of this recording lies."""
@@ -114,7 +136,7 @@ class Recording(FakeTensorMode):
         return result
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What somebody asks of values, which are made for it."""
+        """The result of an operator that needs values, which are made for it."""
         with torch.no_grad():
             result = func(*self._with_values(args), **self._with_values(kwargs))
         self._answers.update(repr(map_tensors(lambda tensor: tensor.tolist(), result)).encode())
@@ -131,7 +153,7 @@ class Recording(FakeTensorMode):
                 known.add(self._number(tensor))
                 made.append((place, tensor))
         if not made and not written:
-            return  # a view, or a question that was answered by the shape
+            return  # a view, or an operator that needs the shape only
         op = Op(func, self._described(args), self._described(kwargs))
         op.makes = [(place, self.view(tensor)) for place, tensor in made]
         op.writes = {view.memory for _, view in op.makes} | {self.view(tensor).memory for tensor in written}
@@ -139,7 +161,9 @@ class Recording(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             generators = find((args, kwargs), torch.Generator)
             op.seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
-        self._operations.add(op)
+        for memory in op.writes:
+            self._writers.setdefault(memory, []).append(len(self._ops))
+        self._ops.append(op)
 
     def _number(self, tensor: torch.Tensor) -> int:
         key = id(tensor.untyped_storage())
@@ -160,7 +184,7 @@ def _unknown(shape: tuple[int, ...]) -> InputError:
 
 
 def recording_of(tensor: object) -> Recording | None:
-    """The recording in which `tensor` was made, which has no memory; None of any other."""
+    """The recording of a `tensor` without memory; None for any other tensor."""
     mode = _mode_of(tensor)
     return mode if isinstance(mode, Recording) else None
 

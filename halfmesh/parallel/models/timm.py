@@ -10,24 +10,26 @@ from torch import nn
 from ...errors import InputError
 from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
-from .torch_nn import find_activation_problem
+from .torch_nn import check_activation
 
 # -- layers over tensor ranks ----------------------------------------------------------------------------------------
 
-_LINEAR_MLP = "build the model with those (timm's ConvNeXt: conv_mlp=False), or leave tensor at 1"
-_NORM_PROBLEM = "its norm works on all hidden features, which are divided; build it without (norm_layer=None)"
+_check_activation = check_activation("act")
 
 
-def _find_attention_problem(attention: Any) -> str | None:
-    if not isinstance(attention.norm, nn.Identity):
-        return "its norm works on the features of all heads (scale_norm=True), which are divided; build it without"
-    return None
+def _find_norm(layer: Any) -> str | None:
+    if isinstance(layer.norm, nn.Identity):
+        return None
+    return "its norm works on all features between its layers, which are sharded; build it without that norm"
 
 
 def _find_mlp_problem(mlp: Any) -> str | None:
-    if getattr(mlp, "fc1", None) is not None and not isinstance(mlp.fc1, nn.Linear):
-        return f"its layers are {type(mlp.fc1).__name__}, and Linear ones can be divided; {_LINEAR_MLP}"
-    return find_activation_problem(mlp.act, mlp) if isinstance(mlp.norm, nn.Identity) else _NORM_PROBLEM
+    if isinstance(getattr(mlp, "fc1", None), nn.Conv2d):
+        return (
+            "its layers are Conv2d, and only Linear ones can be sharded; build the model with those (timm's ConvNeXt: "
+            "conv_mlp=False), or leave tensor at 1"
+        )
+    return _find_norm(mlp) or _check_activation(mlp)
 
 
 def _mlp(name: str, **styles: str) -> LayerPlan:
@@ -53,7 +55,7 @@ ATTENTION = LayerPlan(
         "proj": "rowwise",
     },
     sequence={"": "region", "proj_drop": "sequence"},
-    find_problem=_find_attention_problem,
+    find_problem=_find_norm,
 )
 BLOCK = LayerPlan(
     layers=("timm.models.vision_transformer.Block",),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..._torch import call_hooks
@@ -14,37 +13,16 @@ from ..modules import comes_from
 from ..pipeline.pieces import Call, Piece, children_of
 from ..tensor.plans import LayerPlan
 
-
-def find_activation_problem(activation: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module) -> str | None:
-    """Why `activation` of `layer` cannot work on some of the features only, if it cannot."""
-    param = next(layer.parameters())
-    features = torch.linspace(-2, 2, 8, dtype=param.dtype, device="cpu" if param.is_meta else param.device)
-    if isinstance(activation, nn.Module):
-        activation = copy.deepcopy(activation).eval()  # some draw random numbers in training
-        if param.is_meta:  # any values will do
-            activation.to_empty(device="cpu")
-            for own in (*activation.parameters(), *activation.buffers()):
-                nn.init.constant_(own, 0.25)
-    try:
-        with torch.no_grad():
-            whole, parts = activation(features), [activation(part) for part in features.chunk(2)]
-    except Exception as error:
-        return (
-            f"its activation cannot be tried out on some of the features ({error}), and they are divided; use another"
-        )
-    if whole.shape != features.shape or not torch.allclose(whole, torch.cat(parts)):
-        return "its activation looks at several features at once (softmax), which are divided; use one that does not"
-    return None
+_SOFTMAXES = (nn.Softmax, nn.Softmin, nn.LogSoftmax)
 
 
 def check_activation(name: str) -> Callable[[Any], str | None]:
-    """`find_problem` of a layer that has its activation under this name."""
+    """A `find_problem`: the layer's activation, under this name, must work on each feature separately."""
 
     def find(layer: Any) -> str | None:
-        activation = layer
-        for part in name.split("."):
-            activation = getattr(activation, part)
-        return find_activation_problem(activation, layer)
+        if isinstance(attrgetter(name)(layer), _SOFTMAXES):
+            return "its activation is a softmax over features, which are sharded; use another one"
+        return None
 
     return find
 
@@ -70,7 +48,7 @@ DECODER_LAYER = LayerPlan(
 
 
 class SequentialPartition:
-    """Any nn.Sequential, before each of its modules, and before those of the nn.Sequentials that it is made of."""
+    """Cuts any nn.Sequential before each of its modules, and before those of the nn.Sequentials in it."""
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
         if not comes_from(model, (nn.Sequential,)):

@@ -1,5 +1,5 @@
-"""transformers: the tensor plans that its models bring, those of GPT-2, BERT and T5, which bring none, and the stages
-of Llama, GPT-2 and BERT."""
+"""transformers: tensor plans (the models' own; for GPT-2, BERT and T5, which have none, those here), and the stages of
+Llama, GPT-2 and BERT."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..pipeline.pieces import BlockPartition
 from ..tensor.plans import LayerPlan
 from .torch_nn import check_activation
 
-# -- tensor plans that a model brings --------------------------------------------------------------------------------
+# -- a model's own tensor plan ---------------------------------------------------------------------------------------
 
 
 class HuggingFacePlan:
-    """The `tp_plan` that a Hugging Face model brings, in halfmesh's styles."""
+    """A Hugging Face model's own `tp_plan`, in halfmesh's styles."""
 
     STYLES: Mapping[str, str | None] = {
         "colwise": "colwise",
@@ -36,7 +36,7 @@ class HuggingFacePlan:
         "mla_kv_a_proj": "latent_keys({config.qk_rope_head_dim})",
         "replicate": None,
         "all_reduce": None,
-        "local_params": None,  # its parameters have entries of their own
+        "local_params": None,  # its parameters have entries in the plan themselves
     }
     SEQUENCE: Mapping[str, str] = {
         "layers.0": "sequence_begin",
@@ -46,12 +46,12 @@ class HuggingFacePlan:
         "layers.*.mlp": "region(x)",
         "norm": "sequence_end",
     }
-    """For decoders with the modules of Llama's; where others differ, the checks of the plan say so."""
+    """For decoders with Llama's modules; if others differ, the checks of the plan say so."""
 
     def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
         plan = getattr(model, "tp_plan", None)
         config = getattr(model, "config", None)
-        if not isinstance(plan, Mapping) or config is None:
+        if not isinstance(plan, Mapping) or not plan or config is None:
             return
         names = [name for name, _ in model.named_modules()]
         for pattern, theirs in plan.items():
@@ -62,18 +62,17 @@ class HuggingFacePlan:
                     f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
                     "the layers yourself (parallel.tensor.plan = {pattern: style})"
                 )
-            style = self.STYLES[theirs]
-            if style is not None:
+            if (style := self.STYLES[theirs]) is not None:
                 style = style.format(config=config.get_text_config()) if "{" in style else style
                 yield from ((name, style) for name in names if fnmatchcase(name, pattern))
                 for name, param in model.named_parameters() if style == "colwise" else ():
-                    if fnmatchcase(name, pattern) and param.dim() == 1:  # of an attention: a number for each head
+                    if fnmatchcase(name, pattern) and param.dim() == 1:  # an attention's: one number per head
                         owner, _, own = name.rpartition(".")
                         yield owner, f"rows({own})"
         for name in ("num_attention_heads", "num_key_value_heads"):  # attention takes their number from the shape
-            if plan and _counts(config, name):
+            if isinstance(getattr(config, name, None), int):
                 yield "", f"config_heads({name})"
-        if plan and sequence_parallel:
+        if sequence_parallel:
             base = getattr(model, "base_model_prefix", "")
             prefix = f"{base}." if base in names else ""
             for pattern, style in self.SEQUENCE.items():
@@ -81,23 +80,13 @@ class HuggingFacePlan:
 
 
 def _is_of_experts(pattern: str) -> bool:
-    """Whether it names modules that have the parameters of all experts, which stay whole."""
+    """Whether it names modules that hold the parameters of all experts, which stay whole."""
     return "experts" in pattern.split(".")
-
-
-def _counts(config: object, name: str) -> bool:
-    try:
-        return isinstance(getattr(config, name, None), int)
-    except RuntimeError as error:  # a config whose layers differ
-        raise InputError(
-            f"the model's config does not say one {name} for all layers ({error}); choose the layers yourself "
-            "(parallel.tensor.plan = {pattern: style})"
-        ) from error
 
 
 OWN_PLAN = HuggingFacePlan()
 
-# -- tensor plans for those that bring none ---------------------------------------------------------------------------
+# -- tensor plans for models that have none ---------------------------------------------------------------------------
 
 
 def _find_cross_attention(attention: Any) -> str | None:
@@ -170,10 +159,10 @@ _ENCODER = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 def _arguments(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[str]) -> list[Any]:
-    """The `known` arguments of a call of the model, in this order, wherever its forward has them.
+    """The values of the `known` arguments in a call of the model, in this order.
 
     Raises:
-        InputError: there are others, that change what it computes.
+        InputError: there are others that change what it computes.
     """
     try:
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
@@ -207,13 +196,13 @@ def _positions(input_ids: torch.Tensor, position_ids: Any) -> torch.Tensor:
 
 
 def _make_mask(maker: str, model: Any, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any = None) -> Any:
-    """What transformers' function `maker` makes of an attention mask, for this model."""
+    """The mask that transformers' function `maker` makes for this model."""
     from transformers import masking_utils
 
     param = next(p for p in model.parameters() if p.is_floating_point())
     given = {
         "config": model.config,
-        # Its shape, dtype and device count.
+        # Only its shape, dtype and device are used.
         "inputs_embeds": torch.empty((*input_ids.shape, 1), dtype=compute_dtype(param), device=input_ids.device),
         "attention_mask": attention_mask,
         "cache_position": torch.arange(input_ids.shape[1], device=input_ids.device),
@@ -226,14 +215,16 @@ def _make_mask(maker: str, model: Any, input_ids: torch.Tensor, attention_mask: 
     return make(**{name: value for name, value in given.items() if name in names})
 
 
-def _find_stage_problem(model: Any) -> str | None:
-    from transformers import masking_utils
+def _make_output(kind: str, logits: torch.Tensor) -> Any:
+    from transformers import modeling_outputs
 
+    return getattr(modeling_outputs, kind)(logits=logits)
+
+
+def _find_stage_problem(model: Any) -> str | None:
     config = model.config
-    if not hasattr(masking_utils, "create_bidirectional_mask"):
-        return "a pipeline takes it from transformers 5 or later; upgrade it, or leave parallel.pipeline out"
     if not getattr(config, "return_dict", True):
-        return "its config has return_dict=False, but under a pipeline it returns no tuples; set return_dict=True"
+        return "its config has return_dict=False, but under a pipeline it cannot return tuples; set return_dict=True"
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         return "its config asks for hidden states or attentions, which stay on their stages; turn that off"
     if getattr(config, "is_decoder", False):
@@ -242,7 +233,7 @@ def _find_stage_problem(model: Any) -> str | None:
 
 
 def _stages(model: str, base: tuple[str, str], **options: Any) -> BlockPartition:
-    """Of the class `model`, whose module `base[0]` is of the class `base[1]`; classes are named after their module."""
+    """The partition of the class `model` ("gpt2.GPT2LMHeadModel"), whose module `base[0]` is of the class `base[1]`."""
     module, _, name = model.partition(".")
     home = f"transformers.models.{module}.modeling_{module}"
     return BlockPartition(
@@ -255,7 +246,7 @@ def _stages(model: str, base: tuple[str, str], **options: Any) -> BlockPartition
 
 
 def _share_of_decoder(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Positions and causal mask, from what the model is called with alone: every stage makes its own."""
+    """Positions and causal mask. Each stage makes its own, from the arguments of the model alone."""
     input_ids, attention_mask, position_ids = _arguments(model, args, kwargs, _DECODER)
     position_ids = _positions(input_ids, position_ids)
     mask = _make_mask("create_causal_mask", model, input_ids, attention_mask, position_ids)
@@ -269,14 +260,12 @@ def _begin_llama(model: Any, *args: Any, **kwargs: Any) -> Any:
 def _share_llama(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     shared = _share_of_decoder(model, *args, **kwargs)
     like = next(p for p in model.model.layers.parameters() if p.is_floating_point())
-    like = like.new_empty(0, dtype=compute_dtype(like))  # dtype and device of the angles
+    like = like.new_empty(0, dtype=compute_dtype(like))  # has the dtype and device of the angles
     return shared | {"position_embeddings": model.model.rotary_emb(like, position_ids=shared["position_ids"])}
 
 
 def _end_llama(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    return CausalLMOutputWithPast(logits=model.lm_head(model.model.norm(hidden)))
+    return _make_output("CausalLMOutputWithPast", model.lm_head(model.model.norm(hidden)))
 
 
 LLAMA_STAGES = _stages(
@@ -298,9 +287,7 @@ def _begin_gpt2(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _end_gpt2(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
-
-    return CausalLMOutputWithCrossAttentions(logits=model.lm_head(model.transformer.ln_f(hidden)))
+    return _make_output("CausalLMOutputWithCrossAttentions", model.lm_head(model.transformer.ln_f(hidden)))
 
 
 GPT2_STAGES = _stages(
@@ -325,15 +312,11 @@ def _share_bert(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _classify(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import SequenceClassifierOutput
-
-    return SequenceClassifierOutput(logits=model.classifier(model.dropout(model.bert.pooler(hidden))))
+    return _make_output("SequenceClassifierOutput", model.classifier(model.dropout(model.bert.pooler(hidden))))
 
 
 def _fill_in(model: Any, hidden: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import MaskedLMOutput
-
-    return MaskedLMOutput(logits=model.cls(hidden))
+    return _make_output("MaskedLMOutput", model.cls(hidden))
 
 
 _BERT: dict[str, Any] = {"blocks": "bert.encoder.layer", "begin": _begin_bert, "share": _share_bert}

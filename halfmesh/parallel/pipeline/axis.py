@@ -1,5 +1,4 @@
-"""`parallel.pipeline` as an axis of the mesh: each rank has some of the model's stages. And whether a model and its
-batches fit it, before the model is split."""
+"""`parallel.pipeline` as an axis of the mesh: its keys, its plan, and checks of the model, optimizer and batches."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _OF_ALL_PARAMETERS = ("max_grad_norm", "max_norm", "clip_grad_norm", "d0", "d_coef")
-"""Options that act on all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
+"""Options for all parameters together: LAMB's clipping, the step size of Prodigy and D-Adaptation."""
 
 
 class PipelineParallelism(Axis):
@@ -31,16 +30,16 @@ class PipelineParallelism(Axis):
     splits_params = False
     takes_modules = True
     splits_batch = "microbatches"
-    cost = "stages send each microbatch's activations on, and wait at the beginning and the end of a batch (the bubble)"
+    cost = "stages send each microbatch's activations, and wait at the beginning and the end of a batch (the bubble)"
 
     @staticmethod
     def sizes_to_try(ranks: int, node: int) -> Iterator[int]:
-        """Stages may be in different machines: they send little."""
+        """Stages send little, and may be in different machines."""
         yield from (size for size in range(2, ranks + 1) if ranks % size == 0)
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
-        """Microbatches and chunks against the schedule."""
+        """Numbers of microbatches and chunks that the schedule does not take."""
         pipeline = config.parallel.pipeline
         size, microbatches = pipeline.size, pipeline.microbatches
         if microbatches is None:
@@ -77,19 +76,19 @@ def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:
         for key in filter(group.get, _OF_ALL_PARAMETERS):
             yield (
                 f"optimizer: {type(optimizer).__name__} has {key}={group[key]!r}, which it applies to all its "
-                "parameters together, but each rank of a pipeline holds its stage's only; set it to None (for clipping "
-                "there is clip_grad_norm in the config), or use another optimizer"
+                "parameters together, but each rank of a pipeline holds only those of its stages; set it to None (for "
+                "clipping there is clip_grad_norm in the config), or use another optimizer"
             )
             return
 
 
 def _find_module_problems(model: nn.Module) -> Iterator[str]:
     if any(is_compiled(module) for module in model.modules()):
-        yield "the model is compiled, and cannot be cut any more; pass it uncompiled"
+        yield "a compiled model cannot be cut into stages; pass it uncompiled"
     synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synced:
         yield (
-            f"{shorten(synced)}: SyncBatchNorm joins all ranks, but other stages do not have the layer; use BatchNorm, "
+            f"{shorten(synced)}: SyncBatchNorm needs all ranks, but other stages do not have the layer; use BatchNorm, "
             "whose running statistics are averaged over the data ranks"
         )
 
@@ -120,7 +119,7 @@ def _find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
 
 
 def _warn_of_sequences(model: nn.Module) -> None:
-    """Layers of torch that by default take the sequence, and not the batch, as their first dim."""
+    """Warn of layers whose first dim is the sequence, torch's default, and not the batch."""
     kinds = (nn.MultiheadAttention, nn.RNNBase)
     found = [n for n, module in model.named_modules() if isinstance(module, kinds) and not module.batch_first]
     if found:

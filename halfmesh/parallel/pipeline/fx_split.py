@@ -1,25 +1,23 @@
-"""Models that no partitioner knows, cut at modules that the user names: their forward is traced with torch.fx.
+"""Models that no partitioner knows, cut at modules that the user names: torch.fx traces their forward.
 
-Only the modules around the split points are looked into; all others are called as they are. What a stage takes from an
-earlier one is found in the graph, residual connections across several stages too. What can be computed from the model's
-arguments alone (masks, positions, sizes) is computed by every stage that needs it.
+Only the modules around the split points are traced; all others are called as they are. The graph says which values a
+stage takes from earlier ones, for example of a residual connection. What depends on the model's arguments alone (masks,
+positions, sizes) is computed by every stage that needs it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from ...errors import InputError, find_near
-from .fx_trace import UPDATES, at, is_models_own, opened, place_of_error, plain_values, trace
-from .pieces import Call, Piece
+from ...errors import InputError, did_you_mean
+from .fx_trace import UPDATES, at, is_models_own, place_of_error, plain_values, trace
+from .pieces import Call, Piece, signature_of
 
 _KEY = "parallel.pipeline.partition"
 _REGISTER = "register a partitioner for the model (halfmesh.PARTITIONERS, see docs/pipeline.md)"
@@ -27,21 +25,19 @@ _RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "
 
 
 def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
-    """The pieces of `model` between the modules `points`, in the order of its forward.
+    """The pieces of `model` that begin with the modules `points`, in the order of its forward.
 
     Raises:
-        InputError: a point is no module, is not called, or not in this order; or the forward cannot be traced.
+        InputError: a point is not a module, is not called, or is called in another order; or the forward cannot be
+            traced.
     """
     known = dict(model.named_modules())
     for point in points:
         if point not in known:
-            near = find_near(point, filter(None, known), cutoff=0.5)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise InputError(f"{_KEY}: {point!r} is not a module of the model{hint}")
+            raise InputError(f"{_KEY}: {point!r} is not a module of the model{did_you_mean(point, known)}")
     forward = _SplitForward(model, points)
-    looks_into = tuple(name for name, _ in opened(model, points))
     pieces = [
-        Piece(name, uses, partial(forward.run, index), looks_into if index == 0 else (), forward.prepare)
+        Piece(name, uses, partial(forward.run, index), forward.prepare)
         for index, (name, uses) in enumerate(zip(("the beginning", *points), forward.uses, strict=True))
     ]
     if empty := [piece.name for piece in pieces if not piece.uses]:
@@ -50,33 +46,16 @@ def split_at(model: nn.Module, points: Sequence[str]) -> list[Piece]:
 
 
 def takes_any_arguments(model: nn.Module) -> bool:
-    """Whether the model's forward has *args or **kwargs, of which a trace does not know what is in them."""
+    """Whether the model's forward has *args or **kwargs, whose content a trace does not know."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(parameter.kind in kinds for parameter in inspect.signature(model.forward).parameters.values())
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a forward may ask for in an `if`: calls that differ in it are traced each by itself.
-
-    Attributes:
-        given: the arguments that have values; one that is left out has its default.
-        fixed: None, flags and strings, with their names.
-        plain: numbers, flags and strings on the modules that are looked into, such as whether they train.
-        shapes: of the arguments.
-    """
-
-    given: frozenset[str]
-    fixed: frozenset[tuple[str, Any]]
-    plain: str
-    shapes: Any
-
-
 class _SplitForward:
-    """The functions that make up one model's forward, one row of them for each kind of call.
+    """One model's forward as a function for each piece, traced again for each kind of call.
 
     Attributes:
-        uses: the modules and parameters of each piece, which calls without optional arguments decide.
+        uses: the modules and parameters of each piece, in a call without optional arguments.
     """
 
     def __init__(self, model: nn.Module, points: Sequence[str]) -> None:
@@ -87,76 +66,69 @@ class _SplitForward:
             raise InputError(
                 f"{self._class}.forward takes *args or **kwargs, which cannot be traced for split points; {_REGISTER}"
             )
-        self._defaults = {n: p.default for n, p in self._signature.parameters.items()}
-        self._functions: dict[_Kind, list[Callable[[nn.Module, Mapping[str, Any]], Any]]] = {}
-        needed = {n: ... for n, default in self._defaults.items() if default is inspect.Parameter.empty}
-        self.uses = [_uses_of(piece) for piece in _cut(self._trace(model, self._kind(needed, model), None), points)]
+        # The modules that are traced: the model, and those that hold a point.
+        names = [name for name, _ in model.named_modules()]
+        self._opened = [n for n in names if not n or any(point.startswith(f"{n}.") for point in points)]
+        self._functions: dict[str, list[Callable[[nn.Module, Mapping[str, Any]], Any]]] = {}
+        needed = {n: ... for n, p in self._signature.parameters.items() if p.default is inspect.Parameter.empty}
+        self.uses = [_uses_of(piece) for piece in self._trace(model, needed)]
 
     def prepare(self, model: nn.Module, call: Call) -> None:
-        """Trace the model for calls like `call`, if that was not done before.
+        """Trace the model for calls like `call`, unless that is done.
 
         Raises:
-            InputError: it cannot be traced, or it needs modules that other stages hold.
+            InputError: it cannot be traced, or a stage needs modules of another.
         """
-        values = self._values(call)
-        kind = self._kind(values, model)
+        kind = self._kind(model, call)
         if kind in self._functions:
             return
-        pieces = _cut(self._trace(model, kind, values), self._points)
+        values = self._values(call)
+        pieces = self._trace(model, values, values)
         for piece, first in zip(pieces, self.uses, strict=True):
             new = [name for name in _uses_of(piece) if name not in first]
             if new:
                 mode = "training" if model.training else "evaluation"
                 raise InputError(
-                    f"called with {', '.join(sorted(kind.given))} in {mode}, a stage needs {', '.join(new)}, which it "
-                    "does not hold: stages are made for calls without optional arguments, in the mode that the model "
-                    f"is in at initialize; {_REGISTER}"
+                    f"called with {', '.join(sorted(values))} in {mode}, a stage needs {', '.join(new)}, which it does "
+                    "not hold: stages are made for calls without optional arguments, in the mode that the model is in "
+                    f"at initialize; {_REGISTER}"
                 )
         self._functions[kind] = list(map(_compile, pieces))
 
     def run(self, index: int, model: nn.Module, call: Call, activations: Any) -> Any:
-        """Piece `index`: `activations` and what is returned are values by name; the last returns the model's output."""
-        values = self._values(call)
-        return self._functions[self._kind(values, model)][index](model, values | (activations or {}))
+        """Run piece `index`. It takes and returns values by name; the last one returns the model's output."""
+        functions = call.once("functions", lambda: self._functions[self._kind(model, call)])
+        return functions[index](model, self._values(call) | (activations or {}))
 
     def _values(self, call: Call) -> dict[str, Any]:
-        try:
-            bound = self._signature.bind(*call.args, **call.kwargs)
-        except TypeError as error:
-            raise InputError(f"{self._class}.forward: {error}") from error
-        return {name: value for name, value in bound.arguments.items() if value is not self._defaults[name]}
+        return self._signature.bind(*call.args, **call.kwargs).arguments
 
-    def _kind(self, values: dict[str, Any], model: nn.Module) -> _Kind:
-        fixed = {name: value for name, value in values.items() if isinstance(value, (bool, str, NoneType))}
-        plain = plain_values(module for _, module in opened(model, self._points))
-        return _Kind(frozenset(values.keys() - fixed.keys()), frozenset(fixed.items()), plain, _shapes_of(values))
+    def _kind(self, model: nn.Module, call: Call) -> str:
+        """What a trace depends on: shapes, plain arguments, and plain attributes such as `training`."""
+        return f"{signature_of(call)} {plain_values(map(model.get_submodule, self._opened))}"
 
-    def _trace(self, model: nn.Module, kind: _Kind, values: dict[str, Any] | None) -> fx.Graph:
-        left_out = {name: default for name, default in self._defaults.items() if name not in kind.given}
+    def _trace(
+        self, model: nn.Module, arguments: Mapping[str, Any], values: Mapping[str, Any] | None = None
+    ) -> list[fx.Graph]:
+        """The pieces of the forward for `arguments` with the shapes of `values`; None: with any shapes."""
+        fixed = {n: p.default for n, p in self._signature.parameters.items() if n not in arguments}
+        fixed |= {n: v for n, v in arguments.items() if isinstance(v, (bool, int, float, str, NoneType))}
+        opened = [model.get_submodule(name) for name in self._opened]
         try:
-            return trace(model, self._points, left_out | dict(kind.fixed), values)
-        except Exception as error:  # whatever the forward does with what has no value yet
+            return _cut(trace(model, opened, fixed, values), self._points)
+        except Exception as error:  # whatever the forward raises where values are not known
             if values is not None and is_models_own(error):
                 raise
             what = f"{error}{at(place_of_error(error))}"
             raise InputError(
-                f"{self._class}.forward cannot be traced for split points: {what}. Move what asks for values (if, "
-                "loops over sizes), keeps them, or works with no_grad or autocast into a module of its own, or "
+                f"{self._class}.forward cannot be traced for split points: {what}. Move code that asks for values (if, "
+                "loops over sizes), keeps them, or uses no_grad or autocast into a module of its own, or "
                 f"{_REGISTER}"
             ) from error
 
 
-def _shapes_of(value: Any) -> Any:
-    """The shapes of the tensors in `value`, and the lengths of its containers."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, Mapping):
-        return tuple((key, _shapes_of(item)) for key, item in value.items())
-    return tuple(map(_shapes_of, value)) if isinstance(value, (list, tuple)) else None
-
-
 def _compile(graph: fx.Graph) -> Callable[[nn.Module, Mapping[str, Any]], Any]:
-    """The graph as a function of the model, whose modules and weights it takes from there, and of values by name."""
+    """The graph as a function of a model with its modules and weights, and of values by name."""
     code = graph.python_code("self")
     names = dict(code.globals)
     exec(code.src, names)
@@ -183,99 +155,84 @@ def _cut(graph: fx.Graph, points: Sequence[str]) -> list[fx.Graph]:
     missing = [point for point in points if point not in begins]
     if missing:
         raise InputError(f"{_KEY}: {', '.join(missing)} is never called by the model's forward; name modules that are")
-    places = [begins[point] for point in points]
-    if places != sorted(places):
+    starts = [begins[point] for point in points]
+    if starts != sorted(starts):
         order = ", ".join(sorted(points, key=lambda point: begins[point]))
         raise InputError(f"{_KEY}: the forward calls these modules in the order {order}; name them in that order")
-    everywhere = _computed_everywhere(nodes)
-    _refuse_changes(nodes, everywhere)
-    piece_of: dict[fx.Node, int] = {}
+    piece_of: dict[fx.Node, int] = {}  # every stage computes nodes that are not in it by itself
     for position, node in enumerate(nodes):
-        if node not in everywhere and node.op != "output":
-            piece_of[node] = sum(position >= place for place in places)
-            changed = _changed_by(node)
-            if changed is not None and changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
-                raise InputError(
-                    f"{_KEY}: {changed.target} is changed in place in another stage than it is first used, which has a "
-                    f"copy{at(node.meta['place'])}; change it where it is used first, or in a module of its own"
-                )
-    return [_piece_graph(nodes, piece_of, everywhere, index, len(points) + 1) for index in range(len(points) + 1)]
+        if not _follows_from_arguments(node, piece_of):
+            piece_of[node] = sum(position >= start for start in starts)
+        _refuse_change(node, piece_of)
+    return [_piece_graph(nodes, piece_of, index, len(points)) for index in range(len(points) + 1)]
+
+
+def _follows_from_arguments(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> bool:
+    """Whether a node needs no weights, no random numbers and nothing of a piece."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return node.op == "placeholder" or (
+        node.op in ("call_function", "call_method")
+        and not any(word in name for word in _RANDOM)
+        and not any(parent in piece_of for parent in node.all_input_nodes)
+    )
+
+
+def _refuse_change(node: fx.Node, piece_of: Mapping[fx.Node, int]) -> None:
+    """Raise InputError if `node` changes something in place of which other stages have a copy."""
+    changed = _changed_by(node)
+    if changed is None:
+        return
+    place = at(node.meta["place"])
+    if changed not in piece_of:
+        raise InputError(
+            f"{_KEY}: the forward changes {changed} in place{place}, but every stage that needs it computes it for "
+            "itself, from the arguments; use the form that returns a new tensor"
+        )
+    if changed.op == "get_attr" and piece_of[changed] != piece_of[node]:
+        raise InputError(
+            f"{_KEY}: {changed.target} is changed in place{place} in another stage than it is first used in; change it "
+            "where it is used first, or in a module of its own"
+        )
 
 
 def _changed_by(node: fx.Node) -> fx.Node | None:
     """What a node changes in place, if it does."""
-    target = node.kwargs.get("out")
+    if node.op not in ("call_function", "call_method"):
+        return None
     name = str(getattr(node.target, "__name__", node.target))
-    in_place = name.endswith("_") and not name.endswith("__")
-    if node.op in ("call_function", "call_method") and (in_place or node.kwargs.get("inplace") is True):
+    target = node.kwargs.get("out")
+    if (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True:
         target = node.args[0] if node.args else node.kwargs.get("input")
+    elif node.target in UPDATES and isinstance(first := node.args[0], fx.Node):
+        # `n += 1` of a number makes another one, which matters only where the old one is used again.
+        target = first if first.op == "placeholder" or any(user > node for user in first.users) else None
     return target if isinstance(target, fx.Node) else None
 
 
-def _refuse_changes(nodes: Sequence[fx.Node], everywhere: set[fx.Node]) -> None:
-    """Raise InputError for changes in place of what each stage computes for itself: some would make them, some not."""
-    for position, node in enumerate(nodes):
-        changed = _changed_by(node)
-        if node.op == "call_function" and node.target in UPDATES and isinstance(node.args[0], fx.Node):
-            target = node.args[0]
-            used_later = any(user in target.users for user in nodes[position + 1 :])
-            changed = target if target.op == "placeholder" or used_later else None
-        if changed in everywhere:
-            raise InputError(
-                f"{_KEY}: the forward changes {changed} in place{at(node.meta['place'])}, but "
-                "every stage that needs it computes it for itself, from the arguments; use the form that returns a new "
-                "tensor"
-            )
-
-
-def _computed_everywhere(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What follows from the model's arguments alone, without weights or random numbers."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        plain = node.op == "placeholder" or (
-            node.op in ("call_function", "call_method")
-            and not any(word in str(getattr(node.target, "__name__", node.target)) for word in _RANDOM)
-            and all(parent in found for parent in node.all_input_nodes)
-        )
-        if plain:
-            found.add(node)
-    return found
-
-
-def _piece_graph(
-    nodes: Sequence[fx.Node], piece_of: dict[fx.Node, int], everywhere: set[fx.Node], index: int, count: int
-) -> fx.Graph:
+def _piece_graph(nodes: Sequence[fx.Node], piece_of: Mapping[fx.Node, int], index: int, last: int) -> fx.Graph:
     """Piece `index` by itself. Its placeholders are arguments of the model, and values of earlier pieces by name."""
-    output = next(node for node in nodes if node.op == "output")
-    mine = {node for node, piece in piece_of.items() if piece == index}
-    later = {node for node, piece in piece_of.items() if piece > index}
-    is_last = index == count - 1
-    needed_later = _inputs([*later, output], everywhere)
-    leaves = [node for node in nodes if piece_of.get(node, count) <= index and node in needed_later]
-    wanted = _inputs([*mine, *([output] if is_last else [])], everywhere)
-    enters = [node for node in nodes if piece_of.get(node, count) < index and node in wanted | set(leaves)]
     new = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {node: new.placeholder(node.name) for node in enters}
+    copied: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> fx.Node:
+        """`node` in the new graph; what it takes is copied before."""
+        if node not in copied:
+            if piece_of.get(node, index) < index:
+                copied[node] = new.placeholder(node.name)
+            elif node.op == "placeholder":
+                copied[node] = new.placeholder(str(node.target))
+            else:
+                copied[node] = new.node_copy(node, copy)
+        return copied[node]
+
     for node in nodes:
-        if node.op == "placeholder" and node in wanted:
-            copied[node] = new.placeholder(str(node.target))
-    for node in nodes:
-        if node in mine or (node in everywhere and node in wanted and node.op != "placeholder"):
-            copied[node] = new.node_copy(node, lambda old: copied[old])
-    if is_last:
-        new.output(fx.node.map_arg(output.args[0], lambda old: copied[old]))
-    else:
-        new.output({node.name: copied[node] for node in leaves})
+        if piece_of.get(node) == index and node.op != "output":
+            copy(node)
+    if index == last:
+        new.output(fx.node.map_arg(nodes[-1].args[0], copy))
+    else:  # what later pieces need, which may come from earlier ones
+        leaves = [
+            n for n in nodes if piece_of.get(n, last) <= index and any(piece_of[user] > index for user in n.users)
+        ]
+        new.output({node.name: copy(node) for node in leaves})
     return new
-
-
-def _inputs(nodes: Iterable[fx.Node], everywhere: set[fx.Node]) -> set[fx.Node]:
-    """What `nodes` take directly, or through what is computed everywhere."""
-    found: set[fx.Node] = set()
-    todo = [parent for node in nodes for parent in node.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes if node in everywhere else []
-    return found

@@ -1,4 +1,4 @@
-"""The graph of a model's forward, by torch.fx. What it asks about shapes, in `if` and `assert`, is answered."""
+"""The graph of a model's forward, recorded by torch.fx, in which an `if` or `assert` may depend on shapes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from ..._torch import shapes_only
 from ...errors import InputError
 from ...tensors import map_tensors, tensors_of
 
-UPDATES = (
-    *(operator.iadd, operator.isub, operator.imul, operator.imatmul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
-)
-"""They change tensors in place; of numbers they make others."""
+UPDATES = tuple(getattr(operator, name) for name in fx.graph.inplace_methods if name != "setitem")
+"""`x += y` and the like, which change a tensor in place but replace a number."""
 _METHODS = ("size", "dim", "numel", "nelement", "ndimension")
 _ATTRIBUTES = ("shape", "ndim")
 _PLAIN = ("_operator", "builtins", "math")
@@ -37,8 +34,7 @@ _NOT_ITS_OWN = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torc
 Place = tuple[str, int]
 """A file, and a line of it."""
 
-_MOST_ANSWERS = 256
-_MOST_TRIES = 64
+_MOST_TRIES = 256
 _MAKERS = {
     *(torch.tensor, torch.arange, torch.linspace, torch.logspace, torch.eye, torch.tril_indices, torch.triu_indices),
     *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
@@ -46,67 +42,58 @@ _MAKERS = {
 
 
 def trace(
-    model: nn.Module, points: Sequence[str], fixed: Mapping[str, Any], values: Mapping[str, Any] | None = None
+    model: nn.Module, opened: Sequence[nn.Module], fixed: Mapping[str, Any], values: Mapping[str, Any] | None = None
 ) -> fx.Graph:
-    """What `model` computes; of its modules only those are looked into that hold one of `points`.
+    """The graph of `model`. The modules in `opened` are traced; calls of others are nodes of the graph.
 
     Args:
-        fixed: arguments of the forward with their values. All others are placeholders, which have their names.
-        values: of those others; only their shapes count. Without them answers to what the forward asks about shapes are
-            tried until it comes to its end.
+        fixed: arguments of the forward with their values. All others are placeholders with their names.
+        values: all arguments, of which only the shapes count. If None, the answer to a condition on shapes is False,
+            unless the model raises an error for that.
 
     Raises:
         Exception: whatever the forward raises because values are not known.
     """
     answers: list[bool] = []
-    failed: list[Exception] = []
-    while True:
+    for _ in range(_MOST_TRIES):
         try:
-            return _record(model, points, fixed, answers)
+            return _record(model, opened, fixed, answers)
         except _Question as question:
-            if len(answers) == _MOST_ANSWERS:
-                message = f"it asks for shapes more than {_MOST_ANSWERS} times"
-                raise InputError(message).with_traceback(question.__traceback__) from None
             answers.append(values is not None and _answer(question, model, values))
         except Exception as error:
-            failed.append(error)
             while answers and answers[-1]:
                 answers.pop()
-            if values is not None or not answers or len(failed) == _MOST_TRIES:
-                raise next((error for error in failed if not is_models_own(error)), failed[0]) from None
+            if values is not None or not is_models_own(error) or not answers:
+                raise
             answers[-1] = True
+    raise InputError(f"it asks for shapes more than {_MOST_TRIES} times")
 
 
-def _record(model: nn.Module, points: Sequence[str], fixed: Mapping[str, Any], answers: Sequence[bool]) -> fx.Graph:
+def _record(
+    model: nn.Module, opened: Sequence[nn.Module], fixed: Mapping[str, Any], answers: Sequence[bool]
+) -> fx.Graph:
     """The graph with these answers to the first questions. Raises _Question with the next one."""
-    tracer = _Tracer(points, inspect.signature(model.forward), answers)
-    modules = [module for _, module in opened(model, points)]
-    with unchanged(modules), _Makers(tracer):
-        plain, drawn = plain_values(modules), _random_states()
+    tracer = _Tracer(opened, inspect.signature(model.forward), answers)
+    with unchanged(opened), _Makers(tracer):
+        plain, drawn = plain_values(opened), _random_states()
         graph = tracer.trace(model, concrete_args=dict(fixed))
-        _refuse_kept(modules)
-        if plain_values(modules) != plain:
+        _refuse_kept(opened)
+        if plain_values(opened) != plain:
             raise InputError("it changes numbers or flags on the model")
         if _random_states() != drawn:
             raise InputError("it draws random numbers of python or numpy")
-        _fix_constants(graph, model)
     return graph
 
 
-def opened(model: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The modules that are looked into, by name."""
-    return [(name, module) for name, module in model.named_modules() if _holds_a_point(name, points)]
-
-
 def plain_values(modules: Iterable[nn.Module]) -> str:
-    """The numbers, flags and strings on modules: a trace keeps what a forward has read of them."""
+    """The numbers, flags and strings on modules, which a trace treats as constants."""
     kinds = (bool, int, float, str, NoneType)
     return repr([{n: value for n, value in vars(module).items() if isinstance(value, kinds)} for module in modules])
 
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What a forward sets on `modules`, or takes away, is put back; buffers and what is in lists and dicts, too."""
+    """Restore the attributes and buffers of `modules` afterwards, and what is in their lists and dicts."""
     owned = [vars(module) for module in modules]
     kept = [value for own in owned for value in own.values() if type(value) in (dict, list, set)]
     before = [(container, copy.copy(container)) for container in (*owned, *kept)]
@@ -118,12 +105,14 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             (now.extend if isinstance(now, list) else now.update)(then)
 
 
-def run_without_data(run: nn.Module, device: torch.device, *args: Any) -> Any:
-    """What `run` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent, and what
-    it leaves on its modules is taken away.
+def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    """What `run(*args)` returns for tensors of these shapes, as if all were on `device`. Nothing is computed or sent.
+
+    Args:
+        model: whose modules `run` calls. It stays as it is.
 
     Raises:
-        Exception: it asks for values.
+        Exception: `run` needs values.
     """
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,44 +120,54 @@ def run_without_data(run: nn.Module, device: torch.device, *args: Any) -> Any:
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
         )
 
-    tensors = dict(run.named_parameters()) | dict(run.named_buffers())
-    with torch.inference_mode(False), torch.enable_grad(), unchanged(run.modules()), shapes_only():
+    whole = _Run(model, run)
+    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(model.modules()), shapes_only():
         weights = {name: fake(tensor) for name, tensor in tensors.items()}
-        return torch.func.functional_call(run, weights, map_tensors(fake, args))
+        return torch.func.functional_call(whole, weights, map_tensors(fake, args))
+
+
+class _Run(nn.Module):
+    """A function of a model, in the form that functional_call takes."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.forward = run
 
 
 class _Proxy(fx.Proxy):
-    """Keeps `x += y` as it is, which changes a tensor of other names, too. (fx makes x = x + y of it.)"""
+    """Records `x += y` as it is, because it changes a tensor under all its names. (fx makes x = x + y of it.)"""
 
 
-def _updating(function: Any) -> Callable[[_Proxy, Any], Any]:
+def _recorded(function: Any) -> Callable[[_Proxy, Any], Any]:
     return lambda proxy, other: proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
 
 
 for _function in UPDATES:
-    setattr(_Proxy, f"__{_function.__name__}__", _updating(_function))
+    setattr(_Proxy, f"__{_function.__name__}__", _recorded(_function))
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the modules that hold a split point, and into no other."""
+    """Traces the modules in `opened`, and no others."""
 
-    proxy_buffer_attributes = True  # else what is computed from a buffer would be kept as it was at the trace
+    proxy_buffer_attributes = True  # else what is computed from a buffer would be a constant
 
-    def __init__(self, points: Sequence[str], signature: inspect.Signature, answers: Sequence[bool]) -> None:
+    def __init__(self, opened: Sequence[nn.Module], signature: inspect.Signature, answers: Sequence[bool]) -> None:
         super().__init__(param_shapes_constant=True)
         self._answers = iter(answers)
-        self._points = points
+        self._opened = set(opened)
         self._signature = signature
         self._modes = _modes()
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not _holds_a_point(name, self._points)
+        return module not in self._opened
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """In an `if`, an `assert` and the like."""
+        """The truth of a value in an `if`, an `assert` and the like."""
         if not _is_of_shapes(obj.node):
             return super().to_bool(obj)  # raises
         for found in self._answers:
@@ -176,12 +175,24 @@ class _Tracer(fx.Tracer):
         raise _Question(obj.node)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """The arguments' values, where they are known. (fx leaves checks of them in the graph, and walks tuples.)"""
+        """The values of fixed arguments, and placeholders for others. (fx would add checks, and flatten tuples.)"""
         fixed = concrete_args or {}
         names = self._signature.parameters
         values = {n: fixed[n] if n in fixed else self.create_proxy("placeholder", n, (), {}) for n in names}
         bound = inspect.BoundArguments(self._signature, values)
         return partial(root_fn, self.root, *bound.args, **bound.kwargs), []
+
+    def create_arg(self, value: Any) -> Any:
+        """Tensors from outside the model become constants of the graph. (fx would add them to the model.)"""
+        arg: Any = super().create_arg(value)
+        if isinstance(value, torch.Tensor) and str(arg.target).startswith("_tensor_constant"):
+
+            def constant() -> torch.Tensor:
+                return value
+
+            self.graph.erase_node(arg)
+            return self.graph.call_function(constant)
+        return arg
 
     def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Proxy:
         if _modes() != self._modes:
@@ -193,7 +204,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Makers(TorchFunctionMode):
-    """Records what makes tensors of no other, as torch.rand: else one tensor would be kept for all calls."""
+    """Records functions that make a tensor from none, such as torch.rand; their result would be a constant."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
         super().__init__()
@@ -205,13 +216,8 @@ class _Makers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _holds_a_point(name: str, points: Sequence[str]) -> bool:
-    """Whether it is the model ("") or the name of a module that has one of `points` within."""
-    return not name or any(point.startswith(f"{name}.") for point in points)
-
-
 def _modes() -> tuple[bool, ...]:
-    """What with-statements around a call may change."""
+    """What a with-statement around a call may change."""
     devices = ("cpu", "cuda")
     autocast = (bool(torch.is_autocast_enabled(device)) for device in devices)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
@@ -222,47 +228,23 @@ def _random_states() -> str:
 
 
 def _refuse_kept(modules: Iterable[nn.Module]) -> None:
-    """Raise InputError for what the forward has put on modules, or into their buffers, lists and dicts."""
+    """Raise InputError for values that the forward has put on modules, or into their buffers, lists and dicts."""
     for module in modules:
-        for name, value in vars(module).items():
-            kept = _proxies(value)
-            if kept and name != "_buffers":
-                raise InputError(f"it keeps values on the model ({name}){at(kept[0].node.meta['place'])}")
-        for name, value in module._buffers.items():
-            for proxy in _proxies(value):
+        for name, value in (module._buffers | vars(module)).items():
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
+            for proxy in (item for item in inner if isinstance(item, fx.Proxy)):
                 raise InputError(
-                    f"it assigns to the buffer {name}{at(proxy.node.meta['place'])}; change it in place: "
-                    f"self.{name}.add_(...) for self.{name} += ..., self.{name}.copy_(...) for self.{name} = ..."
+                    f"it keeps a value on the model ({name}){at(proxy.node.meta['place'])}; only buffers can keep "
+                    "values, if they are changed in place: self.table.add_(...) for self.table += ..., "
+                    "self.table.copy_(...) for self.table = ..."
                 )
-
-
-def _proxies(value: Any) -> list[fx.Proxy]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
-    return [item for item in inner if isinstance(item, fx.Proxy)]
-
-
-def _fix_constants(graph: fx.Graph, model: nn.Module) -> None:
-    """Tensors that the forward computed from no argument and no weight go into the graph: fx puts them on the model."""
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
-            tensor = getattr(model, str(node.target))
-            with graph.inserting_before(node):
-                node.replace_all_uses_with(graph.call_function(_constant(tensor)))
-            graph.erase_node(node)
-
-
-def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    def constant() -> torch.Tensor:
-        return tensor
-
-    return constant
 
 
 # -- questions about shapes --------------------------------------------------------------------------------------------
 
 
 class _Question(BaseException):
-    """A forward asks for a truth that follows from shapes. (No Exception: a forward may catch those.)"""
+    """A forward asks whether something about shapes is true. (Not an Exception, which the forward may catch.)"""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
@@ -270,7 +252,7 @@ class _Question(BaseException):
 
 
 def _is_of_shapes(node: fx.Node) -> bool:
-    """Whether the value of `node` follows from shapes of tensors alone."""
+    """Whether the value of `node` depends on the shapes of tensors only."""
     if node.op == "call_method":
         return node.target in _METHODS
     if node.op != "call_function":
@@ -283,36 +265,28 @@ def _is_of_shapes(node: fx.Node) -> bool:
 
 
 def _answer(question: _Question, model: nn.Module, values: Mapping[str, Any]) -> bool:
-    """The truth of what is asked, in an unfinished graph of `model`, for arguments with the shapes of `values`. Nothing
-    is computed."""
-    device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
-    try:
-        found: bool = run_without_data(_Unfinished(model), device, question.node, dict(values))
-    except Exception as error:
-        message = f"it asks for a shape that is not known without data: {error}"
-        raise InputError(message).with_traceback(question.__traceback__) from error
-    return found
+    """Whether what is asked is true for arguments with the shapes of `values`. Nothing is computed."""
 
-
-class _Unfinished(nn.Module):
-    """Computes one node of a graph that is being recorded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, node: fx.Node, values: Mapping[str, Any]) -> bool:
-        run = fx.Interpreter(self.model, garbage_collect_values=False, graph=node.graph)
+    def compute(node: fx.Node, values: Mapping[str, Any]) -> bool:
+        run = fx.Interpreter(model, garbage_collect_values=False, graph=node.graph)
         for each in node.graph.nodes:
             run.env[each] = values[str(each.target)] if each.op == "placeholder" else run.run_node(each)
         return bool(run.env[node])
+
+    device = next((tensor.device for tensor in tensors_of(dict(values))), torch.device("cpu"))
+    try:
+        found: bool = run_without_data(model, compute, device, question.node, dict(values))
+    except Exception as error:
+        message = f"it asks for a shape that depends on data: {error}"
+        raise InputError(message).with_traceback(question.__traceback__) from error
+    return found
 
 
 # -- places in the code ------------------------------------------------------------------------------------------------
 
 
 def _place_of_call() -> Place | None:
-    """The line of the model's own code that is being executed."""
+    """The line of the model's own code that runs now."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_ITS_OWN):
         frame = frame.f_back
@@ -320,13 +294,13 @@ def _place_of_call() -> Place | None:
 
 
 def place_of_error(error: BaseException) -> Place | None:
-    """The line of the model's own code at which `error` came up, if there is one."""
+    """The line of the model's own code that `error` comes from, if there is one."""
     places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     return next((place for place in reversed(places) if not place[0].startswith(_NOT_ITS_OWN)), None)
 
 
 def at(place: Place | None) -> str:
-    """Words for a place, in parentheses; none for None."""
+    """A place for messages: its statement, line and file in parentheses, or "" for None."""
     return f" (`{linecache.getline(*place).strip()}`, line {place[1]} of {place[0]})" if place else ""
 
 

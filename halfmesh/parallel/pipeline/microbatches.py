@@ -1,4 +1,4 @@
-"""Batches in microbatches: which arguments are split along the batch, and into how many parts."""
+"""Batches as microbatches: which arguments are split along the batch dim, and into how many parts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Splitter:
     """Splits calls of one function along the batch, which is dim 0 of each tensor.
 
     Args:
-        what: the function, whose parameters' names positional arguments get.
-        non_split: names of arguments that have no batch dimension, and go into every microbatch as they are.
+        what: the function, whose signature names the positional arguments.
+        non_split: names of arguments without a batch dim, which every microbatch gets as they are.
         name: how messages call the function.
     """
 
@@ -36,27 +36,27 @@ class Splitter:
         return next((tensor.shape[0] for tensor in found if tensor.dim()), None)
 
     def split(self, call: Call, count: int, rows: int) -> list[Call]:
-        """The call in `count` equal parts of `rows` rows in all.
+        """The call as `count` calls, each with an equal part of the `rows` rows.
 
         Raises:
-            InputError: a tensor has another number of rows, or what is no tensor would have to be split.
+            InputError: a tensor has another number of rows, or something that is not a tensor has an item per row.
         """
-        named = self._named(call)
-        parts: list[list[Any]] = [[] for _ in range(count)]
-        for name, value in named:
-            for part, piece in zip(parts, self._parts(name, value, count, rows), strict=True):
-                part.append(piece)
+        columns = [self._parts(name, value, count, rows) for name, value in self._named(call)]
         size = len(call.args)
-        return [Call(tuple(part[:size]), dict(zip(call.kwargs, part[size:], strict=True))) for part in parts]
+        return [
+            Call(values[:size], dict(zip(call.kwargs, values[size:], strict=True)))
+            for values in zip(*columns, strict=True)
+        ]
 
     def _parts(self, name: str, value: Any, count: int, rows: int) -> Sequence[Any]:
         if name in self.non_split:
             return [value] * count
         if count > 1 and _has_items_of_rows(value, rows):
             raise InputError(
-                f"{self.name}: {name} has {rows} items, as many as the batch has rows, but is no tensor, and is not "
-                "split into microbatches; pass one tensor with a row for each sample (padded, if they differ in size). "
-                f"If it is the same for all samples, name it in parallel.pipeline.non_split=({name!r},)"
+                f"{self.name}: {name} has {rows} items, as many as the batch has rows, but is not a tensor, and only "
+                "tensors are split into microbatches; pass one tensor with a row for each sample (padded, if they "
+                "differ in size). If it is the same for all samples, name it in "
+                f"parallel.pipeline.non_split=({name!r},)"
             )
 
         def cut(index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,35 +79,33 @@ class Splitter:
 
 
 def _has_items_of_rows(tree: Any, rows: int) -> bool:
-    """Whether somewhere in `tree` there may be one item for each row: names of samples, boxes of each image, an array
-    of numpy. (A list of tensors that each have all rows is none.)"""
+    """Whether `tree` holds something with an item for each row: names of samples, boxes of each image, a numpy array.
+    (A list of tensors that each have all rows does not count.)"""
     if isinstance(tree, np.ndarray):
         return tree.ndim > 0 and len(tree) == rows
-    if isinstance(tree, dict):
-        return any(_has_items_of_rows(value, rows) for value in tree.values())
-    if not isinstance(tree, (list, tuple)):
-        return False
-    if len(tree) == rows and not hasattr(tree, "_fields") and not any(_is_of_rows(item, rows) for item in tree):
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    is_row = isinstance(tree, (list, tuple)) and len(tree) == rows and not hasattr(tree, "_fields")
+    if is_row and not any(_is_of_rows(item, rows) for item in items):
         return True
-    return any(_has_items_of_rows(item, rows) for item in tree)
+    return any(_has_items_of_rows(item, rows) for item in items)
 
 
 def _is_of_rows(item: Any, rows: int) -> bool:
-    """Whether an item of a list has all rows, or stands for something that has (an output of the model)."""
+    """Whether an item of a list has all rows, or may stand for a tensor that has (a handle of the model's output)."""
     if isinstance(item, torch.Tensor):
         return item.dim() > 0 and item.shape[0] == rows
-    return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, torch.Tensor, type(None)))
+    return not isinstance(item, (int, float, str, list, tuple, dict, np.ndarray, type(None)))
 
 
 def choose_count(rows: int, most: float, fits: Callable[[int], bool]) -> int | None:
-    """Into how many equal microbatches `rows` rows are split: as few as `fits` the schedule, of `most` rows at most; if
-    there is none, as many as fit. None: no number of equal ones fits."""
+    """Into how many equal microbatches `rows` rows are split: the fewest that `fits` accepts with at most `most` rows
+    each, else the most that it accepts, else None."""
     counts = [n for n in range(1, rows + 1) if rows % n == 0 and fits(n)]
     return min((n for n in counts if rows / n <= most), default=max(counts, default=None))
 
 
 def parameter_names(what: Callable[..., Any]) -> list[str]:
-    """Names of the parameters, those of *args and **kwargs with their stars; none of what is built in."""
+    """Names of the parameters, with the stars of *args and **kwargs, which also stand for an unknown signature."""
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     try:
         parameters = inspect.signature(getattr(what, "forward", what)).parameters

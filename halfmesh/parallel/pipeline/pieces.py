@@ -1,34 +1,40 @@
-"""A model's forward as pieces, one after another: the smallest things that a stage can be made of."""
+"""A model's forward as a sequence of pieces: what stages are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
 
 from ...errors import InputError
+from ...tensors import map_tensors
 from ..modules import comes_from
 
 
 @dataclass
 class Call:
-    """What the model is called with: one microbatch of it, or a batch to evaluate. All ranks of a pipeline have it."""
+    """The arguments that all ranks of a pipeline call the model with: a microbatch, or a batch to evaluate."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made by the first piece of a stage that asks for it and kept for the others."""
-        kept = self.__dict__.setdefault("_kept", {})
-        if key not in kept:
-            kept[key] = make()
-        return kept[key]
+        """The result of `make`, which only the first piece of a stage calls."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def afresh(self) -> Call:
-        """The same call, with nothing kept."""
+        """The same call without results of `once`."""
         return Call(self.args, self.kwargs)
+
+
+def signature_of(call: Call) -> str:
+    """The same for calls with the same shapes, dtypes and plain values."""
+    return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))
 
 
 @dataclass(frozen=True)
@@ -37,56 +43,50 @@ class Piece:
 
     Attributes:
         name: how messages and the plan call it; the name of its module where it is one.
-        uses: names of the modules, parameters and buffers that it works with; what is below them belongs to it, too.
-        run: called as run(model, call, activations): takes what the piece before returned (None in the first) and
-            returns what the next one takes, the model's output in the last. Tensors may be anywhere in lists, tuples,
-            dicts and dataclasses. It must take modules from `model`, never from where else: it runs on copies, too.
-        looks_into: names of modules whose plain attributes (numbers, flags, words) count in `prepare`.
+        uses: names of the modules, parameters and buffers that it needs, including everything below them.
+        run: called as run(model, call, activations) with what the previous piece returned (None in the first one).
+            Returns what the next piece takes, or the model's output in the last one. Tensors may be anywhere in lists,
+            tuples, dicts and dataclasses. It must take modules from `model` only, because it also runs on copies.
         prepare: called as prepare(model, call) with a whole model, before calls of a new kind.
     """
 
     name: str
     uses: tuple[str, ...]
     run: Callable[[nn.Module, Call, Any], Any] = field(repr=False)
-    looks_into: tuple[str, ...] = field(default=(), repr=False)
     prepare: Callable[[nn.Module, Call], None] | None = field(default=None, repr=False)
 
 
 class Partitioner(Protocol):
-    """What is registered in PARTITIONERS: it says how the models that it knows are made of pieces."""
+    """What is registered in PARTITIONERS: knows the pieces of some models."""
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """The pieces in the order of the forward, or None where it does not know the model.
+        """The pieces in the order of the forward; None for a model that it does not know.
 
         Raises:
-            InputError: it knows the model, and that it cannot be cut.
+            InputError: it knows that the model cannot be cut.
         """
         ...
 
 
-def _call_block(block: nn.Module, activations: Any, shared: Any) -> Any:
-    return block(activations)
-
-
 @dataclass(frozen=True)
 class BlockPartition:
-    """How models of one class are cut: before any of their blocks, after the beginning, and before the end.
+    """How to cut models that are a beginning, a row of blocks and an end: before each block, and before the end.
 
     Args:
         layers: the model's classes, or their full names ("package.module.Class") for those that may not be installed.
-            A derived class counts if it has the same `forward`, and the same `methods`.
-        methods: names of other methods of the model that decide what is computed with which modules.
-        parts: modules of the model that have to be of these classes, too, by name.
+            Derived classes count if they inherit `forward` and `methods`.
+        methods: names of other methods of the model that say which modules compute what.
+        parts: the classes that modules within the model must have, by the modules' names.
         blocks: name of the ModuleList or Sequential that holds the blocks.
         begin: called as begin(model, ...) with the model's own arguments; returns what the first block takes.
         end: called as end(model, x) with what the last block returned; returns the model's output.
-        end_uses: names of the modules and parameters that `end` works with. All others, outside `blocks` and
-            `shared_uses`, are taken to be those of `begin`.
+        end_uses: names of the modules and parameters that `end` needs. All others, outside `blocks` and `shared_uses`,
+            count as those of `begin`.
         share: called as share(model, ...) with the model's own arguments, once in each stage that has blocks; returns
             what all blocks take beside x, such as a mask.
-        shared_uses: names of the modules that `share` works with.
+        shared_uses: names of the modules that `share` needs.
         block: called as block(module, x, shared) for each block, if it is not just module(x).
-        find_problem: says why a model of these classes cannot be cut, if it cannot.
+        find_problem: returns why a model of these classes cannot be cut, or None.
     """
 
     layers: tuple[type[nn.Module] | str, ...]
@@ -98,24 +98,21 @@ class BlockPartition:
     parts: Mapping[str, str] = field(default_factory=dict)
     share: Callable[..., Any] | None = None
     shared_uses: tuple[str, ...] = ()
-    block: Callable[[nn.Module, Any, Any], Any] = _call_block
+    block: Callable[[Any, Any, Any], Any] = lambda module, x, shared: module(x)
     find_problem: Callable[[Any], str | None] = lambda model: None
 
     def pieces_of(self, model: nn.Module) -> Sequence[Piece] | None:
-        """The pieces of `model`, in the order of its forward; None if it is not of these classes.
-
-        Raises:
-            InputError: `find_problem` says that it cannot be cut.
-        """
+        """See `Partitioner`."""
         if not self._knows(model):
             return None
         if (problem := self.find_problem(model)) is not None:
             raise InputError(f"the model ({type(model).__name__}): {problem}")
-        names = children_of(model.get_submodule(self.blocks))
+        names, blocks = _names(model), children_of(model.get_submodule(self.blocks))
+        end_uses = tuple(name for name in self.end_uses if name in names)
         return [
-            Piece("the beginning", tuple(self._rest(model)), self._run_begin),
-            *(self._block_piece(f"{self.blocks}.{name}") for name in names),
-            Piece("the end", tuple(name for name in self.end_uses if has_name(model, name)), self._run_end),
+            Piece("the beginning", self._rest(names), lambda m, call, x: self.begin(m, *call.args, **call.kwargs)),
+            *(self._block_piece(f"{self.blocks}.{name}") for name in blocks),
+            Piece("the end", end_uses, lambda m, call, x: self.end(m, x)),
         ]
 
     def _knows(self, model: nn.Module) -> bool:
@@ -125,23 +122,15 @@ class BlockPartition:
             and all(comes_from(model.get_submodule(name), (kind,)) for name, kind in self.parts.items())
         )
 
-    def _rest(self, model: nn.Module) -> Iterator[str]:
-        """What nobody else uses: the largest modules that hold none of theirs, and single parameters and buffers."""
+    def _rest(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What `begin` uses: the largest modules without anything that is used elsewhere, and single parameters."""
         taken = (self.blocks, *self.end_uses, *self.shared_uses)
 
-        def walk(module: nn.Module, prefix: str) -> Iterator[str]:
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            yield from (prefix + name for name, _ in own if prefix + name not in taken)
-            for name, child in module.named_children():
-                path = prefix + name
-                if path in taken:
-                    continue
-                if any(other.startswith(f"{path}.") for other in taken):
-                    yield from walk(child, f"{path}.")
-                else:
-                    yield path
+        def is_split(name: str) -> bool:
+            return not name or any(other.startswith(f"{name}.") for other in taken)
 
-        return walk(model, "")
+        own = (name for name in names if name not in taken and not is_split(name))
+        return tuple(name for name in own if is_split(name.rpartition(".")[0]))
 
     def _block_piece(self, name: str) -> Piece:
         def run(model: nn.Module, call: Call, activations: Any) -> Any:
@@ -153,28 +142,19 @@ class BlockPartition:
 
         return Piece(name, (name, *self.shared_uses), run)
 
-    def _run_begin(self, model: nn.Module, call: Call, activations: Any) -> Any:
-        return self.begin(model, *call.args, **call.kwargs)
-
-    def _run_end(self, model: nn.Module, call: Call, activations: Any) -> Any:
-        return self.end(model, activations)
-
 
 def _has_method_of(model: nn.Module, method: str, kinds: Sequence[type[nn.Module] | str]) -> bool:
-    """Whether `model` has its `method`, if any, from one of `kinds`."""
+    """Whether one of `kinds` defines the model's `method`; also true if nothing does."""
     origin = next((kind for kind in type(model).__mro__ if method in vars(kind)), None)
     return origin is None or origin in kinds or f"{origin.__module__}.{origin.__qualname__}" in kinds
 
 
 def children_of(module: nn.Module) -> list[str]:
-    """The names of its modules. (`named_children` leaves out the second place of one that is there twice.)"""
+    """The names of its children. (`named_children` leaves out the second name of a module.)"""
     return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
 
 
-def has_name(model: nn.Module, name: str) -> bool:
-    """Whether the model has a module, parameter or buffer of that name. (A `head` may be None, or missing.)"""
-    owner, _, own = name.rpartition(".")
-    try:
-        return getattr(model.get_submodule(owner), own, None) is not None
-    except AttributeError:
-        return False
+def _names(model: nn.Module) -> list[str]:
+    """The names of its modules, parameters and buffers."""
+    kinds = (model.named_modules, model.named_parameters, model.named_buffers)
+    return [name for named in kinds for name, _ in named(remove_duplicate=False)]

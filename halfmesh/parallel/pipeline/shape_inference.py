@@ -1,9 +1,8 @@
-"""A model without memory, from which every rank learns what is sent between stages that other ranks have."""
+"""What each stage returns, found by running the whole model on tensors without memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,135 +16,111 @@ from .fx_trace import run_without_data
 from .partition import Partition
 from .pieces import Call
 from .stage import ForwardContext
-from .transport import StageMetadata
 
 
-class MetaModel:
-    """A copy of a whole model on the meta device.
+def make_meta_model(model: nn.Module) -> nn.Module:
+    """A copy of the whole model on the meta device, with layers that may be sharded over a tensor group.
 
-    Args:
-        model: whole; its layers may be divided over a tensor group.
-
-    Attributes:
-        model: the copy.
+    Nothing is frozen in it: another rank may unfreeze its parameters later.
 
     Raises:
         InputError: something in the model cannot be copied.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        try:  # frozen parameters too get gradients: they may be unfrozen, of which ranks without them do not hear
-            self.model = meta_copy(model, model)
-        except Exception as error:
-            raise InputError(
-                f"the model cannot be copied ({error}), which a pipeline needs to know the shapes between its stages; "
-                "take out of the model what copy.deepcopy refuses"
-            ) from error
-
-    def infer(
-        self, partition: Partition, call: Call, source: nn.Module, device: torch.device, context: ForwardContext
-    ) -> list[StageMetadata]:
-        """What each stage returns when the model is called so. Nothing is computed, and nothing sent.
-
-        Args:
-            call: as on this device, or with other tensors of the same shapes.
-            source: the model that runs, whose modules may be in training mode or not.
-            context: what the stages' forward runs in.
-
-        Raises:
-            InputError: the forward asks for values.
-        """
-        self._follow(source)
-        for stage in partition.stages:
-            for piece in stage:
-                if piece.prepare is not None:
-                    piece.prepare(self.model, call)
-        with _without_data():
-            trees = run_without_data(_Stages(self.model, partition, context), device, call.args, dict(call.kwargs))
-        return [StageMetadata(map_tensors(_without_memory, tree)) for tree in trees]
-
-    def _follow(self, source: nn.Module) -> None:
-        """Take over what may have changed in the model.
-
-        Raises:
-            InputError: it has other modules than at first.
-        """
-        here, there = dict(self.model.named_modules()), dict(source.named_modules())
-        changed = sorted(here.keys() ^ there.keys())
-        if changed:
-            raise InputError(
-                f"{shorten(changed)}: modules that were added to the model after initialize, or taken away; under a "
-                "pipeline each rank holds its stages of the model as it was then. Change it before initialize (a layer "
-                "may be frozen, and unfrozen later), or close the engine, change the model, and initialize again"
-            )
-        for mine, theirs in zip(self.model.modules(), source.modules(), strict=True):
-            for name, value in vars(theirs).items():
-                if isinstance(value, (bool, int, float, str)):
-                    vars(mine)[name] = value
+    try:
+        return meta_copy(model, model)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({error}), but a pipeline finds the shapes between its stages on a copy; "
+            "remove from the model what copy.deepcopy refuses"
+        ) from error
 
 
-class _Stages(nn.Module):
-    """All stages, one after the other, on one rank."""
+def infer_stages(
+    meta_model: nn.Module,
+    model: nn.Module,
+    partition: Partition,
+    call: Call,
+    device: torch.device,
+    context: ForwardContext,
+) -> list[Any]:
+    """What each stage returns for `call`: a tree of tensors on the meta device. Nothing is computed or sent.
 
-    def __init__(self, model: nn.Module, partition: Partition, context: ForwardContext) -> None:
-        super().__init__()
-        self.model = model
-        self._partition = partition
-        self._context = context
+    Args:
+        model: the one that `meta_model` was made from, in training mode or not.
+        context: what the stages' forward runs in.
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    Raises:
+        InputError: the forward needs values.
+    """
+    _update(meta_model, model)
+    for piece in partition.pieces:
+        if piece.prepare is not None:
+            piece.prepare(meta_model, call)
+
+    def run_stages(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         activations, trees = None, []
-        before = {name for name, _ in self._attributes()}  # such as the weight that weight_norm computes
-        for stage in self._partition.stages:
-            call = Call(args, kwargs)
-            with self._context.autocast():
+        before = {name for name, _ in _plain_tensors(meta_model)}  # such as the weight that weight_norm computes
+        for stage in partition.stages:
+            each = Call(args, kwargs)
+            with context.autocast():
                 for piece in stage:
-                    activations = piece.run(self.model, call, activations)
+                    activations = piece.run(meta_model, each, activations)
             trees.append(activations)
             activations = map_tensors(_receive, activations)
-        for name, value in self._attributes():
+        for name, value in _plain_tensors(meta_model):
             if name not in before and value.requires_grad and not value.is_leaf:
                 raise InputError(
-                    f"{name} is kept on the model with its graph, for a loss term perhaps, which would reach what "
-                    "other stages keep as little as their parameters; return it as a part of the output, or keep it "
-                    "detached"
+                    f"{name} is kept on the model with its graph, perhaps for a loss term, but the criterion runs on "
+                    "the last stage only, which cannot reach it; return it as a part of the output, or keep it detached"
                 )
         return trees
 
-    def _attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that modules keep, which are neither parameters nor buffers."""
-        for path, module in self.model.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor):
-                    yield ".".join(filter(None, (path, name))), value
+    try:
+        trees = run_without_data(meta_model, run_stages, device, call.args, dict(call.kwargs))
+    except DATA_NEEDED as error:
+        raise InputError(
+            "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but the "
+            f"shapes between stages must not depend on them: {str(error).splitlines()[0]}"
+        ) from error
+    except RuntimeError as error:
+        raise InputError(
+            "the model's forward failed on tensors without data, on which a pipeline finds the shapes between its "
+            f"stages: {str(error).splitlines()[0]}"
+        ) from error
+    return [map_tensors(_without_memory, tree) for tree in trees]
+
+
+def _update(meta_model: nn.Module, model: nn.Module) -> None:
+    """Copy what may have changed in the model.
+
+    Raises:
+        InputError: it has other modules than at initialize.
+    """
+    changed = sorted(dict(meta_model.named_modules()).keys() ^ dict(model.named_modules()).keys())
+    if changed:
+        raise InputError(
+            f"{shorten(changed)}: modules that were added to the model after initialize, or removed; under a pipeline "
+            "each rank holds its stages of the model as it was then. Change it before initialize (a layer may be "
+            "frozen, and unfrozen later), or close the engine, change the model, and initialize again"
+        )
+    for mine, theirs in zip(meta_model.modules(), model.modules(), strict=True):
+        plain = (bool, int, float, str)
+        vars(mine).update({name: value for name, value in vars(theirs).items() if isinstance(value, plain)})
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors on modules that are neither parameters nor buffers."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield ".".join(filter(None, (path, name))), value
 
 
 def _receive(tensor: torch.Tensor) -> torch.Tensor:
-    """As the next stage gets it: contiguous, and no leaf, so that it may be changed in place."""
+    """As the next stage gets it: contiguous, and not a leaf, so that it may be changed in place."""
     received = tensor.detach().contiguous()
     return received.requires_grad_().clone() if tensor.requires_grad else received
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-
-
-@contextmanager
-def _without_data() -> Iterator[None]:
-    try:
-        yield
-    except DATA_NEEDED as error:
-        raise InputError(
-            "the model's forward asks for the values of its activations (.item(), if, boolean indexing), but what "
-            f"is sent between stages has to be known from shapes alone: {str(error).splitlines()[0]}"
-        ) from error
-    except RuntimeError as error:
-        raise InputError(
-            f"the model's forward failed where it was run on tensors without data, to find the shapes between its "
-            f"stages: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def signature_of(call: Call) -> str:
-    """The same for calls between which nothing that is sent can differ."""
-    return repr(map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), (call.args, dict(call.kwargs))))

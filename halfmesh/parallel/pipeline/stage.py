@@ -8,25 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from .pieces import Call, Piece
-from .transport import StageMetadata, pack, require_gradients, unpack
+from .transport import on_wire, pack, require_gradients, unpack
 
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a stage's forward runs in.
+    """The context managers that a stage's forward runs in.
 
     Attributes:
-        autocast: around the forward.
-        random: around each forward, so that it draws the model's own random numbers.
-        host_random: around a batch, for what it draws from python's and numpy's generators. (Changing those costs more
-            than the forward of a small stage.)
-        saving: around each forward, for what autograd saves of it.
+        autocast: around each forward.
+        random: around each forward, for the model's own random numbers.
+        host_random: around a batch, for random numbers of python and numpy, whose state takes longer to set than a
+            small stage takes to run.
+        saving: around each forward, for the tensors that autograd saves.
     """
 
     autocast: Scope
@@ -37,23 +38,23 @@ class ForwardContext:
 
 @dataclass
 class Batch:
-    """The microbatches of one batch on their way through the stages of this rank.
+    """What the stages of a rank need to run one batch.
 
     Attributes:
         calls: one for each microbatch.
-        finish: called as finish(output, index) on the last stage; returns what backward begins with (0-dim).
+        finish: called as finish(output, index) on the last stage; returns the 0-dim loss for backward.
         metadata: what each stage returns.
     """
 
     calls: Sequence[Call]
     finish: Callable[[Any, int], torch.Tensor]
-    metadata: Sequence[StageMetadata] = field(repr=False)
+    metadata: Sequence[Any] = field(repr=False)
 
 
 class StageModule(nn.Module):
-    """Stage `index` of `count`. The model's modules are not registered: they belong to the user's model.
+    """Stage `index` of `count`. It does not register the model's modules, which belong to the user's model.
 
-    Called by torch with what the stage before sent, and with the number of the microbatch.
+    torch calls it with what the previous stage sent, and with the number of the microbatch.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StageModule(nn.Module):
         self.batch: Batch | None = None
 
     def compute(self, call: Call, activations: Any) -> Any:
-        """The stage's forward: what the next stage takes, or the model's output."""
+        """Run the stage's forward. Returns what the next stage takes, or the model's output."""
         call, context = call.afresh(), self._context
         with context.random(), context.autocast(), context.saving():
             for piece in self.pieces:
@@ -78,41 +79,42 @@ class StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, number = self.batch, int(index)  # on the CPU: no device is waited for
         assert batch is not None
-        activations, anchors = unpack(received, batch.metadata[self.index - 1]) if received else (None, [])
+        activations, link = unpack(received, batch.metadata[self.index - 1]) if received else (None, None)
         activations = self.compute(batch.calls[number], activations)
         if self.is_last:
-            # As float64 it can carry any loss without rounding what flows back.
+            # float64 holds any loss and gradient without rounding.
             with self._context.random():  # the criterion runs here only, and may draw, too
                 loss = batch.finish(activations, number)
-            return require_gradients([loss.double().reshape(1)], anchors)
-        return require_gradients(pack(activations, batch.metadata[self.index]), anchors)
+            return require_gradients([loss.double().reshape(1)], link)
+        return require_gradients(pack(activations, batch.metadata[self.index]), link)
 
 
-def make_stage(
-    module: StageModule, metadata: Sequence[StageMetadata], device: torch.device, group: Any, last: Callable[[], None]
-) -> PipelineStage:
-    """torch's stage around `module`, with all that it would find out by sending told beforehand.
+class Stage(PipelineStage):
+    """torch's stage around a StageModule.
+
+    Receive buffers are allocated when they are needed, and freed after the microbatch's backward. torch would keep one
+    for each microbatch as long as the schedule exists. In between, tensors on the meta device stand for them.
 
     Args:
-        last: called before the last backward of a step.
-    """
-    received = metadata[module.index - 1].wire() if module.index else ()
-    sent = metadata[module.index].wire()
-    if module.is_last:
-        sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
-    stage = _Stage(module, module.index, len(metadata), device, input_args=received, output_args=sent, group=group)
-    stage.last = last
-    return stage
-
-
-class _Stage(PipelineStage):
-    """Says when its last backward of a step begins, so that gradients can be reduced while it runs.
-
-    Memory to receive into is taken when something is to come, and given back after the microbatch's backward: torch
-    would keep it for each microbatch, as long as the schedule is there. Tensors on the meta device hold its place.
+        metadata: what each stage returns, which torch would find out by sending.
+        last: called before the last backward of a step, so that gradients can be reduced while it runs.
     """
 
-    last: Callable[[], None]
+    def __init__(
+        self,
+        module: StageModule,
+        metadata: Sequence[Any],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        last: Callable[[], None],
+    ) -> None:
+        index, count = module.index, len(metadata)
+        received = on_wire(metadata[index - 1]) if index else ()
+        sent = on_wire(metadata[index])
+        if module.is_last:
+            sent = (torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True),)
+        super().__init__(module, index, count, device, input_args=received, output_args=sent, group=group)
+        self._last = last
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._without_memory():
@@ -145,7 +147,7 @@ class _Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if last_backward:
-            self.last()
+            self._last()
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
 
@@ -158,9 +160,9 @@ def _give_back(places: Iterable[Any]) -> None:
     for place in filter(_receives, places):
         buffer = place.buffer
         place.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
-        buffer.data = buffer.new_empty(0)  # losses are kept to the end of the step, and these keep the leaves of graphs
+        buffer.data = buffer.new_empty(0)  # the losses keep their graphs, and so this leaf, until the step ends
 
 
 def _receives(place: Any) -> bool:
-    """A first stage has places for its arguments, which nobody sends."""
+    """Whether it is received: the first stage has entries for its arguments, too."""
     return getattr(place, "buffer", None) is not None

@@ -1,4 +1,4 @@
-"""This rank keeps the parameters and buffers of its stages only; those that several stages share stay equal."""
+"""This rank keeps the parameters and buffers of its stages only, and those that several stages share stay equal."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from ..context import ParallelContext
 from ..gradient_sums import CompleteGradients, SharedGradients
 from ..registries import SCHEDULES
 from .partition import Partition, all_tensors, first_names
-from .shape_inference import MetaModel
+from .shape_inference import make_meta_model
 
 
 class StageParameters(AppliedAxis):
-    """The model of one rank. Modules, names and the parameters that stay are the same objects as before; what other
-    ranks hold is None here, and left out of the optimizer's groups.
+    """The model of one rank. Modules, names and the remaining parameters are the same objects as before; parameters and
+    buffers that only other ranks hold become None, and leave the optimizer with their state.
 
     Args:
-        model: equal on all ranks, on whatever device.
-        optimizer: over its parameters; of its state, too, what other ranks hold is dropped.
-        partition: which pieces this rank has.
+        model: equal on all ranks, on any device.
+        optimizer: over its parameters.
 
     Attributes:
-        partition: as given.
-        meta_model: a copy of the model without data, which finds shapes.
-        ties: the parameters of this rank that others hold, too, with the pipeline ranks of all holders.
+        meta_model: a copy of the whole model without data, to find shapes.
+        ties: the parameters of this rank that other ranks hold too, with the pipeline ranks of all holders.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class StageParameters(AppliedAxis):
     ) -> None:
         super().__init__(context, "pp")
         self.partition = partition
-        self.meta_model = MetaModel(model)
+        self.meta_model = make_meta_model(model)
         self.first_names = first_names(model)
         self._model, self._optimizer, self._context = model, optimizer, context
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -71,12 +69,12 @@ class StageParameters(AppliedAxis):
         return CompleteGradients(sums) if sums else None
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        """Schedule, bubble, who has which stage and what part of the whole it is, and what several have."""
+        """Schedule, bubble, the rank and the share of parameters of each stage, and what several stages have."""
         partition, microbatches = self.partition, options.microbatches or 1
         total = sum(partition.costs) or 1
         bubble = SCHEDULES.get(options.schedule).bubble(options.size, options.chunks, microbatches)
         stages = [
-            f"{index} on pp {index % partition.size}: {name} ({cost / total:.0%} of parameters)"
+            f"{index} on pp {partition.rank_of(index)}: {name} ({cost / total:.0%} of parameters)"
             for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
         ]
         stages += [f"on several stages: {shorten(self._shared_names)}"] if self._shared_names else []
@@ -84,8 +82,8 @@ class StageParameters(AppliedAxis):
         return {"layout": "every rank holds its stages", "stages": rows}
 
     def undo(self) -> None:
-        """Give the modules and the optimizer's groups their parameters again: what other ranks hold without its values,
-        on the CPU."""
+        """Put all parameters back into the modules and the optimizer's groups; those of other ranks are on the CPU and
+        have no values."""
         for hook in self._hooks:
             hook.remove()
         for name, tensor in self._foreign.items():
@@ -114,7 +112,7 @@ class StageParameters(AppliedAxis):
     # -- hooks on the model ------------------------------------------------------------------------------------
 
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        """Whole state dicts can be loaded, too: each rank takes its part."""
+        """Of a state dict of the whole model each rank loads what it holds."""
         foreign = {prefix + name for name in self._foreign} & state.keys()
         if assigns(metadata) and foreign:
             raise InputError(
@@ -125,11 +123,11 @@ class StageParameters(AppliedAxis):
             del state[name]
 
     def _expect_own(self, module: nn.Module, keys: Any) -> None:
-        """BatchNorm adds its counter to states without versions, on ranks that do not hold it, too."""
+        """Ignore the counter that BatchNorm adds to state dicts without versions, where this rank does not hold it."""
         keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key not in self._foreign]
 
     def _refuse_call(self, model: nn.Module, *_: Any) -> NoReturn:
         raise InputError(
-            f"the model itself was called, but this rank holds stage {self.rank} of it only; call engine(...), on all "
+            f"the model itself was called, but this rank holds only stage {self.rank} of it; call engine(...) on all "
             "ranks"
         )

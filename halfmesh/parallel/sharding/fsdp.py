@@ -1,25 +1,49 @@
-"""Fully sharded data parallelism as a data strategy."""
+"""Fully sharded data parallelism: torch's FSDP2 (`fully_shard`) shards weights, gradients and optimizer state.
+
+Each block all-gathers its weights before it computes and frees them afterwards; gradients are reduce-scattered while
+backward runs. The update sees this rank's shards as plain tensors, as in every other layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...errors import InputError
-from ...shard import ParamShard
-from ..data_strategy import DataStrategy, StrategyInputs
-from ..reducer import ReduceOptions, Reducer
+from ..._torch import has_grad_hooks, move_module
+from ...errors import InputError, shorten
+from ...shard import ParamShard, set_compute_dtype
+from ..axis import take_parts
+from ..data_strategy import DataStrategy, StrategyInputs, repoint
+from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
-from .fsdp_wrap import ShardOptions, Units, find_problems, make_mesh
-from .fully_shard import FullyShard
+from .fsdp_reducer import FSDPReducer
+from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
+
+FREED = "are out of bounds for storage of size 0"
+"""torch's words where a tensor is used whose memory was freed."""
 
 
 class FSDP(DataStrategy):
-    """Weights, gradients and optimizer state are sharded; each block gathers its weights before it computes."""
+    """Weights, gradients and optimizer state are sharded; each block gathers its weights before it computes.
+
+    FSDP2 replaces parameters by DTensors under the same names. The optimizer is given plain parameters over the same
+    memory, and keeps its groups and settings.
+
+    Attributes:
+        shards: as given, with this rank's shard in place of each parameter that is sharded.
+        sharded: each of these, and the DTensor that the model uses.
+        originals: for each parameter that the model came with its shard.
+        places: the module and the name of each of them; several for a tied one.
+        units: the modules that gather their weights separately.
+        replicated: names of parameters that every rank holds whole: those that FSDP2 cannot shard (scalars, empty ones,
+            non-contiguous ones), those of several units, and under a pipeline those of modules that no stage calls.
+    """
 
     shards_state = shards_model = True
     cost = "each block waits for its weights in forward and again in backward, for every batch of an update"
@@ -31,26 +55,39 @@ class FSDP(DataStrategy):
 
     def __init__(self, inputs: StrategyInputs) -> None:
         self.inputs = inputs
-        data, context = inputs.options, inputs.context
-
-        def dtype(name: str | None) -> torch.dtype | None:
-            return None if name is None else getattr(torch, name)
-
-        options = ShardOptions(
-            param_dtype=inputs.param_dtype or dtype(data.param_dtype),
-            cast_inputs=inputs.param_dtype is None,
-            output_dtype=dtype(data.output_dtype),
-            buffer_dtype=dtype(data.buffer_dtype),
-            reshard_after_forward=data.reshard_after_forward,
-            prefetch=data.prefetch,
-            cpu_offload=data.cpu_offload,
-        )
-        mesh, units = make_mesh(context, data.hybrid), Units(inputs.blocks, inputs.not_called)
-        self.publisher = self.sharded = FullyShard(inputs, mesh, units, options)
+        self.publisher = self
+        model, data, device = inputs.model, inputs.options, inputs.context.device
+        self._mesh = mesh = make_mesh(inputs.context, data.hybrid)
+        self._ranks, self._rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+        units = find_units(model, inputs.blocks, inputs.not_called)
+        whole = {s.param for s in inputs.shards if not can_be_sharded(s.param)} | unowned_params(model, units)
+        self.replicated = [shard.name for shard in inputs.shards if shard.param in whole]
+        taken = [shard.param for shard in inputs.shards if shard.param not in whole]
+        self._dtypes = {param: param.dtype for param in taken}
+        self._before = {module: (type(module), set(vars(module))) for module in model.modules()}
+        param_dtype = inputs.param_dtype or _dtype(data.param_dtype)
+        if param_dtype is not None:
+            for param in taken:  # the shards are the masters, whatever the model came in
+                param.data = param.data.float()
+        self.places = {place: param for place, param in _places(model) if param not in whole}
+        self._buffer_dtypes = self._cast_buffers(_dtype(data.buffer_dtype))
+        self.units = self._wrap(units, whole, param_dtype)
+        self.originals = self._shard_optimizer()
+        self.shards = [self.originals.get(shard.param, shard) for shard in inputs.shards]
+        modules = {module for module, _ in self.places}
+        self._hooks: list[Any] = [module.register_load_state_dict_pre_hook(self._load) for module in modules]
+        self._hooks.append(inputs.optimizer.register_load_state_dict_post_hook(refuse_other_state))
+        if not data.reshard_after_forward:  # what is written into weights after an evaluation has to reach the shards
+            self._hooks.append(model.register_forward_hook(self._after_forward))
         inputs.finish()
-        self.sharded.move(context.device)
-        self.sharded.tell_dtypes()
-        self.shards = self.sharded.shards
+        self._move(device)
+        self.sharded = [(s, s.source.param) for s in self.originals.values() if s.source is not None]
+        if param_dtype is not None:
+            for _, weight in self.sharded:  # not before they are moved, which replaces what is set on a DTensor
+                set_compute_dtype(weight, param_dtype)
+        self._storages = [weight.untyped_storage() for _, weight in self.sharded]
+
+    # -- the config --------------------------------------------------------------------------------------------
 
     @staticmethod
     def find_key_problems(config: Any, param_dtype: torch.dtype | None) -> Iterator[tuple[str, str]]:
@@ -61,7 +98,7 @@ class FSDP(DataStrategy):
                     "FSDP2 does not support this under a pipeline, whose stages call the blocks separately; remove it"
                 )
                 yield f"parallel.data.{key}", message
-        if data.buffer_dtype is not None and param_dtype not in (None, getattr(torch, data.buffer_dtype)):
+        if data.buffer_dtype is not None and param_dtype not in (None, _dtype(data.buffer_dtype)):
             message = (
                 f"{data.buffer_dtype!r} is not the dtype that the mode casts the model to ({computes_in}); remove it"
             )
@@ -99,24 +136,111 @@ class FSDP(DataStrategy):
         if param_dtype is None and data.param_dtype in (None, "float32"):
             message = (
                 "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
-                "with the parts as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
+                "with the shards as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
             )
             yield "parallel.data.param_dtype", message
 
     @staticmethod
     def find_problems(model: nn.Module, param_dtype: torch.dtype | None) -> Iterator[str]:
-        return find_problems(model, casts=param_dtype is not None)
+        dtypes = {name: param.dtype for name, param in model.named_parameters() if can_be_sharded(param)}
+        if param_dtype is None and len(set(dtypes.values())) > 1:
+            first, dtype = next(iter(dtypes.items()))
+            others = [name for name, other in dtypes.items() if other != dtype]
+            yield (
+                f"parallel.data: 'fsdp' gathers weights of one dtype together, but {shorten(others)} differ from "
+                f"{first} ({dtype}); give all parameters one dtype, or use data='zero1'"
+            )
+        hooked = [name for name, param in model.named_parameters() if has_grad_hooks(param)]
+        if hooked:
+            yield (
+                f"parallel.data: {shorten(hooked)} has hooks on its gradient, which FSDP2 never calls (it computes "
+                "with other parameters); remove them, or use data='zero1'"
+            )
+
+    # -- sharding ----------------------------------------------------------------------------------------------
+
+    def _cast_buffers(self, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
+        """Cast floating-point buffers to `dtype`. Returns what they were before."""
+        cast = {b: b.dtype for b in self.inputs.model.buffers() if dtype is not None and b.is_floating_point()}
+        for buffer in cast:
+            buffer.data = buffer.data.to(dtype)
+        return cast
+
+    def _wrap(self, units: Sequence[nn.Module], whole: set[nn.Parameter], param_dtype: torch.dtype | None) -> list[Any]:
+        """Returns FSDPModules (which, as torch annotates them, are no nn.Modules)."""
+        inputs, data, wrapped = self.inputs, self.inputs.options, []
+        policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype,
+            reduce_dtype=torch.float64 if torch.float64 in self._dtypes.values() else inputs.reduce.dtype,
+            cast_forward_inputs=inputs.param_dtype is None,  # else the engine casts what the model gets
+        )
+        for unit in units:
+            inputs.make(unit)  # its values, where it has none yet
+            own = replace(policy, output_dtype=_dtype(data.output_dtype)) if unit is inputs.model else policy
+            wrapped.append(wrap(unit, self._mesh, own, data, inputs.reduce.mean, whole))
+            self._free_originals(unit)
+        prefetch(wrapped[: len(inputs.blocks)], data.prefetch)
+        return wrapped
+
+    def _free_originals(self, unit: nn.Module) -> None:
+        """Free the parameters that FSDP2 has sharded, now: or all of the model would stay until the last unit."""
+        inner = set(unit.modules())
+        for (module, name), param in self.places.items():
+            if module in inner and getattr(module, name) is not param:
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def _shard_optimizer(self) -> dict[nn.Parameter, ParamShard]:
+        """Let the optimizer hold this rank's shards. Returns them by the parameters that it held."""
+        now = dict(_places(self.inputs.model))
+        weights = {old: now[place] for place, old in self.places.items()}
+        found = {}
+        for shard in self.inputs.shards:
+            if (weight := weights.get(shard.param)) is not None:
+                own = nn.Parameter(weight.detach().to_local(), requires_grad=shard.param.requires_grad)  # type: ignore[attr-defined]
+                source, share = ParamShard(shard.name, weight), shard.weight * self._ranks
+                found[shard.param] = ParamShard(shard.name, own, share, source=source, original=shard.param)
+
+        def cut(param: nn.Parameter, name: str, value: Any) -> Any:
+            # `step` is a counter, in torch's optimizers, and a scalar.
+            if not isinstance(value, torch.Tensor) or value.shape != weights[param].shape or name == "step":
+                return value
+            start = self._first_row(len(value))
+            own = value[start : start + len(found[param].param)].clone()
+            return own.to(param.dtype) if value.dtype == self._dtypes[param] else own
+
+        repoint(self.inputs.optimizer, {param: shard.param for param, shard in found.items()}, cut)
+        return found
+
+    def _first_row(self, rows: int) -> int:
+        """The row at which this rank's shard of a parameter begins."""
+        return min(self._rank * -(-rows // self._ranks), rows)
+
+    def _load(self, module: nn.Module, *given: Any) -> None:
+        """Whole tensors can be loaded, too: each rank takes its shard."""
+        self.reshard()
+        names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+        take_parts(dict.fromkeys(names, _as_shard), module, *given)
+
+    def _move(self, device: torch.device) -> None:
+        """Move the model to `device`; under `cpu_offload` only what is not sharded."""
+        model = self.inputs.model
+        if not self.inputs.options.cpu_offload:
+            move_module(model, device)
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+
+    # -- what the engine asks ----------------------------------------------------------------------------------
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
     ) -> FSDPReducer:
-        self.sharded.withholds = withholds
-        context = self.inputs.context
-        return FSDPReducer(self.sharded, shards, buffers, context.dp_group, self.inputs.reduce, context.device)
+        return FSDPReducer(self, shards, buffers, withholds)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
-        start = self.sharded.first_row(len(shard.source.param))
+        start = self._first_row(len(shard.source.param))
         return source.rows(start, start + len(shard.param))
 
     @property
@@ -126,114 +250,85 @@ class FSDP(DataStrategy):
     @property
     def text(self) -> str:
         data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
-        return f", in parts{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp)"
+        return f", sharded{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp)"
 
     def follow(self) -> None:
-        self.sharded.refuse_other_memory()
+        """Raise InputError if a parameter was given other memory: FSDP2 goes on with its own.
+
+        (A DTensor's values are not in it, so that not even reading it shows what was assigned.)
+        """
+        pairs = zip(self.sharded, self._storages, strict=True)
+        lost = [shard.name for (shard, weight), held in pairs if weight.untyped_storage() is not held]
+        if lost:
+            raise InputError(
+                f"new memory was assigned to {shorten(lost)} (param.data = ..., or model.to(dtype)), but FSDP2 goes on "
+                "with the old; write in place under torch.no_grad(), as in param.copy_(...), or do it before initialize"
+            )
 
     def explain(self, error: RuntimeError) -> None:
-        if _met_freed_storage(error):
+        if FREED in str(error):
             raise InputError(
-                "backward needs weights that FSDP2 has given up, which it gathers where it sees the gradient of a "
-                "block's output. Either a module returns tensors within an object that it cannot look into: return "
-                "tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or gradients of gradients were asked "
-                "for (torch.autograd.grad with create_graph=True), which weights in parts do not give: use data='zero1'"
+                "backward needs weights that FSDP2 has freed. It gathers them again when the gradient of a block's "
+                "output arrives, which it misses in two cases. A module returns tensors inside an object that FSDP2 "
+                "cannot look into: return tensors, tuples, lists or dicts (dataclasses since torch 2.13). Or the loss "
+                "contains gradients (torch.autograd.grad with create_graph=True), which sharded weights do not "
+                "support: use data='zero1'"
             ) from error
 
-    def undo(self) -> None:
-        self.sharded.undo()
+    # -- `halfmesh.shard.Publisher` ----------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        for _, weight in self.sharded:  # so that each gradient is freed as it is used
+            weight.grad = None
+        if self.inputs.options.cpu_offload and self.inputs.context.device.type == "cuda":
+            torch.cuda.synchronize()  # a forward since backward may still be copying them to the device
 
-def _met_freed_storage(error: BaseException) -> bool:
-    """Whether `error`, or its cause, says that the memory of a tensor was freed."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if "are out of bounds for storage of size 0" in str(seen):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-class FSDPReducer(Reducer):
-    """`halfmesh.parallel.gradient_sums.Reduction` of a model that FSDP2 shards: it reduces only
-    parameters that are left whole, and running statistics.
-
-    Raises:
-        InputError: a cycle ends without FSDP2 being told before its last backward; parameters were put into the
-            optimizer that are not sharded; the model failed in the middle of a step.
-    """
-
-    def __init__(
-        self,
-        sharded: FullyShard,
-        shards: Sequence[ParamShard],
-        buffers: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup,
-        options: ReduceOptions,
-        device: torch.device,
-    ) -> None:
-        self._sharded = sharded
-        self._device = device
-        self._own_stale = False
-        self._is_open = False
-        self._is_sent = False
-        self._is_broken = False
-        super().__init__(shards, buffers, group, options)
-
-    @property
-    def stale(self) -> bool:
-        """Whether gradients arrived since `finish`, of whole or of sharded parameters."""
-        return self._own_stale or (self._finished and self._sharded.was_used)
-
-    @stale.setter
-    def stale(self, value: bool) -> None:
-        self._own_stale = value
-
-    def cover(self, shards: Sequence[ParamShard]) -> None:
-        super().cover(self._sharded.left_whole(shards))
-
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(self._sharded.left_whole(shards))
-
-    def open(self, last: bool) -> None:
-        if self._is_broken:
-            raise InputError(
-                "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
-                "between two microbatches); under data='fsdp' some of them are on their way to others, so that the "
-                "ranks do not agree any more; end the run"
-            )
-        self._sharded.refuse_lost_changes()
-        self._is_open, self._is_sent = True, last
-        self._sharded.announce(last)
-        super().open(last)
-
-    def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        self._sharded.announce(True, params)
-
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
-        self._is_sent = True
-        super().expect_rest(params)
+    def stepped(self, shards: Sequence[ParamShard]) -> None:
+        """New weights need not be sent: they are gathered when used."""
 
     def finish(self) -> None:
-        if not self._is_sent:
-            raise InputError(
-                "engine.step(last=True) ended a cycle whose last backward had run already; under data='fsdp' gradients "
-                "are summed in that backward, which has to be told before. Let engine.dataloader feed the loop (it "
-                "knows its end), give it as many batches as gradient_accumulation divides, or use data='zero1'"
-            )
-        if self._finished:
-            raise InputError(
-                "gradients were added by a backward outside this engine after those of the update had been summed "
-                "(data='fsdp'); call engine.backward(loss) for every loss"
-            )
-        used = self._sharded.used
-        counts = torch.tensor(used, dtype=torch.float32).to(self._device, non_blocking=True)
-        work = self._all_reduce(counts, divide=False)
-        super().finish()
-        work.wait()
-        self._sharded.take_grads([1.0] * len(used) if all(used) else counts.tolist())
-        self._is_open = False
+        """Gathered weights are stale."""
+        if not self.inputs.options.reshard_after_forward:
+            self.reshard()
 
-    def forget(self) -> None:
-        super().forget()
-        self._is_broken |= self._is_open
+    def _after_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Free gathered weights."""
+        for unit in self.units:
+            unit.reshard()
+
+    def undo(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.reshard()
+        for module, (kind, attributes) in self._before.items():
+            unwrap(module, kind, attributes)
+        for (module, name), param in self.places.items():
+            setattr(module, name, param)
+        for shard, weight in self.sharded:
+            param = shard.model_param
+            param.data, param.grad = torch.empty(weight.shape, dtype=self._dtypes[param]), None
+            param.requires_grad_(weight.requires_grad)
+        repoint(self.inputs.optimizer, {shard.param: shard.model_param for shard, _ in self.sharded})
+        for buffer, dtype in self._buffer_dtypes.items():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield (module, name), param
+
+
+def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a whole tensor, as FSDP2 cuts it."""
+    if not isinstance(param, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)

@@ -16,13 +16,13 @@ from .withheld import SCATTERED, WithheldGradient
 
 
 class SliceBucket(Bucket):
-    """Parameters whose elements, one after the other as they lie in memory, are cut into one chunk for each data rank.
+    """Parameters whose elements, in memory order, are split into one chunk per data rank.
 
-    So a rank steps some parameters whole, at most two in part, and of the others nothing. It holds a part of each, most
-    of them empty: the optimizer's groups look alike on all ranks.
+    A rank steps some parameters whole, at most two in part, and nothing of the others. It holds a part of each, often
+    an empty one, so that the optimizer's groups look alike on all ranks.
 
     Attributes:
-        parts: this rank's of each of `shards`.
+        parts: of `shards`, in the same order: what this rank steps.
         chunk: elements of a chunk.
     """
 
@@ -42,20 +42,14 @@ class SliceBucket(Bucket):
             param = nn.Parameter(memory, requires_grad=shard.param.requires_grad)
             self.parts.append(ParamShard(shard.name, param, shard.weight * size, source=shard, start=start))
 
-    @property
-    def absent(self) -> list[int]:
-        """Which of `shards` had no gradient on this rank."""
-        return self._absent
-
     def reset(self) -> None:
         super().reset()
         self._received = None
 
-    def scatter(self, group: dist.ProcessGroup, divisor: int) -> tuple[dist.Work, torch.Tensor]:
-        """Start to sum the gradients / `divisor` to the ranks that step them. Returns what is under way, and what this
-        rank sends, which may be forgotten then."""
+    def scatter(self, group: dist.ProcessGroup, divisor: int) -> dist.Work:
+        """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
         flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
-        self._absent = self._move_to(flat)
+        self.absent = self._move_to(flat)
         flat[self.numel :].zero_()
         if divisor != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
@@ -63,10 +57,10 @@ class SliceBucket(Bucket):
         work = dist.reduce_scatter_tensor(self._received, flat, group=group, async_op=True)
         self.is_sent = True
         assert work is not None
-        return work, flat
+        return work
 
     def hand_out(self, nowhere: Collection[int]) -> None:
-        """Add what was received to the gradients of the parts. Those that had one `nowhere`, on no rank, get none."""
+        """Add what was received to the gradients of the parts; `nowhere`: those that had none on any rank."""
         assert self._received is not None
         for index, (part, view) in enumerate(zip(self.parts, self.split(self._received), strict=True)):
             if index in nowhere:
@@ -76,26 +70,22 @@ class SliceBucket(Bucket):
         self._received = None
 
     def withhold(self) -> None:
-        """Let the parameters whose gradients were handed out say so, where somebody looks for these."""
+        """Put placeholders where users look for the gradients that were handed out."""
         self._withheld = self._withheld or [WithheldGradient.of(s.param, s.name, SCATTERED) for s in self.shards]
         for shard, part, grad in zip(self.shards, self.parts, self._withheld, strict=True):
             if part.param.grad is not None:
                 set_grad(shard.param, grad)
 
     def split(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's chunk, cut into the parts."""
+        """This rank's chunk, split into the parts."""
         sizes = [part.param.numel() for part in self.parts]
         return list(chunk[: sum(sizes)].split(sizes))
 
     def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Start to bring together `values`, of one dtype, one for each part. `whole` cuts what comes of it."""
+        """Start an all-gather of `values`, of one dtype, one for each part. `views` splits the result."""
         own = torch.zeros(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
         flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
         work = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
         assert work is not None
         return work, flat
-
-    def whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What was gathered, cut into tensors that lie in memory as the parameters do."""
-        return self._views(flat)

@@ -1,4 +1,4 @@
-"""What stands in `param.grad` where the gradient is not to be used."""
+"""Placeholders in `param.grad` where the gradient must not be used."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...errors import InputError
 
 SCATTERED = "where under data='zero1' each rank has the sums of its own shard only"
 UNFINISHED = (
-    "where under data='fsdp' it is still multiplied by a loss scale, not yet divided by weights, or one rank's part of "
-    "the model's"
+    "where under data='fsdp' it is still multiplied by the loss scale, not yet divided by the losses' weights, or of "
+    "this rank's part of the model only"
 )
 
 
 class WithheldGradient(torch.Tensor):
-    """A gradient without values: shape and dtype are the parameter's, and computing with it raises InputError.
+    """A placeholder with the shape and dtype of a gradient and no values. Computing with it raises InputError.
 
-    None in its place would let `torch.nn.utils.clip_grad_norm_` pass over the parameter without a word.
+    With None instead, `torch.nn.utils.clip_grad_norm_` would silently skip the parameter.
     """
 
     param_name: str
@@ -26,7 +26,7 @@ class WithheldGradient(torch.Tensor):
 
     @staticmethod
     def of(param: torch.Tensor, name: str, why: str) -> WithheldGradient:
-        """That of `param`, which has this name in the model."""
+        """The placeholder for `param`, which has this `name` in the model; `why` ends the message."""
         grad: WithheldGradient = torch.Tensor._make_wrapper_subclass(
             WithheldGradient, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )

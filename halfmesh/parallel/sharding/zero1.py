@@ -1,8 +1,8 @@
 """ZeRO stage 1: each data rank steps a part of the weights, and keeps optimizer state and masters for that part only.
 
-Gradients are summed to the rank that steps them (a reduce-scatter, while backward runs), and new weights gathered from
-it (an all-gather, while the rest of the update runs). Together they send as many bytes as the all-reduce of replicated
-data parallelism, where the weights have the dtype of the reduction. Rajbhandari et al., "ZeRO" (2020), section 5.1.
+Gradients are reduce-scattered to the ranks that step them while backward runs, and new weights are all-gathered while
+the rest of the update runs. If weights have the dtype of the reduction, this sends as many bytes as the all-reduce of
+replicated data parallelism. Rajbhandari et al., "ZeRO" (2020), section 5.1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from ..._torch import foreach_copy_
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ...tensors import is_dense
+from ..buckets import group_shards, reduce_dtype_of
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
-from ..reducer import ReduceOptions, Reducer
+from ..reducer import Reducer
 from ..shard_spec import Placement
 from .slice_bucket import SliceBucket
 
@@ -29,7 +30,7 @@ from .slice_bucket import SliceBucket
 class Zero1(DataStrategy):
     """Each data rank steps a part of the weights, and holds optimizer state and masters of that part.
 
-    Tied parameters get a bucket of their own, so that their parts are the same wherever they are held.
+    Parameters that pipeline stages share get a bucket each, so that every stage splits them alike.
 
     Attributes:
         buckets: of the parameters that the optimizer holds.
@@ -44,7 +45,7 @@ class Zero1(DataStrategy):
     def __init__(self, inputs: StrategyInputs) -> None:
         super().__init__(inputs)
         self.publisher = self
-        self._optimizer = optimizer = inputs.optimizer
+        optimizer = inputs.optimizer
         self._group = inputs.context.dp_group
         self._options = inputs.reduce
         held = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
@@ -52,19 +53,19 @@ class Zero1(DataStrategy):
         gaps = [shard.name for shard in mine if not is_dense(shard.param)]
         if gaps:
             raise InputError(
-                f"parallel.data='zero1' cuts parameters as they lie in memory, but {shorten(gaps)} do not lie in one "
-                "piece (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
+                f"parallel.data='zero1' splits parameters in memory order, but {shorten(gaps)} have gaps or overlaps "
+                "in memory (expanded, or a view of a larger tensor); make them contiguous, or use data='replicate'"
             )
         self.buckets = self._make_buckets(mine, inputs.tied)
         parts = {id(part.source): part for bucket in self.buckets for part in bucket.parts}
         self.shards = [parts.get(id(shard), shard) for shard in inputs.shards]
         self._mine = mine
         self._places = [shard.param.data_ptr() for shard in mine]
-        self._strides = {id(shard): shard.param.stride() for shard in mine}
+        self._strides = [shard.param.stride() for shard in mine]
         own = {part.model_param: part for part in parts.values()}
         repoint(optimizer, {p: part.param for p, part in own.items()}, lambda p, key, v: _cut(key, v, p, own[p]))
         self._hook = optimizer.register_load_state_dict_post_hook(refuse_other_state)
-        # In the order in which an update that goes through the model completes them.
+        # In the order in which they are complete when an update steps the model's parameters in order.
         position = {id(shard): number for number, shard in enumerate(mine)}
         self._order = sorted(self.buckets, key=lambda bucket: max(position[id(shard)] for shard in bucket.shards))
         self._next = 0
@@ -72,31 +73,19 @@ class Zero1(DataStrategy):
         self._inflight: deque[tuple[dist.Work, SliceBucket, torch.Tensor]] = deque()
 
     def _make_buckets(self, shards: Sequence[ParamShard], alone: Collection[nn.Parameter]) -> list[SliceBucket]:
-        """In reverse order of the model, which is about the order in which gradients arrive. One dtype in each, also
-        after a cast; frozen parameters apart, which need not be sent."""
-        groups: list[list[ParamShard]] = []
-        open_groups: dict[Any, tuple[list[ParamShard], int]] = {}
-        apart = {id(param) for param in alone}
-        for shard in reversed(shards):
-            param = shard.param
-            size = param.numel() * self._dtype(param).itemsize
-            key = id(param) if id(param) in apart else (param.dtype, param.device, param.requires_grad)
-            group, room = open_groups.get(key, ([], 0))
-            if size > room or key not in open_groups:  # an empty one needs a place, too
-                group, room = [], self._options.bucket_bytes
-                groups.append(group)
-            group.append(shard)
-            open_groups[key] = group, room - size
-        rank, size = self._group.rank(), self._group.size()
-        return [SliceBucket(group, self._dtype(group[0].param), rank, size) for group in groups]
+        """Each has one dtype, also after a cast; frozen parameters, which need not be sent, have their own."""
+        dtype, rank, size = self._options.dtype, self._group.rank(), self._group.size()
 
-    def _dtype(self, param: nn.Parameter) -> torch.dtype:
-        return torch.float64 if param.dtype == torch.float64 else self._options.dtype
+        def kind(param: nn.Parameter) -> Any:
+            return id(param) if param in alone else (param.dtype, param.device, param.requires_grad)
+
+        groups = group_shards(shards, dtype, self._options.bucket_bytes, kind)
+        return [SliceBucket(group, reduce_dtype_of(group[0].param, dtype), rank, size) for group in groups]
 
     def make_reducer(
         self, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
     ) -> Zero1Reducer:
-        return Zero1Reducer(self, shards, buffers, self._group, self._options)
+        return Zero1Reducer(self, shards, buffers)
 
     def placement(self, shard: ParamShard, source: Placement) -> Placement:
         assert shard.source is not None
@@ -113,37 +102,37 @@ class Zero1(DataStrategy):
     # -- while training ----------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Parameters may have moved in memory.
+        """Follow parameters that have moved in memory.
 
         Raises:
-            InputError: they also lie there in another order, which masters and state do not.
+            InputError: their elements are in another order now, unlike masters and state.
         """
         places = [shard.param.data_ptr() for shard in self._mine]
         if places == self._places:
             return
-        for bucket in self.buckets:
-            for part, shard in zip(bucket.parts, bucket.shards, strict=True):
-                if shard.param.stride() != self._strides[id(shard)]:
-                    raise InputError(
-                        f"the memory of {shard.name!r} was laid out anew after initialize (channels_last?), but under "
-                        "data='zero1' each rank holds masters and optimizer state in the order it had; do that before "
-                        "initialize"
-                    )
-                part.rebind_view()
+        for shard, strides in zip(self._mine, self._strides, strict=True):
+            if shard.param.stride() != strides:
+                raise InputError(
+                    f"the memory format of {shard.name!r} was changed after initialize (channels_last?), but under "
+                    "data='zero1' masters and optimizer state keep the order of elements that it had; change it before "
+                    "initialize"
+                )
+        for part in self.shards:
+            part.rebind_view()
         self._places = places
 
     def begin(self) -> None:
-        """Nothing reads the parts but an update. (`halfmesh.shard.Publisher`.)"""
+        """Only an update reads the parts. (`halfmesh.shard.Publisher`.)"""
 
     def stepped(self, shards: Sequence[ParamShard]) -> None:
-        """The parts `shards` are new: gather each bucket that is complete."""
+        """The parts `shards` have new weights: gather each bucket that is complete."""
         self._stepped.update(map(id, shards))
         while self._next < len(self._order) and self._is_complete(self._order[self._next]):
             self._gather(self._order[self._next])
             self._next += 1
 
     def finish(self) -> None:
-        """Gather the rest (of buckets with parameters that had no gradient), and wait for all of it."""
+        """Gather the other buckets, which have parameters without a gradient, and wait for all."""
         for bucket in self._order[self._next :]:
             self._gather(bucket)
         while self._inflight:
@@ -165,16 +154,16 @@ class Zero1(DataStrategy):
     def _land(self) -> None:
         work, bucket, flat = self._inflight.popleft()
         work.wait()
-        foreach_copy_([shard.param for shard in bucket.shards], bucket.whole(flat))
+        foreach_copy_([shard.param for shard in bucket.shards], bucket.views(flat))
 
     def undo(self) -> None:
         """Give the optimizer the parameters again, without the state that belongs to their parts."""
         self._hook.remove()
-        repoint(self._optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
+        repoint(self.inputs.optimizer, {part.param: part.model_param for b in self.buckets for part in b.parts})
 
 
 def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
-    """A value of `param`'s state as that of `part`."""
+    """This rank's part of a value of `param`'s optimizer state."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or name == "step":
         return value
     alike = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
@@ -182,34 +171,23 @@ def _cut(name: str, value: Any, param: nn.Parameter, part: ParamShard) -> Any:
 
 
 class Zero1Reducer(Reducer):
-    """Sums the gradients of whole parameters to the ranks that step them, once per optimizer step.
+    """Reduce-scatters gradients to the ranks that step them, once per optimizer step.
 
-    Takes and gives what `Reducer` does, but for the parts of zero1: gradients arrive in the model's parameters, and
-    are those of the parts afterwards.
+    A `Reducer` of zero1's parts: gradients arrive in the model's parameters, and end in the parts.
 
     Raises:
-        InputError: parameters were put into the optimizer that were not cut.
+        InputError: parameters came into the optimizer that were not split.
     """
 
-    def __init__(
-        self,
-        strategy: Zero1,
-        shards: Sequence[ParamShard],
-        buffers: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup,
-        options: ReduceOptions,
-    ) -> None:
+    def __init__(self, strategy: Zero1, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor]) -> None:
         self._strategy = strategy
         self._buckets: list[SliceBucket]  # type: ignore[assignment]
-        super().__init__(shards, buffers, group, options)
+        super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         for shard in shards:
             shard.param.requires_grad_(shard.model_param.requires_grad)
         super().cover(_sources(shards))
-
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(_sources(shards))
 
     def open(self, last: bool) -> None:
         self._strategy.follow()
@@ -220,8 +198,8 @@ class Zero1Reducer(Reducer):
     def finish(self) -> None:
         if self.stale:
             raise InputError(
-                "gradients were added by a backward outside this engine after they had been given to the ranks that "
-                "step them (data='zero1'); call engine.backward(loss) for every loss"
+                "gradients were added by a backward outside this engine after those of the update had been sent to the "
+                "ranks that step them (data='zero1'); call engine.backward(loss) for every loss"
             )
         super().finish()
         for bucket in self._buckets:
@@ -232,9 +210,7 @@ class Zero1Reducer(Reducer):
         return [bucket for bucket in self._strategy.buckets if any(id(shard) in taking for shard in bucket.shards)]
 
     def _send(self, bucket: Any) -> dist.Work:
-        work, flat = bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
-        self._count(flat, divide=False)
-        return work
+        return bucket.scatter(self.group, self.group.size() if self.options.mean else 1)
 
     def _receive(self) -> None:
         if not self._buckets:  # a stage of which nothing is trained
@@ -255,7 +231,7 @@ def _sources(shards: Sequence[ParamShard]) -> list[ParamShard]:
     new = [shard.name for shard in shards if shard.source is None]
     if new:
         raise InputError(
-            f"{shorten(new)} came into the optimizer after initialize, but data='zero1' cuts its parameters there; put "
-            "them in before (frozen ones may be unfrozen later), or use data='replicate'"
+            f"{shorten(new)} came into the optimizer after initialize, which splits its parameters for data='zero1'; "
+            "put them in before (frozen ones may be unfrozen later), or use data='replicate'"
         )
     return [shard.source for shard in shards if shard.source is not None]

@@ -1,9 +1,9 @@
-"""The tensor axis: each rank holds parts of a layer, and all see the same data.
+"""The tensor axis: each rank holds shards of the layers, and all ranks see the same data.
 
-plans              which module gets which style: by kinds of layers, or patterns
+plans              which module gets which style: plans for classes of layers, or the config's patterns
 style, feature_styles, sequence_styles, attention      what a style does to one module
-checks             whether styles fit the model and each other
-apply              cuts parameters, and installs the styles
-layers, collectives      what divided layers run
-gradients, trial   what a wrong plan would train is refused before the first update
+checks             whether the styles fit the model and each other
+apply              shards the parameters, and installs the styles
+layers, collectives      what sharded layers run
+gradients, trial   refuse a plan that trains wrong weights, before the first update
 """

@@ -1,18 +1,17 @@
-"""Tensor parallelism: a model's layers are cut, and each rank keeps its part."""
+"""Tensor parallelism applied to a model: each rank keeps its shards of the layers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from ...shard import ParamShard
-from ..axis import AppliedAxis, Axis, AxisInputs, PlanInputs
-from ..shard_spec import Split
-from .checks import ResolvedPlan, resolve
+from ..axis import Axis, AxisInputs, PlanInputs
+from .checks import resolve
 from .gradients import TensorGradients
 from .layers import TensorAxis
 from .plans import Assignment, caller, generalise
@@ -25,16 +24,16 @@ class TensorParallelism(Axis):
     """`parallel.tensor`."""
 
     dim = "tp"
-    cost = "divided layers wait for the group's sums in forward and in backward"
+    cost = "sharded layers wait for the group's sums in forward and in backward"
 
     @staticmethod
     def find_key_problems(config: Any) -> Iterator[tuple[str, str]]:
         if config.compile.enabled and config.compile.fullgraph:
-            message = "divided layers wait for other ranks, where a graph ends; leave fullgraph out, or use tensor=1"
+            message = "sharded layers wait for other ranks, which ends a graph; leave fullgraph out, or use tensor=1"
             yield "compile.fullgraph", message
 
     @staticmethod
-    def plan(inputs: PlanInputs) -> tuple[ResolvedPlan | None, list[str]]:
+    def plan(inputs: PlanInputs) -> tuple[list[Assignment], list[str]]:
         options = inputs.options
         return resolve(inputs.model, options.size, options.plan, options.sequence_parallel)
 
@@ -43,60 +42,58 @@ class TensorParallelism(Axis):
         return TensorParallel(inputs)
 
 
-class TensorParallel(AppliedAxis):
-    """A model that is divided over a tensor group, in place: parameters, their names, ties and the optimizer that holds
-    them stay the same objects.
+class TensorParallel(TensorAxis):
+    """A model that was sharded over the tensor axis, in place: its parameters, their names, ties and optimizer stay the
+    same objects.
 
     Attributes:
-        partial: the parameters whose gradients have to be summed over the group.
+        partial: the parameters whose gradients are summed over the ranks.
         trial: compares sharded blocks with whole ones before the first update; None after it.
     """
 
     def __init__(self, inputs: AxisInputs) -> None:
-        context, model, optimizer = inputs.context, inputs.model, inputs.optimizer
-        super().__init__(context, "tp", "tensor group")
-        plan: ResolvedPlan = inputs.plan
-        self.plan = plan
-        self.axis = axis = TensorAxis(context.tp_group, context.device, inputs.random)
+        super().__init__(inputs.context)
+        model, optimizer = inputs.model, inputs.optimizer
+        self._assignments: list[Assignment] = inputs.plan
         self._host_random = inputs.host_random
-        self.partial: set[nn.Parameter] = set()
         self._hooks: list[Any] = []
-        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # what `undo` gives back
-        self.trial: PlanTrial | None = PlanTrial(model, plan, axis)
-        splits: dict[nn.Parameter, Split] = {}
-        for a in plan.assignments:
-            own = dict(a.module.named_parameters(recurse=False, remove_duplicate=False))
-            splits |= {own[name]: split for name, split in a.style.splits(a.module).items()}
-            self.partial |= set(a.style.partial(a.module, plan.in_region(a.name)))
-        self.partial -= splits.keys()  # what is cut has the whole gradient of its part
+        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # what `undo` restores
+        self.trial: PlanTrial | None = PlanTrial(model, self._assignments, self)
+        splits = {a.module.get_parameter(name): s for a in self._assignments for name, s in a.splits().items()}
+        self.partial = {param for a in self._assignments for param in a.style.partial(a.module, a.in_region)}
+        self.partial -= splits.keys()  # each rank has the whole gradient of its shard
         for param, split in splits.items():
             self.split(optimizer, param, split)
-        for a in plan.assignments:
-            self._install(a)
-        self._hooks += [*self._guard_forks(model, plan), *self.take_whole_states(model, optimizer)]
+        for assignment in self._assignments:
+            self._install(assignment)
+        self._hooks += [*self._end_regions(model), *self.take_whole_states(model, optimizer)]
         self.trial.watch(model)
-        if not inputs.is_split:
-            self._watch_calls(model)
+        if not inputs.is_split:  # each call of the whole model draws its own random numbers, and is compared
+            common = inputs.random
+            self._hooks += [
+                model.register_forward_pre_hook(self.end_tp_region),
+                model.register_forward_pre_hook(common.enter),
+                model.register_forward_hook(common.leave, always_call=True),
+                *self.compare_calls(model),
+            ]
 
     def _install(self, assignment: Assignment) -> None:
         module = assignment.module
         kind, before = type(module), dict(vars(module))
-        self._hooks += assignment.style.install(module, self.axis, self.plan.in_region(assignment.name))
+        self._hooks += assignment.install(self)
         changed = {n: before.get(n, _ABSENT) for n, v in vars(module).items() if v is not before.get(n, _ABSENT)}
         self._before.append((module, kind, changed))
 
-    def _watch_calls(self, model: nn.Module) -> None:
-        """Each call of `model`, the whole, draws random numbers of its own, and is compared over the group."""
-        common = self.axis.common
-        self._hooks += [
-            model.register_forward_pre_hook(self.axis.end_tp_region),
-            model.register_forward_pre_hook(common.enter),
-            model.register_forward_hook(common.leave, always_call=True),
-            *self.compare_calls(model),
-        ]
+    def _end_regions(self, model: nn.Module) -> Iterator[Any]:
+        """Ranks draw the same random numbers again where a module ends that shards features, even if it fails; and
+        where the model ends, as a backward may have left a fork open (checkpointing with preserve_rng_state=False)."""
+        modules = dict(model.named_modules())
+        parents = {caller(modules, a.name) for a in self._assignments if a.style.opens_fork}
+        for parent in sorted(parents | {""}):
+            yield modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
-        return TensorGradients(self.axis, self.partial, self.splits, self._try_out, shards)
+        return TensorGradients(self, self.partial, self._try_out, shards)
 
     def _try_out(self) -> None:
         if self.trial is not None:
@@ -106,27 +103,28 @@ class TensorParallel(AppliedAxis):
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         if not model.training:  # else hooks draw torch's numbers
             return default
-        self.settle()  # a backward may have left a fork open, which is not to be put back
-        return self._host_random  # the ranks call the same layers, also where python or numpy chooses them
+        self.settle()  # a backward may have left a fork open, which must not be restored
+        return self._host_random  # ranks call the same layers, also where python or numpy chooses them
 
     def settle(self) -> None:
-        self.axis.end_tp_region()
+        self.end_tp_region()
 
     def explain(self, error: RuntimeError) -> None:
         if self.trial is not None:
             self.trial.explain(error)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
-        """Which layers are sharded over the tensor group, and their share of the parameters."""
-        cut = {name for name, param in params.items() if param in self.splits}
-        whole = {name: size * (self.size if name in cut else 1) for name, size in sizes.items()}
-        share = sum(whole[name] for name in cut) / sum(whole.values())
-        layers = _counted(generalise(name) for name in sorted({name.rpartition(".")[0] for name in cut}))
-        sequence = " and the sequence" if self.plan.regions else ""
+        """Which layers are sharded over the tensor axis, and their share of the parameters."""
+        sharded = {name for name, param in params.items() if param in self.splits}
+        whole = {name: size * (self.size if name in sharded else 1) for name, size in sizes.items()}
+        share = sum(whole[name] for name in sharded) / sum(whole.values())
+        counts = Counter(generalise(name) for name in sorted({name.rpartition(".")[0] for name in sharded}))
+        layers = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
+        sequence = " and the sequence" if any(a.style.is_region for a in self._assignments) else ""
         return {"layout": f"{share:.0%} of parameters{sequence} sharded over tp: {layers}"}
 
     def undo(self) -> None:
-        self.axis.end_tp_region()
+        self.end_tp_region()
         for hook in self._hooks:
             hook.remove()
         if self.trial is not None:
@@ -138,16 +136,3 @@ class TensorParallel(AppliedAxis):
                     delattr(module, name)
                 else:
                     setattr(module, name, value)
-
-    def _guard_forks(self, model: nn.Module, plan: ResolvedPlan) -> Iterator[Any]:
-        """Random numbers are in common again where a module ends that divides features, also when it fails. (And where
-        the model begins: a backward may have left a fork open, checkpointing with preserve_rng_state=False.)"""
-        modules = dict(model.named_modules())
-        parents = {caller(modules, a.name) for a in plan.assignments if a.style.opens_fork}
-        for parent in sorted(parents | {""}):
-            yield modules[parent].register_forward_hook(self.axis.end_tp_region, always_call=True)
-
-
-def _counted(names: Iterable[str]) -> str:
-    """ "head, blocks.*.mlp x 12"."""
-    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in Counter(names).items())

@@ -1,4 +1,4 @@
-"""torch's multi-head attention with its heads divided over a tensor group."""
+"""torch's multi-head attention with its heads sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -12,43 +12,37 @@ from torch import nn
 from ...errors import InputError
 from ..shard_spec import Split
 from . import collectives
-from .layers import DividedLayer, TensorAxis
-from .style import Style, change, divide_attributes, find_undivided
+from .layers import ShardedLayer, TensorAxis
+from .style import Style, convert, find_indivisible
 
 
 class Attention(Style):
-    """A `torch.nn.MultiheadAttention` by its heads; its `out_proj` has to be `rowwise`."""
+    """Shards the heads of a `torch.nn.MultiheadAttention`, whose `out_proj` has to be `rowwise`."""
 
     opens_fork = True
+    attributes = ("num_heads",)
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         if type(module).forward is not nn.MultiheadAttention.forward:
             yield f"it is a {type(module).__name__}, and this style is for torch.nn.MultiheadAttention; choose another"
             return
         if module.in_proj_weight is None:
-            yield (
-                "keys or values have another width than queries (kdim, vdim), which this style does not know; leave "
-                "it whole, or use one width"
-            )
+            yield "this style does not support kdim and vdim; leave it whole, or build it without them"
         if module.bias_k is not None or module.add_zero_attn:
-            yield (
-                "it adds a key and a value of its own (add_bias_kv, add_zero_attn), which this style does not know; "
-                "leave it whole, or build it without"
-            )
-        yield from find_undivided("heads", module.num_heads, size)
+            yield "this style does not support add_bias_kv and add_zero_attn; leave it whole, or build it without them"
+        yield from find_indivisible("heads", module.num_heads, size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         names = ("in_proj_weight",) if module.in_proj_bias is None else ("in_proj_weight", "in_proj_bias")
         return {name: Split(0, 3) for name in names}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        change(module, DividedAttention, axis=axis, in_region=in_region)
-        divide_attributes(module, ("num_heads",), axis.size)
+        convert(module, ShardedAttention, axis=axis, in_region=in_region)
         return ()
 
 
-class DividedAttention(DividedLayer, nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` of which this rank computes some heads. Arguments and results are the same."""
+class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
+    """A `torch.nn.MultiheadAttention` of which this rank computes some heads. Arguments and results are the same."""
 
     def forward(
         self,
@@ -67,10 +61,10 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
                 "torch.nn.Transformer.generate_square_subsequent_mask(length)"
             )
         batched = query.dim() == 3
-        q, k, v = (self._heads(x, part, batched) for part, x in enumerate((query, key, value)))
+        q, k, v = (self._heads(x, row, batched) for row, x in enumerate((query, key, value)))
         mask = self._mask(key_padding_mask, attn_mask, q.dtype)
         if self.training:
-            self.axis.fork.open()  # until out_proj: each rank drops weights of its own heads
+            self.axis.fork.open()  # up to out_proj, each rank drops weights of its own heads
         dropout = self.dropout if self.training else 0.0
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
@@ -83,12 +77,12 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
             output = output.squeeze(0)
         elif not self.batch_first:
             output = output.transpose(0, 1)
-        return output, self._whole_weights(weights, batched, average_attn_weights) if need_weights else None
+        return output, self._gather_weights(weights, batched, average_attn_weights) if need_weights else None
 
-    def _heads(self, x: torch.Tensor, part: int, batched: bool) -> torch.Tensor:
-        """Queries (part 0), keys (1) or values (2) of this rank's heads: [batch, heads, length, features of a head]."""
-        weight = self.in_proj_weight.chunk(3)[part]
-        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[part]
+    def _heads(self, x: torch.Tensor, row: int, batched: bool) -> torch.Tensor:
+        """Queries (row 0), keys (1) or values (2) of this rank's heads: [batch, heads, length, features of a head]."""
+        weight = self.in_proj_weight.chunk(3)[row]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[row]
         projected = F.linear(x if self.in_region else self.axis.copy_to_tp(x), weight, bias)
         if not batched:
             projected = projected.unsqueeze(0)
@@ -99,22 +93,20 @@ class DividedAttention(DividedLayer, nn.MultiheadAttention):
     def _mask(
         self, key_padding: torch.Tensor | None, mask: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Both masks as one to add to the scores, of this rank's heads; True in a mask of booleans leaves out."""
-        heads = self.num_heads * self.axis.size
-        parts = []
+        """Both masks as one that is added to the scores of this rank's heads. In a bool mask, True masks out."""
+        masks = []
         if key_padding is not None:
             key_padding = key_padding if key_padding.dim() == 2 else key_padding.unsqueeze(0)
-            parts.append(_additive(key_padding, dtype)[:, None, None, :])
+            masks.append(_additive(key_padding, dtype)[:, None, None, :])
         if mask is not None:
             mask = _additive(mask, dtype)
             if mask.dim() == 3:  # one for each head of each sample
-                each = mask.unflatten(0, (-1, heads))
-                mask = each[:, self.axis.rank * self.num_heads :][:, : self.num_heads]
-            parts.append(mask)
-        return sum(parts[1:], parts[0]) if parts else None
+                mask = mask.unflatten(0, (-1, self.axis.size, self.num_heads))[:, self.axis.rank]
+            masks.append(mask)
+        return sum(masks[1:], masks[0]) if masks else None
 
-    def _whole_weights(self, weights: torch.Tensor, batched: bool, average: bool) -> torch.Tensor:
-        """What torch returns: the mean over all heads, or each head's."""
+    def _gather_weights(self, weights: torch.Tensor, batched: bool, average: bool) -> torch.Tensor:
+        """The attention weights that torch returns: their mean over all heads, or those of each head."""
         if average:
             weights = collectives.reduce_from_tp(weights.mean(1) / self.axis.size, self.axis.group)
         else:

@@ -1,4 +1,4 @@
-"""Styles that divide a layer's features, vocabulary or heads over a tensor group."""
+"""Styles that shard a layer's features, vocabulary or heads over the tensor axis."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch import nn
 from ..modules import comes_from
 from ..shard_spec import Split
 from . import collectives
-from .layers import ColwiseConv1D, ColwiseLinear, RowwiseConv1D, RowwiseLinear, TensorAxis, VocabEmbedding
-from .style import Style, change, divide_attributes, find_undivided
+from .layers import ColwiseLinear, RowwiseLinear, TensorAxis, VocabEmbedding
+from .style import Style, convert, find_indivisible
 
 
 class Colwise(Style):
-    """A Linear (or transformers' Conv1D) by its output features, which stay divided for a `rowwise` layer to take.
+    """Shards the output features of a Linear (or transformers' Conv1D), and leaves the output sharded for a `rowwise`
+    layer.
 
     Attributes:
-        blocks: how many projections are fused into one weight, one below the other; each is divided by itself.
-        gathers: whether the output is made whole.
+        blocks: how many projections are stacked in one weight; each is split separately.
+        gathers: whether the output is gathered.
     """
 
     blocks = 1
@@ -30,24 +31,19 @@ class Colwise(Style):
     opens_fork = True
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_linear(module)) is not None:
-            yield problem
-        else:
-            yield from find_undivided("output features", module.weight.shape[_outputs(module)], size, self.blocks)
+        return _find_weight_problems(module, nn.Linear, "output features", _out_dim(module), size, self.blocks)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         bias = {} if module.bias is None else {"bias": Split(0, self.blocks)}
-        return {"weight": Split(_outputs(module), self.blocks), **bias}
+        return {"weight": Split(_out_dim(module), self.blocks), **bias}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        new, count = (ColwiseConv1D, "nf") if is_conv1d(module) else (ColwiseLinear, "out_features")
-        change(module, new, axis=axis, in_region=in_region, gathers=self.gathers)
-        divide_attributes(module, (count,), axis.size)
+        _convert_linear(module, ColwiseLinear, axis=axis, in_region=in_region, gathers=self.gathers)
         return ()
 
 
 class FusedColwise(Colwise):
-    """`colwise` of several projections in one weight (qkv: 3, gate and up: 2).
+    """`colwise` of several projections stacked in one weight (qkv: 3, gate and up: 2).
 
     Args:
         blocks: how many.
@@ -55,115 +51,102 @@ class FusedColwise(Colwise):
 
     def __init__(self, blocks: int | str) -> None:
         self.blocks = int(blocks)
-        if self.blocks < 1:
-            raise ValueError(f"{blocks} projections cannot be fused; give 1 or more")
 
 
 class ColwiseGather(Colwise):
-    """`colwise` whose output is made whole: for a head."""
+    """`colwise`, and gathers the output: for a head."""
 
     gathers = True
     opens_fork = False
 
 
 class Rowwise(Style):
-    """A Linear (or transformers' Conv1D) by its input features, after a `colwise` one. Its output is summed, and whole.
+    """Shards the input features of a Linear (or Conv1D) after a `colwise` one, and all-reduces the output.
 
     Attributes:
-        splits_input: whether the input is whole, too.
+        splits_input: whether the input is whole.
     """
 
     splits_input: ClassVar[bool] = False
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_linear(module)) is not None:
-            yield problem
-        else:
-            yield from find_undivided("input features", module.weight.shape[1 - _outputs(module)], size)
+        return _find_weight_problems(module, nn.Linear, "input features", 1 - _out_dim(module), size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        return {"weight": Split(1 - _outputs(module))}
+        return {"weight": Split(1 - _out_dim(module))}
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        new, count = (RowwiseConv1D, "nx") if is_conv1d(module) else (RowwiseLinear, "in_features")
-        change(module, new, axis=axis, in_region=in_region, splits=self.splits_input)
-        divide_attributes(module, (count,), axis.size)
+        _convert_linear(module, RowwiseLinear, axis=axis, in_region=in_region, splits=self.splits_input)
         return ()
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
-        return () if module.bias is None or not in_region else (module.bias,)  # added to a divided sequence
+        return () if module.bias is None or not in_region else (module.bias,)  # added to this rank's tokens
 
 
 class RowwiseSplit(Rowwise):
-    """`rowwise` whose input is whole."""
+    """`rowwise` that takes a whole input."""
 
     splits_input = True
 
 
 class Vocab(Style):
-    """An Embedding by its vocabulary, or the Linear head that turns features back into it (its output is made whole).
-
-    A weight that both share stays shared. An embedding may work on what nn.Embedding returns (Gemma's scales it).
-    """
+    """Shards the vocabulary of an Embedding, or of the Linear head that turns features back into it (whose output is
+    gathered). A weight that both share stays shared. An embedding may work on what nn.Embedding returns (Gemma's
+    scales it)."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
-        kind = type(module) if _only_extends_embedding(type(module)) else kind
-        if (problem := _not_plain(module, kind)) is not None:
-            yield problem
-            return
+        kind = type(module) if _extends_embedding(module) else kind
+        yield from _find_weight_problems(module, kind, "vocabulary entries", 0, size)
         for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, setting, None):
-                yield f"{setting} is set, which is not defined for part of the vocabulary; leave it out"
-        yield from find_undivided("vocabulary entries", module.weight.shape[0], size)
+                yield f"{setting} is set, which is not defined for a shard of the vocabulary; leave it out"
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return ColwiseGather().splits(module) if isinstance(module, nn.Linear) else {"weight": Split(0)}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         if isinstance(module, nn.Linear):
             return ColwiseGather().install(module, axis, in_region)
-        extends = _only_extends_embedding(type(module))
-        new = _divided_kind(type(module)) if extends else VocabEmbedding
-        change(module, new, axis=axis, in_region=in_region)
-        divide_attributes(module, ("num_embeddings",), axis.size)
+        kind: Any = type(module)
+        # Its forward calls super().forward, which is then that of the sharded embedding.
+        layer = type(kind.__name__, (kind, VocabEmbedding), {}) if _extends_embedding(module) else VocabEmbedding
+        convert(module, layer, axis=axis, in_region=in_region)
+        module.num_embeddings = module.weight.shape[0]
         return ()
 
 
 class EmbeddingFeatures(Style):
-    """An Embedding by its features, which stay divided: a number for each head (relative positions)."""
+    """Shards the features of an Embedding, and leaves the output sharded: one number per head (relative positions)."""
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        if (problem := _not_plain(module, nn.Embedding)) is not None:
-            yield problem
-            return
-        if module.max_norm is not None:
-            yield "max_norm is set, which is not defined for part of the features; leave it out"
-        yield from find_undivided("features", module.weight.shape[1], size)
+        yield from _find_weight_problems(module, nn.Embedding, "features", 1, size)
+        if getattr(module, "max_norm", None) is not None:
+            yield "max_norm is set, which is not defined for a shard of the features; leave it out"
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return {"weight": Split(1)}
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        divide_attributes(module, ("embedding_dim",), axis.size)
+    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+        module.embedding_dim = module.weight.shape[1]
         return ()
 
 
 class EmbeddingGather(EmbeddingFeatures):
-    """`embedding_features` whose output is made whole."""
+    """`embedding_features`, and gathers the output."""
 
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
+    def install(self, module: Any, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         super().install(module, axis, in_region)
         return [module.register_forward_hook(lambda _, args, output: collectives.gather(output, -1, axis.group))]
 
 
 class Heads(Style):
-    """The module's numbers that count heads (or features of all heads) become this rank's.
+    """Divides attributes that count heads (or the features of all heads) by the number of ranks.
 
-    `heads()` says that there is nothing to count: the module takes the number from its activations' shape.
+    `heads()` says that there is none: the module takes the number from the shape of its activations.
 
     Args:
-        attributes: names of whole numbers of the module.
+        attributes: names of the module's whole numbers.
     """
 
     def __init__(self, *attributes: str) -> None:
@@ -175,15 +158,12 @@ class Heads(Style):
             if not isinstance(count, int):
                 yield f"it has no whole number named {attribute!r} (found: {count!r})"
             else:
-                yield from find_undivided(attribute, count, size)
-
-    def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        divide_attributes(module, self.attributes, axis.size)
-        return ()
+                yield from find_indivisible(attribute, count, size)
 
 
 class ConfigHeads(Style):
-    """A number of heads in the model's `config` is divisible. Its modules take it from their activations' shape.
+    """Checks that the ranks divide a number of heads in the model's `config`, whose modules take their number from the
+    shape.
 
     Args:
         name: of the number.
@@ -193,11 +173,11 @@ class ConfigHeads(Style):
         self._name = name
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        yield from find_undivided(f"config.{self._name}", getattr(module.config, self._name), size)
+        yield from find_indivisible(f"config.{self._name}", getattr(module.config, self._name), size)
 
 
 class Rows(Style):
-    """Parameters of the module's own that have an entry, or a row, for each head: attention sinks.
+    """Shards the module's own parameters that have one entry, or one row, per head (attention sinks).
 
     Args:
         names: of these parameters.
@@ -208,16 +188,16 @@ class Rows(Style):
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
         for name in self._names:
-            yield from find_undivided(f"rows of {name}", getattr(module, name).shape[0], size)
+            yield from find_indivisible(f"rows of {name}", getattr(module, name).shape[0], size)
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
         return dict.fromkeys(self._names, Split(0))
 
 
 class LatentKeys(Style):
-    """The whole layer of latent attention (DeepSeek) whose last output features are the keys' rotary part. All heads
-    use these as they are, so each rank gives its heads' part of their gradient; the other features go through a
-    `colwise` layer, which sums that by itself.
+    """A whole layer of latent attention (DeepSeek) whose last output features are the rotary part of the keys. Each
+    rank uses them for its heads, so their gradients are partial, and are summed here; those of the other features are
+    summed by the `colwise` layer that follows.
 
     Args:
         rotary: how many these features are.
@@ -235,7 +215,7 @@ class LatentKeys(Style):
 
 
 class Off(Style):
-    """Attributes of the module that are switched off: short cuts that go round its divided layers.
+    """Switches attributes of the module off: fast paths that would bypass its sharded layers.
 
     Args:
         attributes: their names.
@@ -251,43 +231,45 @@ class Off(Style):
         return ()
 
 
-def _only_extends_embedding(kind: type[nn.Module]) -> bool:
-    """Whether `kind` works on what nn.Embedding's forward returns, and reads of the weight its dtype at most."""
+def _convert_linear(module: Any, layer: type[ColwiseLinear | RowwiseLinear], **attributes: Any) -> None:
+    transposed = _is_conv1d(module)
+    convert(module, layer, transposed=transposed, **attributes)
+    module.out_features, module.in_features = (module.weight.t() if transposed else module.weight).shape
+
+
+def _extends_embedding(module: nn.Module) -> bool:
+    """Whether its class works on what nn.Embedding's forward returns, and reads at most the dtype of the weight."""
+    kind = type(module)
     if not issubclass(kind, nn.Embedding) or kind.forward is nn.Embedding.forward:
         return False
     code = inspect.getsource(kind.forward)
     return "super().forward(" in code and re.search(r"\bweight\b(?!\.(dtype|device)\b)", code) is None
 
 
-def _divided_kind(kind: type[nn.Module]) -> type[VocabEmbedding]:
-    """`kind`, whose super().forward is that of an embedding that is divided."""
-    divided: type[VocabEmbedding] = type(kind.__name__, (kind, VocabEmbedding), {})
-    return divided
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
+    return comes_from(module, ("transformers.pytorch_utils.Conv1D",))
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, whole or divided: a linear layer whose weight is [in, out]."""
-    divided = isinstance(module, (ColwiseConv1D, RowwiseConv1D))
-    return divided or comes_from(module, ("transformers.pytorch_utils.Conv1D",))
-
-
-def _outputs(module: nn.Module) -> int:
+def _out_dim(module: nn.Module) -> int:
     """The dimension of the weight that counts the output features."""
-    return 1 if is_conv1d(module) else 0
+    return 1 if _is_conv1d(module) else 0
 
 
-def _not_linear(module: nn.Module) -> str | None:
-    return _not_plain(module, type(module) if is_conv1d(module) else nn.Linear)
-
-
-def _not_plain(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Why `module` does not compute what `kind` computes from parameters of its own."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return (
+def _find_weight_problems(
+    module: Any, kind: type[nn.Module], what: str, dim: int, size: int, blocks: int = 1
+) -> Iterator[str]:
+    """Why `dim` of the weight of `module` cannot be sharded; one is that it does not compute what `kind` does."""
+    if kind is nn.Linear and _is_conv1d(module):
+        kind = type(module)
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        yield (
             f"it is a {type(module).__name__}, and this style is for torch.nn.{kind.__name__}; choose another style, "
             "or leave it whole"
         )
+        return
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if "weight" not in own or (getattr(module, "bias", None) is not None and "bias" not in own):
-        return "its weight or bias is computed from others (parametrized, pruned), and cannot be cut; undo that first"
-    return None
+        yield "its weight or bias is computed from others (parametrized, pruned), and cannot be sharded; undo that"
+        return
+    yield from find_indivisible(what, own["weight"].shape[dim], size, blocks)

@@ -1,10 +1,11 @@
-"""Gradients of parameters that every rank of a tensor group has whole."""
+"""Gradients of the parameters that every rank of the tensor axis holds whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import InputError, shorten
@@ -17,16 +18,15 @@ _SAMPLE = 256  # elements of each gradient
 
 
 class TensorGradients(SharedGradients):
-    """Sums the gradients of parameters that work on a part of the activations on each rank of a tensor group (norms
-    under sequence parallelism).
+    """Sums the gradients of parameters that work on this rank's shard of the activations (norms under sequence
+    parallelism).
 
-    Before the first updates it compares the gradients of the other whole parameters, which have to be equal: where they
-    are not, the plan is wrong. A gradient of zero (before a layer that starts at zero) is looked at again.
+    Before the first updates it compares the gradients of the other whole parameters over the ranks: if they differ, the
+    plan is wrong. Gradients of zero (before a layer that starts at zero) are compared again in the next update.
 
     Args:
         partial: the parameters whose gradients are summed.
-        split: those of which a rank holds a part.
-        try_out: is called before gradients are completed.
+        try_out: called before gradients are completed.
         shards: of the parameters that are trained.
     """
 
@@ -34,55 +34,51 @@ class TensorGradients(SharedGradients):
         self,
         axis: TensorAxis,
         partial: Collection[nn.Parameter],
-        split: Collection[nn.Parameter],
         try_out: Callable[[], None],
         shards: Sequence[ParamShard],
     ) -> None:
-        self._axis, self._split, self._try_out = axis, split, try_out
+        self._axis, self._try_out = axis, try_out
         self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
         super().__init__(partial, axis.group, shards)
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         super().cover(shards)
-        self._whole = self._others(shards)
-
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers(shards) and self._whole == self._others(shards)
+        self._whole = [
+            s for s in shards if s.model_param not in self._params and s.model_param not in self._axis.splits
+        ]
 
     def finish(self) -> None:
-        self._try_out()  # before gradients are compared, which a wrong plan makes differ, too
+        self._try_out()  # before the comparison, which a wrong plan fails, too
         super().finish()
         self._compare_whole()
 
-    def _others(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        return [s for s in shards if s.model_param not in self._params and s.model_param not in self._split]
-
     @torch.no_grad()
     def _compare_whole(self) -> None:
-        """Raise InputError if gradients that have to be equal on all ranks of the group are not."""
+        """Raise InputError if the gradients of whole parameters differ between the ranks."""
         looks = self._looks
         shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
             return
         samples = torch.stack([_sample(shard.param.grad, self._axis.device) for shard in shards])
-        everyone = torch.stack(self._axis.gathered(samples))
+        everyone = samples.new_empty((self._axis.size, *samples.shape))
+        dist.all_gather_into_tensor(everyone.flatten(0, 1), samples, group=self._axis.group)
         if not bool(everyone.isfinite().all()):
-            return  # an overflow is not comparable; the next update is
+            return  # an overflow cannot be compared; the next update can
         sizes = everyone.norm(dim=-1).amax(0)
         for shard, size in zip(shards, sizes.tolist(), strict=True):
             looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
-        apart = (everyone - everyone[0]).norm(dim=-1).amax(0) > 1e-2 * sizes  # far above what rounding does
-        names = [shard.name for shard, differs in zip(shards, apart.tolist(), strict=True) if differs]
+        differ = (everyone - everyone[0]).norm(dim=-1).amax(0) > 1e-2 * sizes  # far above rounding
+        names = [shard.name for shard, differs in zip(shards, differ.tolist(), strict=True) if differs]
         if names:
             raise InputError(
-                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, each of which has "
-                "these parameters whole: they work on activations that are divided, and the plan does not say so; give "
-                "their modules the style 'partial', which sums the gradients, or leave the layers around them whole"
+                f"the gradients of {shorten(names)} differ between the ranks of a tensor group, which all hold these "
+                "parameters whole: they work on sharded activations, and the plan does not say so; give their modules "
+                "the style 'partial', which sums the gradients, or leave the layers around them whole"
             )
 
 
 def _sample(grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """`_SAMPLE` of the gradient's elements, from all over it. (Sums would not do: those of large tensors are alike.)"""
+    """`_SAMPLE` elements from all over the gradient. (Sums of large tensors are too much alike.)"""
     sample = torch.zeros(_SAMPLE, dtype=torch.float64, device=device)
     if grad is not None:
         values = (grad.coalesce().values() if grad.is_sparse else grad).reshape(-1)

@@ -1,59 +1,63 @@
-"""Which module gets which style: plans for kinds of layers, the config's own patterns, and what both come down to."""
+"""Which module gets which style: plans for classes of layers, the config's patterns, and the assignments from both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Any
 
 from torch import nn
 
-from ...errors import InputError, RegistryError, find_near
+from ...errors import HalfmeshError, InputError, find_near
 from ..modules import comes_from
 from ..registries import TENSOR_PLANS
-from .feature_styles import Heads
+from ..shard_spec import Split
+from .layers import TensorAxis
 from .style import Style, parse_style
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module, the style it gets, and the plan that says so."""
+    """A module, the style that it gets, and the plan that says so.
+
+    Attributes:
+        in_region: whether it is in a module that gathers the sequence.
+    """
 
     name: str
     module: nn.Module = field(repr=False)
     style: Style = field(repr=False)
     text: str
     plan: str
+    in_region: bool = False
+
+    def splits(self) -> dict[str, Split]:
+        """The module's own parameters that are sharded, by name; none where the style does not fit the module."""
+        fits = not any(self.style.find_problems(self.module, 1))
+        return self.style.splits(self.module) if fits else {}
+
+    def install(self, axis: TensorAxis) -> Iterable[Any]:
+        """Make the module work with its shards; returns hooks."""
+        for name in self.style.attributes:
+            setattr(self.module, name, getattr(self.module, name) // axis.size)
+        return self.style.install(self.module, axis, self.in_region)
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.text}, from plan {self.plan!r})"
 
 
-class TensorPlan(Protocol):
-    """What is registered in TENSOR_PLANS: it says of the layers that it knows how each is divided."""
-
-    def styles_in(self, model: nn.Module, sequence_parallel: bool) -> Iterator[tuple[str, str]]:
-        """Names of modules of `model`, each with a style ("colwise"). Nothing where it knows no layer.
-
-        Raises:
-            InputError: it knows a layer, and that it cannot be divided.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class LayerPlan:
-    """A plan for one class of layers, wherever in a model they are.
+    """A plan for one class of layers, wherever they are in a model.
 
     Args:
         layers: the classes, or their full names ("package.module.Class") for those that may not be installed. A
             derived class counts if it has the same `forward`.
         styles: patterns of names of modules within the layer ("mlp.fc1", "blocks.*"; "" is the layer itself), each
             with its style.
-        sequence: what sequence parallelism adds. An empty one means that it works with it, or not at all, as its
-            surroundings say.
-        find_problem: says why a layer of these classes cannot be divided, if it cannot.
+        sequence: the styles that sequence parallelism adds.
+        find_problem: returns why a layer of these classes cannot be sharded, or None.
     """
 
     layers: tuple[type[nn.Module] | str, ...]
@@ -65,7 +69,7 @@ class LayerPlan:
         """Names of modules of `model`, each with a style; nothing where no layer is of these classes.
 
         Raises:
-            InputError: `find_problem` says that one cannot be divided.
+            InputError: `find_problem` says that one cannot be sharded.
         """
         styles = [*self.styles.items(), *(self.sequence.items() if sequence_parallel else ())]
         for prefix, layer in model.named_modules():
@@ -83,94 +87,67 @@ class LayerPlan:
 def assign(
     model: nn.Module, plan: str | Mapping[str, str], sequence_parallel: bool
 ) -> tuple[list[Assignment], list[str]]:
-    """What `plan` (a name, "auto", or patterns with styles) says of modules of `model`, and what is wrong with it."""
-    found = _Assignments(model)
-    if isinstance(plan, str):
-        found.add_registered(None if plan == "auto" else plan, sequence_parallel)
-    else:
-        for pattern, text in plan.items():
-            names = found.matching(pattern)
-            if names and text == "auto":
-                found.add_registered(None, sequence_parallel, within=names)
-            else:
-                found.add([(name, text) for name in names], pattern)
-    return found.assignments, found.problems
-
-
-class _Assignments:
-    """Assignments as they come together, with what is wrong."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules = dict(model.named_modules())
-        self.assignments: list[Assignment] = []
-        self.problems: list[str] = []
-
-    def add_registered(self, name: str | None, sequence_parallel: bool, within: list[str] | None = None) -> None:
-        """Take the styles of the registered plan `name`, or of all.
-
-        Args:
-            within: only those of modules at or below these, and what is switched off above them.
-        """
+    """The assignments of `plan` (a registered name, "auto", or patterns with styles), and what is wrong with it."""
+    modules = dict(model.named_modules())
+    assignments: list[Assignment] = []
+    problems: list[str] = []
+    for source, name, text in _find_styles(model, plan, sequence_parallel, problems):
         try:
-            plans = TENSOR_PLANS.each() if name is None else [(name, TENSOR_PLANS.get(name))]
-        except RegistryError as error:
-            self.problems.append(str(error))
-            return
-        for plan, registered in plans:
-            try:
-                styles = list(registered.styles_in(self._model, sequence_parallel))
-            except InputError as error:
-                self.problems.append(str(error))
-                continue
-            if within is not None:
-                styles = [style for style in styles if any(_concerns(style[0], style[1], top) for top in within)]
-            self.add(styles, plan)
-
-    def add(self, styles: list[tuple[str, str]], plan: str) -> None:
-        for name, text in styles:
-            module = self._modules.get(name)
-            if module is None:
-                self.problems.append(f"plan {plan!r} names {name!r}, which the model has not{self._near(name)}")
-                continue
-            try:
-                new = Assignment(name, module, parse_style(text), text, plan)
-            except InputError as error:
-                self.problems.append(f"plan {plan!r}, module {name!r}: {error}")
-                continue
-            self._add(new)
-
-    def _add(self, new: Assignment) -> None:
-        for old in self.assignments:
-            if old.name == new.name and old.text == new.text:
-                return
-            if old.name == new.name and (both := _divides(old) & _divides(new)):
-                registered = old.plan in TENSOR_PLANS and new.plan in TENSOR_PLANS
-                advice = f"choose one (parallel.tensor.plan={new.plan!r})" if registered else "leave one of them out"
-                self.problems.append(
-                    f"{new.name!r} has its {' and '.join(sorted(both))} divided twice: {old.text} by plan "
-                    f"{old.plan!r}, {new.text} by plan {new.plan!r}; {advice}"
-                )
-                return
-        self.assignments.append(new)
-
-    def matching(self, pattern: str) -> list[str]:
-        """The names of modules that `pattern` matches; none is a problem."""
-        names = [name for name in self._modules if fnmatchcase(name, pattern)]
-        if not names:
-            self.problems.append(f"the pattern {pattern!r} matches no module{self._near(pattern)}")
-        return names
-
-    def _near(self, name: str) -> str:
-        return near_names(name, self._modules)
+            new = Assignment(name, modules[name], parse_style(text), text, source)
+        except HalfmeshError as error:
+            problems.append(f"plan {source!r}, module {name!r}: {error}")
+            continue
+        others = [old for old in assignments if old.name == name]
+        if any(old.text == text for old in others):
+            continue
+        problem = next((problem for old in others if (problem := _find_conflict(old, new)) is not None), None)
+        if problem is None:
+            assignments.append(new)
+        else:
+            problems.append(problem)
+    return assignments, problems
 
 
-def _divides(assignment: Assignment) -> set[str]:
-    """The parameters and numbers of the module that become this rank's part."""
-    style, module = assignment.style, assignment.module
-    if isinstance(style, Heads):
-        return set(style.attributes)
-    return set() if list(style.find_problems(module, 1)) else set(style.splits(module))
+def _find_styles(
+    model: nn.Module, plan: str | Mapping[str, str], sequence_parallel: bool, problems: list[str]
+) -> Iterator[tuple[str, str, str]]:
+    """A plan's name, a module's name and its style, in the order of the plan. Adds to `problems` what is wrong."""
+    if isinstance(plan, str):
+        yield from _find_registered(model, plan, sequence_parallel, problems)
+        return
+    names = [name for name, _ in model.named_modules()]
+    for pattern, text in plan.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            problems.append(f"the pattern {pattern!r} matches no module{near_names(pattern, names)}")
+        elif text != "auto":
+            yield from ((pattern, name, text) for name in matching)
+        else:
+            for source, name, style in _find_registered(model, "auto", sequence_parallel, problems):
+                # Fast paths are switched off in modules around these, too.
+                if any(is_within(name, top) or (style.startswith("off") and is_within(top, name)) for top in matching):
+                    yield source, name, style
+
+
+def _find_registered(
+    model: nn.Module, plan: str, sequence_parallel: bool, problems: list[str]
+) -> Iterator[tuple[str, str, str]]:
+    for name, registered in TENSOR_PLANS.each() if plan == "auto" else [(plan, TENSOR_PLANS.get(plan))]:
+        try:
+            yield from [(name, *style) for style in registered.styles_in(model, sequence_parallel)]
+        except InputError as error:
+            problems.append(str(error))
+
+
+def _find_conflict(old: Assignment, new: Assignment) -> str | None:
+    """What is wrong if both shard the same parameters or numbers of one module."""
+    both = {*old.splits(), *old.style.attributes} & {*new.splits(), *new.style.attributes}
+    if not both:
+        return None
+    return (
+        f"{new.name!r} has its {' and '.join(sorted(both))} sharded twice: {old.text} by plan {old.plan!r}, {new.text} "
+        f"by plan {new.plan!r}; leave out one of the two, or name one registered plan (parallel.tensor.plan = 'name')"
+    )
 
 
 def caller(modules: Mapping[str, nn.Module], name: str) -> str:
@@ -183,22 +160,17 @@ def caller(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def generalise(name: str) -> str:
-    """`name` with numbers as "*": "blocks.*.mlp"."""
+    """`name` with "*" for numbers: "blocks.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def near_names(pattern: str, names: Iterable[str]) -> str:
-    """What to say of a pattern that matches none of the modules' `names`: the nearest, or what there is."""
+    """The end of a message about a pattern that matches none of the modules' `names`: the nearest, or what there is."""
     general = sorted({generalise(known) for known in names if known})
     near = find_near(generalise(pattern), general, cutoff=0.5)
     return f"; did you mean {near!r}?" if near else f"; it has {', '.join(general[:8])}"
 
 
-def _concerns(name: str, text: str, top: str) -> bool:
-    """Whether a style (`text`, of the module `name`) is needed where only `top` is divided."""
-    return is_within(name, top) or (text.startswith("off") and is_within(top, name))
-
-
 def is_within(name: str, top: str) -> bool:
-    """Whether the module `name` is `top`, or one of those in it."""
+    """Whether the module `name` is `top`, or in it."""
     return not top or name == top or name.startswith(f"{top}.")

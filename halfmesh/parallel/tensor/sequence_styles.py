@@ -1,4 +1,4 @@
-"""Styles of sequence parallelism: between divided layers, activations are divided along the sequence."""
+"""Styles of sequence parallelism, which shards activations along the sequence between the layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 class Sequence(Style):
-    """Whole parameters on activations of which this rank has a part: norms and dropout between the divided layers
-    (sequence parallelism), or a norm over each head's features.
-
-    Dropout drops elements of this rank's own.
-    """
+    """Whole parameters on this rank's shard of the activations: norms and dropout between the sharded layers (sequence
+    parallelism), or a norm over each head's features. Dropout draws random numbers of this rank's own."""
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
         return module.parameters()
@@ -31,32 +28,30 @@ class Sequence(Style):
             if layer.training:
                 axis.fork.open()
 
-        hooks = []
         for layer in module.modules():
             if isinstance(layer, _DROPOUT):
-                hooks.append(layer.register_forward_pre_hook(fork))
-                hooks.append(layer.register_forward_hook(lambda *_: axis.fork.close(), always_call=True))
-        return hooks
+                yield layer.register_forward_pre_hook(fork)
+                yield layer.register_forward_hook(lambda *_: axis.fork.close(), always_call=True)
 
 
 class SequenceBegin(Style):
-    """From this module's input on, activations are divided along the sequence: shape [batch, sequence, ...]."""
+    """From this module's input on, activations are sharded along the sequence: shape [batch, sequence, ...]."""
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        def divide(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             length = args[0].shape[SEQUENCE_DIM]
             if length % axis.size:
                 raise InputError(
-                    f"a sequence of {length} cannot be divided by tensor={axis.size}, as sequence_parallel=True has "
-                    f"to; pad it to {-(-length // axis.size) * axis.size}, or set sequence_parallel=False"
+                    f"sequence_parallel=True needs a sequence length that tensor={axis.size} divides, and this one is "
+                    f"{length}; pad it to {-(-length // axis.size) * axis.size}, or set sequence_parallel=False"
                 )
             return collectives.split(args[0], SEQUENCE_DIM, axis.group), *args[1:]
 
-        return [module.register_forward_pre_hook(divide)]
+        return [module.register_forward_pre_hook(split)]
 
 
 class SequenceEnd(Sequence):
-    """`sequence`, and this module's output is whole again."""
+    """`sequence`, and gathers this module's output."""
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
         def gather(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
@@ -66,10 +61,10 @@ class SequenceEnd(Sequence):
 
 
 class GatherSequence(Style):
-    """A module between divided sequences, within which the sequence is whole and features are divided.
+    """A module between sharded sequences that gathers the sequence, and shards features instead.
 
     Args:
-        argument: the name of the activations, where they are passed by name; else they are the first argument.
+        argument: the name of the activations, if they are passed by name; else they are the first argument.
     """
 
     is_region = True

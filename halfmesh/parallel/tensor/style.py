@@ -1,4 +1,4 @@
-"""What a style is: how one module is divided over a tensor group. The parts that styles are made of."""
+"""The contract of a style: how one module is sharded over the tensor axis. And helpers of styles."""
 
 from __future__ import annotations
 
@@ -8,40 +8,47 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ...errors import InputError, RegistryError
+from ...errors import InputError
 from ..registries import TENSOR_STYLES
 from ..shard_spec import Split
-from .layers import DividedLayer, TensorAxis
+from .layers import ShardedLayer, TensorAxis
 
 
 class Style:
-    """What happens to one module. The defaults do nothing.
+    """What is done to one module. The defaults do nothing.
 
     Attributes:
-        is_region: whether the sequence is made whole at the module's entrance (sequence parallelism), so that layers
-            within neither copy their input nor make their output whole.
-        opens_fork: whether what follows within the parent module works on divided features.
+        is_region: whether the module gathers the sequence at its entrance (sequence parallelism), so that layers in it
+            do not copy their input, and reduce-scatter their output.
+        opens_fork: whether what follows within the parent module works on sharded features.
+        attributes: names of whole numbers of the module, which are divided by the number of ranks.
     """
 
     is_region: ClassVar[bool] = False
     opens_fork: ClassVar[bool] = False
+    attributes: tuple[str, ...] = ()
 
     def find_problems(self, module: Any, size: int) -> Iterator[str]:
-        """Why `module` cannot be divided by `size` in this way."""
+        """Why `module` cannot be sharded over `size` ranks in this way."""
         yield from ()
 
     def splits(self, module: nn.Module) -> dict[str, Split]:
-        """The module's own parameters that are cut, by name."""
+        """The module's own parameters that are sharded, by name."""
         return {}
 
     def partial(self, module: Any, in_region: bool) -> Iterable[nn.Parameter]:
-        """Parameters that every rank has whole, while it sees only a part of what they work on: their gradients have
-        to be summed over the ranks."""
+        """Parameters that every rank holds whole but that work on its shard of the activations: their gradients are
+        summed over the ranks."""
         return ()
 
     def install(self, module: nn.Module, axis: TensorAxis, in_region: bool) -> Iterable[Any]:
-        """Make `module` work on its parts. Its parameters are cut already. It may get another class and attributes,
-        which are given back in the end; hooks are returned."""
+        """Make `module` work with its parameters, which are shards by now.
+
+        It may get another class and other attributes; those that it had are restored in the end.
+
+        Returns:
+            The handles of the hooks that were registered.
+        """
         return ()
 
 
@@ -49,39 +56,31 @@ def parse_style(text: str) -> Style:
     """The style that `text` names: "colwise", "fused_colwise(3)", "heads(num_heads, attn_dim)".
 
     Raises:
-        InputError: there is no such style, or not with these arguments.
+        RegistryError: there is no such style.
+        InputError: it does not take these arguments.
     """
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if found is None:
         raise InputError(f"{text!r} is not a style; write a name, or a name with arguments: 'fused_colwise(3)'")
-    name, arguments = found[1], [part.strip() for part in (found[2] or "").split(",") if part.strip()]
+    arguments = [part.strip() for part in (found[2] or "").split(",") if part.strip()]
+    kind: type[Style] = TENSOR_STYLES.get(found[1])
     try:
-        style = TENSOR_STYLES.get(name)
-    except RegistryError as error:
-        raise InputError(str(error)) from error
-    try:
-        return style(*arguments)
+        return kind(*arguments)
     except (TypeError, ValueError) as error:
         raise InputError(f"the style {text!r} does not take these arguments: {error}") from error
 
 
-def change(module: nn.Module, new: type[DividedLayer], **attributes: Any) -> None:
-    """Make `module` one of class `new`, with these attributes."""
-    module.__class__ = new
+def convert(module: nn.Module, layer: type[ShardedLayer], **attributes: Any) -> None:
+    """Make `module` a `layer` with these attributes."""
+    module.__class__ = layer
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
-def divide_attributes(module: nn.Module, names: Iterable[str], size: int) -> None:
-    """Make whole numbers of `module` those of one of `size` ranks."""
-    for name in names:
-        setattr(module, name, getattr(module, name) // size)
-
-
-def find_undivided(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:
-    """A message if `count` of `what`, in `blocks` blocks, has no `size` equal parts."""
+def find_indivisible(what: str, count: int, size: int, blocks: int = 1) -> Iterator[str]:
+    """A message if `count` of `what`, in `blocks` blocks, cannot be split into `size` equal shards."""
     if count % (blocks * size):
         each = f" in {blocks} blocks" if blocks > 1 else ""
         allowed = [n for n in range(1, count + 1) if count % (blocks * n) == 0]
-        words = f"tensor can be {', '.join(map(str, allowed[:8]))}" if allowed else "it cannot be divided so at all"
-        yield f"{count} {what}{each} are not divisible by tensor={size}; {words}"
+        can_be = f"; tensor can be {', '.join(map(str, allowed[:8]))}" if allowed else ""
+        yield f"{count} {what}{each} are not divisible by tensor={size}{can_be}"

@@ -82,13 +82,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too few blocks": (
         deep,
         pipe(4, 4),
-        "pipeline.size=4 needs 4 stages, but Sequential has 3 pieces only (0, 1, 2); use fewer stages (3 at most)",
+        "pipeline.size=4 needs 4 stages, but Sequential has only 3 pieces (0, 1, 2); use at most 3 stages",
     ),
     "no partitioner": (
         Blocks,
         pipe(2, 2, schedule="interleaved", chunks=2),
         "no partitioner knows Blocks; name the modules that begin a stage, for example "
-        "partition=('blocks.1', 'blocks.2', 'blocks.4')",
+        "partition=('blocks.1', 'blocks.3', 'blocks.4')",
     ),
     "nor split points": (AnyArguments, pipe(), "split points cannot cut it either, because its forward takes *args"),
     "wrong partitioner": (Blocks, pipe(partition="sequential"), "the partitioner 'sequential' does not know Blocks"),
@@ -107,10 +107,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "statistics of two stages": (
         NormTwice,
         pipe(partition=("blocks.0",)),
-        "norm.running_mean, norm.running_var: running statistics that several stages would keep",
+        "norm.running_mean, norm.running_var: several stages would keep these running statistics",
     ),
-    "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm joins all ranks"),
-    "compiled": (compiled, pipe(), "the model is compiled, and cannot be cut any more; pass it uncompiled"),
+    "SyncBatchNorm": (lambda: deep(nn.SyncBatchNorm(16)), pipe(), "SyncBatchNorm needs all ranks"),
+    "compiled": (compiled, pipe(), "a compiled model cannot be cut into stages; pass it uncompiled"),
     "hooks": (hooked, pipe(), "the model itself: hooks are registered on it, but under a pipeline it is not called"),
 }
 

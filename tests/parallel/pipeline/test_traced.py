@@ -14,6 +14,7 @@ from halfmesh import Call, InputError
 from tests.support.pipeline_parts import assert_equal, check_pieces, compose, pieces_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+SCALE = torch.tensor(0.5)
 
 
 def linear() -> nn.Linear:
@@ -75,7 +76,7 @@ def masks(self, x):
     mask = torch.ones((x.shape[0], x.shape[0]), device=x.device).tril()
     position = torch.arange(x.size(1)) * torch.tensor(2.0)
     x = mask @ self.c(mask @ self.b(self.a(x + position) * self.weight)) + position + self.table[0]
-    return x * self.plain
+    return x * self.plain * SCALE
 
 
 def counts(self, x):
@@ -361,24 +362,28 @@ EACH = "but every stage that needs it computes it"
         (
             keeps,
             ("b",),
-            r"it keeps values on the model \(last\) \(`self.last = self.a\(x\)`, line \d+ of .*test_traced.py\)",
+            r"it keeps a value on the model \(last\) \(`self.last = self.a\(x\)`, line \d+ of .*test_traced.py\)",
         ),
-        (keeps_in_a_list, ("b",), r"it keeps values on the model \(outputs\)"),
+        (keeps_in_a_list, ("b",), r"it keeps a value on the model \(outputs\)"),
         (
             assigns_a_buffer,
             ("b",),
-            r"to the buffer table \(`self.table \+= 1`, line .* in place: self.table.add_\(...\)",
+            r"it keeps a value on the model \(table\) \(`self.table \+= 1`, line .* in place: self.table.add_\(...\)",
         ),
         (loops, ("b",), r"cannot be interpreted as an integer \(`for number in range\(x.shape\[1\]\):`, line"),
         (refuses_then_loops, ("b",), r"cannot be iterated.*\(`return self.c.* \+ len\(list\(x\)\)`, line"),
         (never_ends, ("b",), "it asks for shapes more than 256 times"),
-        (never_accepts, ("b",), r"no matrix \(`raise ValueError\(\"no matrix\"\)`, line"),
+        (never_accepts, ("b",), r"a matrix \(`raise ValueError\(\"a matrix\"\)`, line"),
         (steps, ("b",), "it changes numbers or flags on the model"),
         (flips, ("b",), "draws random numbers of python or numpy"),
         (anything, ("b",), r"Net.forward takes \*args or \*\*kwargs, which cannot be traced .*PARTITIONERS"),
         (changes_its_argument, ("b",), rf"changes x in place \(`x.mul_\(2\)`, line .*\), {EACH}"),
         (updates_what_has_another_name, ("b",), rf"changes zeros_like in place \(`mask \+= 1`, line .*\), {EACH}"),
-        (changes_a_buffer_late, ("b", "c"), "table is changed in place in another stage than it is first used"),
+        (
+            changes_a_buffer_late,
+            ("b", "c"),
+            r"table is changed in place \(`self.table.add_\(1\)`, line .* in another stage than it is first used in",
+        ),
     ],
 )
 def test_what_cannot_be_cut(forward, points, message):

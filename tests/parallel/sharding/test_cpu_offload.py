@@ -56,4 +56,4 @@ def test_trains_as_without():
     results = run_ranks(trains_alike, 2, timeout=90)
     assert all(found == dict.fromkeys(CASES, (0.0, True)) for found, _ in results)
     lines = results[0][1]
-    assert any("in parts in host memory over 2 data ranks (fsdp)" in line for line in lines)
+    assert any("sharded in host memory over 2 data ranks (fsdp)" in line for line in lines)

@@ -227,7 +227,7 @@ def test_hybrid_sharding():
 def guards(rank, world_size):
     engine = make_engine("fsdp", gradient_accumulation=2)
     take_step(engine, rank, 0)
-    with pytest.raises(InputError, match="ended a cycle whose last backward had run already"):
+    with pytest.raises(InputError, match="came after the backward of the last batch"):
         engine.step(last=True)
 
     engine = make_engine("fsdp")

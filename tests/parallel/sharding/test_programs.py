@@ -184,7 +184,7 @@ def refused(rank, world_size):
         weight = engine.model.blocks[1].one.weight
         weight.data = make(weight.data)  # FSDP2 does not hear of it
         for use in (partial(loop, engine, rank, steps=1), partial(engine.close, restore=True)):
-            with pytest.raises(InputError, match=r"^the memory of blocks.1.one.weight was exchanged"):
+            with pytest.raises(InputError, match=r"^new memory was assigned to blocks.1.one.weight"):
                 use()
 
 
@@ -192,8 +192,8 @@ def test_what_fsdp_would_not_hear_of_is_refused():
     run_ranks(refused, 2)
 
 
-def given_up(rank, world_size):
-    """Backwards that need weights which FSDP2 has given up, and did not see that they are needed."""
+def freed(rank, world_size):
+    """Backwards that need weights which FSDP2 has freed."""
     found = {}
     for name in ("object", "penalty", "dict"):
         wrap = Wrapped if name == "object" else lambda x: {"out": x}
@@ -209,10 +209,10 @@ def given_up(rank, world_size):
     return found
 
 
-def test_weights_that_were_given_up_are_explained():
-    for found in run_ranks(given_up, 2):
-        assert "returns tensors within an object that it cannot look into: return tensors" in found["object"]
-        assert "gradients of gradients were asked for" in found["penalty"]
+def test_weights_that_were_freed_are_explained():
+    for found in run_ranks(freed, 2):
+        assert "returns tensors inside an object that FSDP2 cannot look into: return tensors" in found["object"]
+        assert "the loss contains gradients" in found["penalty"]
         assert found["dict"] == "nothing"
 
 

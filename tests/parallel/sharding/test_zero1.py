@@ -94,7 +94,7 @@ def edits(rank, world_size):
             param.data = torch.full_like(param, 0.5)
     model.conv.weight.data = model.conv.weight.data.clone(memory_format=torch.contiguous_format)
     for use in (partial(take_step, engine, rank, 4), partial(engine.close, restore=True)):
-        assert "memory of 'conv.weight' was laid out anew" in said(use)
+        assert "memory format of 'conv.weight' was changed after" in said(use)
     model.conv.to(memory_format=torch.channels_last)
     engine.close(restore=True)
     assert all(bool((param == 0.5).all()) for param in model.parameters()), "its own memory is followed to the end"

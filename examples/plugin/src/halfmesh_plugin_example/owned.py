@@ -79,9 +79,6 @@ class OwnedReducer(Reducer):
         self._parts = list(shards)
         super().cover([part.source or part for part in shards])
 
-    def covers(self, shards: Sequence[ParamShard]) -> bool:
-        return super().covers([part.source or part for part in shards])
-
     def finish(self) -> None:
         super().finish()
         for part in self._parts:

@@ -1,0 +1,176 @@
+"""Gradients of a model that FSDP2 shards: when it sums them, and how the update gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..._torch import has_grad_hooks
+from ...errors import InputError, shorten
+from ...shard import ParamShard
+from ..reducer import Reducer
+from .fsdp_wrap import add_missing_grads, watch_grads
+from .withheld import UNFINISHED, WithheldGradient
+
+if TYPE_CHECKING:
+    from .fsdp import FSDP
+
+
+class FSDPReducer(Reducer):
+    """FSDP2 sums the gradients of the parameters that it shards. This reducer sums those of the others, averages
+    running statistics, and hands the shards their gradients.
+
+    Args:
+        withholds: whether summed gradients are not what they look like, so that computing with them is refused.
+            (Whether somebody has changed a DTensor cannot be seen: torch's `_foreach` functions do not count that.)
+
+    Raises:
+        InputError: a cycle ends without FSDP2 being told before its last backward; parameters were put into the
+            optimizer that are not sharded; the model failed in the middle of a step.
+    """
+
+    def __init__(
+        self, strategy: FSDP, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
+    ) -> None:
+        self._strategy = strategy
+        self._sharded = strategy.sharded
+        self._withholds = withholds
+        self._given = [(shard, shard.model_param.requires_grad) for shard, _ in self._sharded]
+        # Now, while all parameters are shards: a unit that has gathered its weights has other ones.
+        self._units = [(unit, set(map(id, unit.parameters()))) for unit in strategy.units]
+        originals = strategy.originals
+        self._used: set[int] = set()
+        watch_grads(strategy.units, {place: originals[p] for place, p in strategy.places.items()}, self._note_grad)
+        self._is_open = False
+        self._is_sent = False
+        self._is_broken = False
+        super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
+
+    def _note_grad(self, shard: ParamShard) -> None:
+        """The parameter of `shard` got a gradient on this rank."""
+        self._used.add(id(shard))
+        self.stale = self._finished
+
+    def cover(self, shards: Sequence[ParamShard]) -> None:
+        super().cover(self._replicated(shards))
+
+    def _replicated(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
+        """Those of `shards` that every rank holds whole."""
+        rest = [shard for shard in shards if shard.source is None]
+        new = [shard.name for shard in rest if shard.name not in self._strategy.replicated]
+        if new:
+            raise InputError(
+                f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such parameter; "
+                "put parameters into model and optimizer before initialize"
+            )
+        return rest
+
+    def open(self, last: bool) -> None:
+        if self._is_broken:
+            raise InputError(
+                "the gradients of an update were dropped before its end (an error in backward, or load_state_dict "
+                "between two microbatches); under data='fsdp' some ranks may have summed them already, so that the "
+                "ranks no longer agree; end the run"
+            )
+        self._refuse_lost_changes()
+        self._is_open, self._is_sent = True, last
+        self._announce(last)
+        super().open(last)
+
+    def expect_last(self, params: Collection[nn.Parameter]) -> None:
+        self._announce(True, params)
+
+    def expect_rest(self, params: Collection[nn.Parameter]) -> None:
+        self._is_sent = True
+        super().expect_rest(params)
+
+    def finish(self) -> None:
+        if not self._is_sent:
+            raise InputError(
+                "engine.step(last=True) came after the backward of the last batch, but under data='fsdp' gradients are "
+                "summed during that backward, so the engine has to know before it that the batch is the last. Loop "
+                "over engine.dataloader, which knows its end; or give a number of batches that gradient_accumulation "
+                "divides; or use data='zero1'"
+            )
+        if self._finished:
+            raise InputError(
+                "gradients were added by a backward outside this engine after those of the update had been summed "
+                "(data='fsdp'); call engine.backward(loss) for every loss"
+            )
+        used = [id(shard) in self._used for shard, _ in self._sharded]
+        counts = torch.tensor(used, dtype=torch.float32).to(self._strategy.inputs.context.device, non_blocking=True)
+        work = self._all_reduce(counts, divide=False)
+        super().finish()
+        work.wait()
+        self._take_grads([1.0] * len(used) if all(used) else counts.tolist())
+        self._is_open = False
+
+    def forget(self) -> None:
+        super().forget()
+        self._is_broken |= self._is_open
+
+    def _refuse_lost_changes(self) -> None:
+        """Raise InputError for changes of the user's parameters that FSDP2, which has its own, does not notice."""
+        self._strategy.follow()
+        hooked = [shard.name for shard, weight in self._sharded if has_grad_hooks(weight)]
+        if hooked:
+            raise InputError(
+                f"hooks were registered on the gradient of {shorten(hooked)}, which FSDP2 never calls; remove them, or "
+                "use data='zero1'"
+            )
+        frozen = [shard.name for shard, trained in self._given if shard.model_param.requires_grad != trained]
+        if frozen:
+            raise InputError(
+                f"requires_grad of {shorten(frozen)} was changed on the parameters that the model came with, but under "
+                "data='fsdp' it computes with others; change it on engine.model's, as in engine.model.requires_grad_()"
+            )
+
+    def _announce(self, last: bool, params: Collection[nn.Parameter] | None = None) -> None:
+        """A backward begins; FSDP2 sums gradients over the ranks if it is the `last` before the update.
+
+        Args:
+            params: that get gradients in it; None: all.
+        """
+        for _, weight in self._sharded if self._withholds else ():
+            if isinstance(weight.grad, WithheldGradient):
+                weight.grad = None
+        wanted = None if params is None else set(map(id, params))
+        for unit, held in self._units:
+            if wanted is None or not held.isdisjoint(wanted):
+                unit.set_requires_gradient_sync(last)
+                if last:
+                    add_missing_grads(unit)
+
+    def _take_grads(self, counts: Sequence[float]) -> None:
+        """Give the shards the gradients that FSDP2 has summed.
+
+        Args:
+            counts: on how many ranks each parameter had a gradient; where that is 0 its shards get none.
+
+        Raises:
+            InputError: FSDP2 has not summed one.
+        """
+        lost = []
+        weight: Any
+        for (shard, weight), count in zip(self._sharded, counts, strict=True):
+            if weight.grad is not None and count:
+                local, held = weight.grad.detach().to_local(), shard.param.grad
+                if not self._withholds:  # a further backward adds to the DTensor's gradient, whose memory this is
+                    shard.param.grad = local
+                    continue
+                shard.param.grad = local if held is None else held.add_(local)
+                weight.grad = WithheldGradient.of(weight, shard.name, UNFINISHED)
+            elif count and weight.requires_grad:
+                lost.append(shard.name)
+            elif shard.param.grad is None:  # zeros of FSDP2's
+                weight.grad = None
+        self._used.clear()
+        if lost:
+            raise InputError(
+                f"FSDP2 has not summed the gradients of {shorten(lost)}. Either only some ranks used these parameters "
+                "in this batch, which needs torch 2.13; or a module returns tensors inside an object that FSDP2 cannot "
+                "look into: return tensors, tuples or dicts"
+            )
