@@ -54,9 +54,9 @@ def plan(
     is_fresh = bool(context.obj)
     try:
         if out is not None:
-            writing.refuse_path(out, force)
+            writing.refuse_target("--out", out, ".py", force)
         if picture is not None:
-            pictures.refuse_path(picture, force)
+            writing.refuse_target("--picture", picture, ".svg", force)
         with contextlib.redirect_stdout(sys.stderr):  # what the config or the model prints is not part of the answer
             loaded = load_config({} if config is None else config, overrides or ())
             limit = parse_bytes(gpu_memory)

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from .check import load
+
 
 def run(
     context: typer.Context,
@@ -65,10 +67,8 @@ def find_problems(config: Path, world_size: int, device: str | None, overrides: 
     import torch
 
     from ..compat import check
-    from ..config.load import load_leniently
 
     with contextlib.redirect_stdout(sys.stderr):
-        loaded, problems = load_leniently(config, overrides)
+        loaded, problems = load(config, overrides)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    findings = check(loaded, world_size, kind) if loaded is not None else []
-    return [*problems, *map(str, findings)]
+    return problems if loaded is None else [str(finding) for finding in check(loaded, world_size, kind)]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, did_you_mean, shorten
 from ..options import Options
-from .problems import PRECISION_KEYS, Problem, explain, find_contradictions, find_unknown
+from .problems import explain, explain_key, find_contradictions
 from .schema import CompileConfig, PrecisionConfig, Settings, validate
-from .text import to_yaml
+from .text import as_python, to_yaml
 
 OWN_NAMES = "; a constant of your own is written in UPPERCASE"
 """What the line of an unknown key ends with, if it is like no other."""
@@ -75,7 +75,7 @@ class Config(Settings, extra="allow"):
         return build({**self.to_dict(), **changes}, "config.replace()")
 
     def __repr__(self) -> str:
-        items = [f"{key}={_show(value)}" for key, value in self.to_dict().items()]
+        items = [f"{key}={as_python(value)}" for key, value in self.to_dict().items()]
         line = f"Config({', '.join(items)})"
         return line if len(line) <= 88 else "\n".join(["Config(", *(f"    {item}," for item in items), ")"])
 
@@ -88,24 +88,14 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NA
     Raises:
         ConfigError: with all problems at once.
     """
-    config, problems = build_leniently(raw, hint)
+    unknown = {key: problem for key in raw if (problem := explain_key(key, hint)) is not None}
+    known = {key: value for key, value in raw.items() if key not in unknown}
+    known |= {key: _copied(value) for key, value in known.items() if key not in Settings.model_fields}
+    config, errors = validate(Config, known)
+    problems = [*unknown.values(), *find_contradictions(known), *explain(known, errors)]
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
-
-
-def build_leniently(raw: Mapping[Any, Any], hint: str = OWN_NAMES) -> tuple[Config | None, list[str]]:
-    """The config of the top-level keys that are right, so that it can be checked further, and all problems."""
-    problems = list(find_unknown(raw, hint))
-    known = _without(raw, problems)
-    known |= {key: _copied(value) for key, value in known.items() if key not in Settings.model_fields}
-    problems += find_contradictions(known)
-    config, errors = validate(Config, known)
-    problems += explain(known, errors)
-    if problems:
-        right = _without(known, problems)
-        config = validate(Config, {**_find_mode(known), **right})[0] or validate(Config, right)[0]
-    return config, [problem.line for problem in problems]
 
 
 def _copied(value: Any) -> Any:
@@ -113,19 +103,6 @@ def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
     return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
-
-
-def _without(raw: Mapping[Any, Any], problems: list[Problem]) -> dict[str, Any]:
-    wrong = {key for problem in problems for key in problem.keys}
-    return {key: value for key, value in raw.items() if key not in wrong}
-
-
-def _find_mode(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The mode alone, which can be checked against the layout even where another key is wrong."""
-    given = {key: raw[key] for key in PRECISION_KEYS if raw.get(key) is not None}
-    if len(given) != 1:
-        return {}
-    return {key: {"mode": value.get("mode")} for key, value in given.items() if isinstance(value, Mapping)}
 
 
 def _changed(options: Options, model: type[Options] | None = None) -> dict[str, Any]:
@@ -144,9 +121,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Options):
         return _changed(value) or (True if isinstance(value, CompileConfig) else {})
     return dict(value) if isinstance(value, dict) else value
-
-
-def _show(value: Any) -> str:
-    if type(value) is dict and value and all(isinstance(key, str) and key.isidentifier() for key in value):
-        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
-    return repr(value)

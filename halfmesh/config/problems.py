@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -28,14 +27,6 @@ _DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One mistake: the top-level keys it concerns, and what to say about it."""
-
-    keys: tuple[Any, ...]
-    line: str
-
-
 class _Place(NamedTuple):
     """Where an error lies: the path that the user can see, the key itself, and the model that should own it."""
 
@@ -44,21 +35,24 @@ class _Place(NamedTuple):
     field: str | None
 
 
-def find_unknown(raw: Mapping[Any, Any], hint: str) -> Iterator[Problem]:
-    """Top-level keys that are neither settings nor UPPERCASE constants; `hint` ends the line of one unlike any key."""
-    for key in raw:
-        if not isinstance(key, str):
-            yield Problem((key,), f"{show(key)}: keys must be strings, not {type(key).__name__}")
-        elif key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
-            yield Problem((key,), f"{key}: {find_foreign(key)}")
-        elif key not in Settings.model_fields and (key.startswith("_") or not key.isupper()):
-            yield Problem((key,), f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}")
+def explain_key(key: Any, hint: str) -> str | None:
+    """What is wrong with a top-level key that is neither a setting nor an UPPERCASE constant; None if it is one.
+
+    `hint` ends the line of a key that is like no other.
+    """
+    if not isinstance(key, str):
+        return f"{show(key)}: keys must be strings, not {type(key).__name__}"
+    if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
+        return f"{key}: {find_foreign(key)}"
+    if key in Settings.model_fields or (key.isupper() and not key.startswith("_")):
+        return None
+    return f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}"
 
 
-def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
+def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
     """Keys that are valid alone but not beside another one."""
     if all(raw.get(key) is not None for key in PRECISION_KEYS):
-        yield Problem(PRECISION_KEYS, "fp16, bf16: both are set, but a run has one precision; remove one of the two")
+        yield "fp16, bf16: both are set, but a run has one precision; remove one of the two"
     given = raw.get("bf16")
     if isinstance(given, PrecisionConfig):
         given = {"mode": given.mode, **dict.fromkeys(given.options.model_fields_set)}
@@ -68,12 +62,11 @@ def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
         except ValueError:
             return  # reported by the schema
         for name in moot:
-            line = f"bf16.{name}: bf16 has the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
-            yield Problem(("bf16",), line)
+            yield f"bf16.{name}: bf16 has the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
 
 
-def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """One problem per wrong value: the branches of a union, which report it once each, are joined."""
+def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per wrong value: the branches of a union, which report it once each, are joined."""
     by_place: dict[_Place, list[Mapping[str, Any]]] = {}
     for error in errors:
         place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
@@ -84,7 +77,7 @@ def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list
         depth = max(len(error["loc"]) for error in found)  # of the branch that fits the value best
         deepest = [error for error in found if len(error["loc"]) == depth]
         for _, same in groupby(deepest, key=lambda error: show(error["input"])):
-            problems.append(Problem(place.path[:1], f"{path}: {_reason(list(same), place)}"))
+            problems.append(f"{path}: {_reason(list(same), place)}")
     return problems
 
 

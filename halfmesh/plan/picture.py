@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import mesh_picture
-from ..errors import InputError, readable
+from ..errors import readable
 from .dry_run import DryRun, needed
 from .holdings import find_holdings
-from .writing import refuse_target
 
 if TYPE_CHECKING:
     from ..config import Config
-
-
-def refuse_path(path: Path, may_replace: bool) -> None:
-    """Before anything is drawn.
-
-    Raises:
-        InputError: the file would be no .svg, or see `writing.refuse_target`.
-    """
-    if path.suffix.lower() != ".svg":
-        raise InputError(f"--picture {path}: the picture is an SVG; give a name that ends in .svg")
-    refuse_target(path, "--picture", may_replace)
 
 
 def draw(
