@@ -37,9 +37,9 @@ def convert_config(
 ) -> None:
     """Convert another library's config.
 
-    Prints the new config. Sources: colossal (Colossal-AI's legacy config.py, which is executed), apex (arguments of amp.initialize), sagemaker
-    (parameters of its model parallel library), deepspeed (ds_config.json), accelerate (default_config.yaml, or the
-    arguments of Accelerator).
+    Prints the new config. Sources: colossal (Colossal-AI's legacy config.py, which is executed), apex (arguments of
+    amp.initialize), sagemaker (parameters of its model parallel library), deepspeed (ds_config.json), accelerate
+    (default_config.yaml, or the arguments of Accelerator).
 
     Each key of the source is listed on stderr: converted, without equivalent, or not understood. The exit status is 0
     if all keys were understood, no precision and no sharding is lost, and the config can run (on --world-size ranks,

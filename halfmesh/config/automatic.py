@@ -12,20 +12,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from ..errors import did_you_mean, show
 from ..options import Names, Options, PositiveInt
 
-_REFUSED = {
-    "SIGKILL": "cannot be caught by any program",
-    "SIGSTOP": "cannot be caught by any program",
-    "SIGINT": "is Ctrl-C, which ends the run at once",
-}
 
-
-def _refuse_signals(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
     known = [one.name for one in signal.Signals]
     for name in names:
         if name not in known:
             raise ValueError(f"{name!r} is not the name of a signal here{did_you_mean(name, known)}")
-        if name in _REFUSED:
-            raise ValueError(f"{name!r} {_REFUSED[name]}; leave it out (usual ones: 'SIGTERM', 'SIGUSR1')")
+        if name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+            raise ValueError(f"{name!r} ends or stops a run at once; leave it out ('SIGTERM' and 'SIGUSR1' are usual)")
     return names
 
 
@@ -49,7 +43,7 @@ class AutomaticConfig(Options):
     """How many checkpoints to leave there; None: all."""
     in_background: bool = True
     """Whether training continues while they are written. The last one of a run that is told to end is waited for."""
-    signals: Annotated[Names, AfterValidator(_refuse_signals)] = ("SIGTERM", "SIGUSR1")
+    signals: Annotated[Names, AfterValidator(_check_signals)] = ("SIGTERM", "SIGUSR1")
     """Those that tell a run to end: it saves after the current step, and ends with status 75."""
 
 

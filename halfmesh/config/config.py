@@ -18,20 +18,21 @@ OWN_NAMES = "; a constant of your own is written in UPPERCASE"
 class Config(Settings, extra="allow"):
     """The settings of `Settings` as attributes, and the user's UPPERCASE constants beside them.
 
-    `halfmesh.load_config` makes one. Containers among the constants are handed out as copies.
+    `halfmesh.load_config` makes one.
     """
 
     if not TYPE_CHECKING:  # a checker should know the settings' types; constants are Any
 
         def __getattr__(self, name: str) -> Any:
-            user = object.__getattribute__(self, "__pydantic_extra__") or {}
-            if name in user:
-                return _copied(user[name])
-            if name.startswith("__"):
-                raise AttributeError(name)
-            known = [*type(self).model_fields, *user]
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name.startswith("__"):
+                    raise
+            user = self.user
             own = f"; constants: {shorten(list(user))}" if user else ""
-            raise AttributeError(f"the config has no {name!r}{did_you_mean(name, known) or own}")
+            near = did_you_mean(name, [*type(self).model_fields, *user])
+            raise AttributeError(f"the config has no {name!r}{near or own}")
 
     else:
 
@@ -40,7 +41,7 @@ class Config(Settings, extra="allow"):
     @property
     def user(self) -> dict[str, Any]:
         """The user's own constants."""
-        return {name: _copied(value) for name, value in (self.model_extra or {}).items()}
+        return dict(self.model_extra or {})
 
     @property
     def precision(self) -> PrecisionConfig | None:
@@ -90,19 +91,11 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NA
     """
     unknown = {key: problem for key in raw if (problem := explain_key(key, hint)) is not None}
     known = {key: value for key, value in raw.items() if key not in unknown}
-    known |= {key: _copied(value) for key, value in known.items() if key not in Settings.model_fields}
     config, errors = validate(Config, known)
     problems = [*unknown.values(), *find_contradictions(known), *explain(known, errors)]
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
-
-
-def _copied(value: Any) -> Any:
-    """`value` with its dicts, lists, tuples and sets copied, all the way down; what they hold is shared."""
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value
 
 
 def _changed(options: Options, model: type[Options] | None = None) -> dict[str, Any]:

@@ -64,15 +64,11 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
 
 def _find_problem(path: Path) -> str:
     """Why no config can be read from `path`; empty if there is a file to read."""
-    if path.is_dir():
-        return "it is a directory; give the config file in it"
     if path.suffix.lower() not in SUFFIXES:
         near = did_you_mean(path.suffix, SUFFIXES)
         return f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"
     if path.is_file():
         return ""
     parent = path.resolve().parent
-    if not parent.is_dir():
-        return f"there is no such file, and no directory {parent}"
-    others = [file.name for file in parent.iterdir() if file.suffix.lower() in SUFFIXES]
+    others = [file.name for file in parent.glob("*") if file.suffix.lower() in SUFFIXES]
     return f"there is no such file in {parent}{did_you_mean(path.name, others)}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
 from ..amp.plugin import AMP_PLUGINS
 from ..errors import did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
-from .foreign import find_foreign
+from .foreign import FOREIGN_KEYS
 from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
 PRECISION_KEYS = ("fp16", "bf16")
@@ -22,17 +21,12 @@ FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this le
 _SHOULD_BE = "Input should be "
 """What most messages of pydantic begin with."""
 
-_DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
-    {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-)
-
 
 class _Place(NamedTuple):
-    """Where an error lies: the path that the user can see, the key itself, and the model that should own it."""
+    """Where an error lies: the path of the key, and the model that should own it."""
 
     path: tuple[str, ...]
     owner: type[Options]
-    field: str | None
 
 
 def explain_key(key: Any, hint: str) -> str | None:
@@ -43,7 +37,7 @@ def explain_key(key: Any, hint: str) -> str | None:
     if not isinstance(key, str):
         return f"{show(key)}: keys must be strings, not {type(key).__name__}"
     if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
-        return f"{key}: {find_foreign(key)}"
+        return f"{key}: {FOREIGN_KEYS[key.lower()]}"
     if key in Settings.model_fields or (key.isupper() and not key.startswith("_")):
         return None
     return f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}"
@@ -88,15 +82,14 @@ def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> 
     """
     path: list[str] = []
     owner: type[Options] = Settings
-    field: str | None = None
     for i, part in enumerate(map(str, loc)):
         model = _model_at(path, owner, raw) if path else Settings
         if model is not None and part in model.model_fields:
-            owner, field = model, part
+            owner = model
             path.append(part)
         elif unknown and i == len(loc) - 1:
-            return _Place((*path, part), model or owner, None)
-    return _Place(tuple(path), owner, field)
+            return _Place((*path, part), model or owner)
+    return _Place(tuple(path), owner)
 
 
 def _model_at(path: Sequence[str], owner: type[Options], raw: Mapping[str, Any]) -> type[Options] | None:
@@ -139,27 +132,12 @@ def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
     allowed = dict.fromkeys(error["msg"].removeprefix(_SHOULD_BE) for error in errors)
     if message in allowed:
         return f"{show(given)} is refused: {message}"
-    return f"{show(given)} should be {' or '.join(allowed)}{_guess(given, place)}"
-
-
-def _guess(given: object, place: _Place) -> str:
-    """Which word was meant, where words are allowed."""
-    if place.field is None or not isinstance(given, str):
-        return ""
-    words = [word for word in _literals(place.owner.model_fields[place.field].annotation) if isinstance(word, str)]
-    full = _DTYPE_NAMES.get(given)
-    return f"; did you mean {full!r}?" if full in words else did_you_mean(given, words)
-
-
-def _literals(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [word for inner in get_args(annotation) for word in _literals(inner)]
+    return f"{show(given)} should be {' or '.join(allowed)}"
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
     """Which key was meant: another library's, one that lies elsewhere in the tree, or a near one at this place."""
-    if (foreign := find_foreign(key)) is not None:
+    if (foreign := FOREIGN_KEYS.get(key.lower())) is not None:
         return f"; {foreign}"
     here = list(owner.model_fields)
     if parents == ("parallel",):
