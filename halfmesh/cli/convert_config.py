@@ -31,9 +31,9 @@ def convert_config(
     source: Annotated[
         str, typer.Argument(help="A .json or .yaml file, Colossal-AI's .py; or a dict, or key=value pairs, in quotes.")
     ],
-    origin: Annotated[str, typer.Option("--from", help=f"Whose config it is: {', '.join(NAMES)}.")],
-    world_size: Annotated[int | None, typer.Option(min=1, help="The number of ranks that it is checked for.")] = None,
-    device: Annotated[str, typer.Option(help="The kind of device that it is checked for: cuda or cpu.")] = "cuda",
+    origin: Annotated[str, typer.Option("--from", help=f"The library: {', '.join(NAMES)}.")],
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks to check the new config for.")] = None,
+    device: Annotated[str, typer.Option(help="Kind of device to check it for: cuda or cpu.")] = "cuda",
 ) -> None:
     """Convert another library's config.
 
@@ -61,14 +61,14 @@ def convert_config(
     config, findings = load(settings)
     for key in [key for key, value in settings.items() if not _is_literal(value)]:
         del settings[key]
-        findings.append(f"{key}: it cannot be written as a literal: copy it by hand")
+        findings.append(f"{key}: not a literal; copy it by hand")
     if config is not None:
         findings += _find_problems(config, world_size, device)
     unsaid = table.always({key.removeprefix(table.prefix): value for key, value in values.items()})
     looks = [
         *([table.look] if table.look else []),
         *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
-        *(f"{key} = {value!r} follows from what {table.title} does by default" for key, value in unsaid.items()),
+        *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
     ]
     where = "" if world_size is None else f" on {world_size} rank(s)"
     lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
@@ -84,10 +84,10 @@ def convert_config(
 
 
 def read(given: str, origin: str) -> Mapping[Any, Any]:
-    """The keys and values of a file, of a dict as JSON or Python has it, or of key=value pairs.
+    """The keys and values of a file, of a dict (JSON or Python), or of key=value pairs.
 
     Raises:
-        InputError, ConfigError: there is nothing of the kind.
+        InputError, ConfigError: `given` is none of these.
     """
     from ..config.load import read_raw
     from ..errors import ConfigError, InputError
@@ -104,7 +104,9 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
             raise InputError(f"{wrong[0]!r}: expected key=value pairs, such as opt_level=O2")
         return {key: _literal(value) for key, _, value in pairs}
     if path.suffix == ".py" and origin != "colossal":
-        raise InputError(f"{path}: a script is not run; give its arguments as a dict or as key=value pairs, in quotes")
+        raise InputError(
+            f"{path}: scripts are not executed; give the arguments as a dict or key=value pairs, in quotes"
+        )
     try:
         return read_raw(path)[0]
     except ConfigError as error:
@@ -115,7 +117,7 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
 
 
 def flatten(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted key. A constant of the user's own, in UPPERCASE, is one value."""
+    """Values by dotted key. A user's UPPERCASE constant stays one value."""
     for key, value in section.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not name.isupper():
@@ -127,7 +129,7 @@ def flatten(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _literal(text: str) -> Any:
-    """As JSON or Python has it; a text that is neither stays one."""
+    """The value of a JSON or Python literal; any other text stays a string."""
     for parse in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError):
             return parse(text)
@@ -142,7 +144,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:
-    """What is lost, what to look at, and the three lists."""
+    """What was lost, what to look at, and the three lists."""
     from ..errors import show
 
     rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
@@ -160,7 +162,7 @@ def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks:
 
 
 def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:
-    """What keeps a config from running; where the number of ranks is not known, on as many as its layout needs."""
+    """Why a config cannot run; without a world size, on as many ranks as its layout needs."""
     from ..compat import check
 
     parallel = config.parallel

@@ -98,7 +98,7 @@ def test_imports_of_colossalai_are_named(source):
     [
         (["nothing.py", "--from", "colosal"], "did you mean 'colossal'?"),
         (["nothing.py", "--from", "colossal"], "there is no such file"),
-        (["train.py", "--from", "apex"], "a script is not run; give its arguments"),
+        (["train.py", "--from", "apex"], "scripts are not executed; give the arguments"),
     ],
 )
 def test_mistakes(arguments, message):
