@@ -1,4 +1,4 @@
-"""The config as an immutable value: it compares, prints, pickles, and converts to YAML."""
+"""The config as an immutable value that compares, prints, pickles and converts to YAML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .schema import CompileConfig, PrecisionConfig, Settings, validate
 from .text import as_python, to_yaml
 
 OWN_NAMES = "; a constant of your own is written in UPPERCASE"
-"""What the line of an unknown key ends with, if it is like no other."""
+"""The end of the message about an unknown key that is similar to no other."""
 
 
 class Config(Settings, extra="allow"):
@@ -45,7 +45,7 @@ class Config(Settings, extra="allow"):
 
     @property
     def precision(self) -> PrecisionConfig | None:
-        """The one of `fp16` and `bf16` that is set."""
+        """`fp16` or `bf16`, whichever is set."""
         return self.fp16 or self.bf16
 
     @property
@@ -56,11 +56,11 @@ class Config(Settings, extra="allow"):
         return "bfloat16" if self.bf16 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, and the constants, in the form in which a user would write them."""
+        """The keys that differ from the defaults, and the constants, as a user would write them."""
         return {**_changed(self, Settings), **self.user}
 
     def to_yaml(self) -> str:
-        """`to_dict` as YAML; loading that gives an equal config.
+        """`to_dict` as YAML; loading it gives an equal config.
 
         Raises:
             ConfigError: YAML cannot hold a value (an object, a function); the message names its key.
@@ -68,7 +68,7 @@ class Config(Settings, extra="allow"):
         return to_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Config:
-        """A config in which the top-level keys of `changes` have new values.
+        """A copy with new values for the top-level keys in `changes`.
 
         Raises:
             ConfigError: a key is unknown or a value is not allowed.

@@ -37,7 +37,7 @@ def _name(source: object) -> str:
 
 
 def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
-    """The keys and values as they are, and how this kind of source writes names of its own."""
+    """The keys and values, and a hint how this kind of source names constants and helpers."""
     if isinstance(source, Config):
         return source.to_dict(), OWN_NAMES
     if isinstance(source, Mapping):
@@ -63,7 +63,7 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
 
 
 def _find_problem(path: Path) -> str:
-    """Why no config can be read from `path`; empty if there is a file to read."""
+    """Why `path` cannot be read; empty if it can."""
     if path.suffix.lower() not in SUFFIXES:
         near = did_you_mean(path.suffix, SUFFIXES)
         return f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"

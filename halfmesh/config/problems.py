@@ -1,4 +1,4 @@
-"""pydantic's errors in plain words: the key, the value, what is allowed, and the likely intended key."""
+"""pydantic's errors in plain words: the key, the value, what is allowed, and which key was probably meant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
 PRECISION_KEYS = ("fp16", "bf16")
 
-FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
+FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
 
 _SHOULD_BE = "Input should be "
 """What most messages of pydantic begin with."""
@@ -44,7 +44,7 @@ def explain_key(key: Any, hint: str) -> str | None:
 
 
 def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that are valid alone but not beside another one."""
+    """Keys that are valid alone, but not together."""
     if all(raw.get(key) is not None for key in PRECISION_KEYS):
         yield "fp16, bf16: both are set, but a run has one precision; remove one of the two"
     given = raw.get("bf16")
@@ -60,7 +60,7 @@ def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per wrong value: the branches of a union, which report it once each, are joined."""
+    """One line per wrong value. The branches of a union each report it; their messages are joined."""
     by_place: dict[_Place, list[Mapping[str, Any]]] = {}
     for error in errors:
         place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
@@ -76,9 +76,9 @@ def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list
 
 
 def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> _Place:
-    """Follow the schema along pydantic's `loc`, which names union branches and list items beside the fields.
+    """Follow pydantic's `loc` through the schema; it has union branches and list items among the fields.
 
-    With `unknown`, the last part is the key that no model has.
+    With `unknown`, the last part is a key that no model has.
     """
     path: list[str] = []
     owner: type[Options] = Settings
@@ -121,7 +121,7 @@ def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
-    """What is wrong with one value, in pydantic's words where there are no better ones."""
+    """What is wrong with one value, mostly in pydantic's words."""
     kind, given, message = errors[0]["type"], errors[0]["input"], errors[0]["msg"]
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")
@@ -136,7 +136,7 @@ def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
-    """Which key was meant: another library's, one that lies elsewhere in the tree, or a near one at this place."""
+    """Which key was meant: one of another library, one from elsewhere in the tree, or a similar one here."""
     if (foreign := FOREIGN_KEYS.get(key.lower())) is not None:
         return f"; {foreign}"
     here = list(owner.model_fields)
@@ -158,13 +158,13 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
 
 
 def _all_paths() -> list[str]:
-    """Every key of the tree, dotted; those of all modes under fp16."""
+    """All keys, dotted; those of all modes under fp16."""
     paths = [f"fp16.{key}" for keys in _mode_keys().values() for key in keys]
     return list(dict.fromkeys([*_walk(Settings, ""), *paths, "fp16.mode"]))
 
 
 def _mode_keys() -> dict[str, list[str]]:
-    """The keys of each mode. A plugin that cannot be imported must not hide the mistake that is being explained."""
+    """The keys of each mode, without plugins that cannot be imported: they must not hide the mistake at hand."""
     keys = {}
     for name in AMP_PLUGINS.names():
         with contextlib.suppress(ValueError):

@@ -26,7 +26,7 @@ M = TypeVar("M", bound=Options)
 
 
 def validate(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Mapping[str, Any]]]:
-    """The validated model, or None and pydantic's list of errors."""
+    """The validated model, or None and pydantic's errors."""
     try:
         return model.model_validate(dict(data)), []
     except ValidationError as error:
@@ -133,7 +133,7 @@ def _read_norm_type(value: Any) -> Any:
 
 
 def _known_styles(value: Any) -> Any:
-    """A plan of patterns has styles that are registered; their arguments are checked with the model."""
+    """Check the styles of a plan of patterns; their arguments are checked with the model."""
     for pattern, text in value.items() if isinstance(value, dict) else ():
         name = text.partition("(")[0].strip()
         if name != "auto" and name not in TENSOR_STYLES:
@@ -143,7 +143,7 @@ def _known_styles(value: Any) -> Any:
 
 
 class PrecisionConfig(Options):
-    """What `fp16` or `bf16` says: the mode's name, lower case, and the mode's own keys as its plugin defines them."""
+    """`fp16` or `bf16`: the lower-case name of the mode, and the keys that its plugin defines."""
 
     mode: str
     options: SerializeAsAny[Options]
@@ -182,7 +182,7 @@ class DataConfig(Options):
 
     strategy: Annotated[str, _registered(DATA_STRATEGIES)] = "replicate"
     size: PositiveInt | None = None
-    """None: the ranks that tensor and pipeline leave."""
+    """None: the ranks that tensor and pipeline leave over."""
     reduce_dtype: DType = "float32"
     bucket_mb: PositiveFloat | None = None
     """MiB; None: 25 as torch's DDP, or 1 for each data rank if that is more, as Megatron-LM lets buckets grow."""
@@ -198,7 +198,7 @@ class DataConfig(Options):
 
 
 class ParallelConfig(Options):
-    """`parallel`. Axes of others are fields of classes that derive from it."""
+    """`parallel`. A derived class has fields for registered axes of your own."""
 
     def __reduce__(self) -> Any:
         return _read_parallel, (self.model_dump(),)  # a derived class cannot be found by its name
@@ -209,12 +209,12 @@ class ParallelConfig(Options):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the axes besides data, by their keys."""
+        """The sizes of all axes but data, by key."""
         return {name: getattr(self, name).size for name in AXES.names() if name in type(self).model_fields}
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """The same by the short names of the mesh, outermost first: those that take modules, others, tp."""
+        """The same by mesh axis, outermost first: axes that take modules, others, tp."""
         kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
         kinds.sort(key=lambda pair: not pair[0].takes_modules)
         outer = sum(kind.takes_modules for kind, _ in kinds)
@@ -222,7 +222,7 @@ class ParallelConfig(Options):
 
 
 def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:
-    """The class of a `parallel` with these keys: with a field for each registered axis of others among them."""
+    """The class of a `parallel` with these keys, with a field for each registered axis among them."""
     others = (name for name in AXES.names() if name not in ParallelConfig.model_fields)
     return _parallel_with(tuple(name for name in others if name in keys))
 
@@ -250,12 +250,12 @@ class ClipConfig(Options):
 
 
 class CompileConfig(Options):
-    """`compile`. All from `backend` on are arguments of `torch.compile`, with torch's meanings and defaults."""
+    """`compile`. From `backend` on, arguments of `torch.compile` with its meanings and defaults."""
 
     enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """What is compiled: the whole model, each repeated block, or what suits the layout: blocks
-    where there are several ranks, the whole model in one process."""
+    """What to compile: the whole model, each repeated block, or ("auto") blocks if there are several ranks, else the
+    whole model."""
     backend: str = "inductor"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     dynamic: bool | None = None
@@ -273,7 +273,7 @@ class Settings(Options):
     parallel: Annotated[SerializeAsAny[ParallelConfig], BeforeValidator(_expand_parallel)] = ParallelConfig()
     gradient_accumulation: PositiveInt = 1
     global_batch_size: PositiveInt | None = None
-    """Samples per update, of all data ranks; `gradient_accumulation` follows from it."""
+    """Samples per update over all data ranks; sets `gradient_accumulation`."""
     clip_grad_norm: Annotated[ClipConfig, _shorthand("max_norm")] = ClipConfig()
     loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
     lr_interval: Literal["step", "epoch", "manual"] = "step"
@@ -289,10 +289,10 @@ class Settings(Options):
     """Seconds that a collective may take."""
     checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
     debug: Literal["sync", "nonfinite"] | None = None
-    """"sync": compare after each step what the ranks have in common. "nonfinite": look for the first inf or nan in each
-    module, in every update."""
+    """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
+    every update."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
-    """Of the engine, where a program has several: in messages, and in checkpoints, which another one does not load."""
+    """The name of the engine, if a program has several: shown in messages, and required to match when loading."""
     resume: Folder | None = None
-    """"auto": from the newest checkpoint of `checkpoint.directory`, if there is one; else the folder to load."""
+    """A folder to load; or "auto": the newest checkpoint in `checkpoint.directory`, if there is one."""
     track_grad_norm: bool = False

@@ -1,4 +1,4 @@
-"""The picture of a mesh that has been dry-run, as a file."""
+"""The picture of a dry-run mesh, as a file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def draw(
     """Draw the mesh of `config` into `path`.
 
     Args:
-        run: of this config; has the bytes of one rank of some stages.
-        node: devices of a node, if that is known.
+        run: a dry run of this config, with the bytes of one rank for some stages.
+        node: devices per node, if known.
     """
     sizes = mesh_picture.mesh_sizes(config, run.layout.data * math.prod(config.parallel.sizes.values()))
     holdings = find_holdings(config, model, batch)

@@ -1,4 +1,4 @@
-"""A config as a user would write it in Python."""
+"""Configs as Python files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def describe(rung: Rung, asked: Asked, update: Update) -> list[str]:
-    """What a config was made for, and what it needs."""
+    """Comment lines: what the config was made for, and what it needs."""
     return [
         f"Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",
-        f"Each data rank's loader has to give batches of {rung.rows} row(s); an update takes {update.rows} in all.",
+        f"Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",
         f"In a dry run a rank needed {readable(rung.needs)}.",
     ]
 
 
 def short(config: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults, in the shorthand forms: a size or a strategy in place of a dict with one key."""
+    """`config` in its shorthand forms: a size or a strategy in place of a dict with one key."""
     parallel = {}
     for name, keys in config.get("parallel", {}).items():
         key = "size" if name in AXES else "strategy"
@@ -62,11 +62,11 @@ def write(path: Path, text: str, config: Config) -> None:
     """Write `text`, and read it again.
 
     Raises:
-        InputError: the file cannot say the same as `config`.
+        InputError: the file does not load as `config`.
     """
     path.write_text(text, encoding="utf-8")
     if load_config(path) != config:
         raise InputError(
-            f"--out {path}: the file does not read as the chosen config, because a constant of yours cannot be "
-            "written; add the changed keys to your own file instead"
+            f"--out {path}: the file does not load as the chosen config, because one of your constants has no literal "
+            "form; add the changed keys to your own file instead"
         )
