@@ -36,6 +36,10 @@ def check(
     gpu_memory: Annotated[
         str | None, typer.Option(help="With --model: memory of one device, such as 80GB or 80GiB.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="With --model: draw what each rank holds, as an .svg file.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check whether a config can run.
@@ -52,9 +56,13 @@ def check(
     from ..key_checks import find_advice
     from ..memory import parse_bytes
 
-    if model is None and (batch or gpu_memory):
-        raise typer.BadParameter("--batch and --gpu-memory need --model")
+    if model is None and (batch or gpu_memory or picture):
+        raise typer.BadParameter("--batch, --gpu-memory and --picture need --model")
     try:
+        if picture is not None:
+            from ..plan.writing import refuse_target
+
+            refuse_target("--picture", picture, ".svg", force)
         limit = None if gpu_memory is None else parse_bytes(gpu_memory)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
@@ -76,9 +84,13 @@ def check(
         from ..plan import show
 
         answer |= {"model_problems": run.problems if run else [], "dry_run": None}
-        if run and plan:
+        if loaded and run and plan:
             answer |= {"ok": limit is None or show.fits(run, limit), "dry_run": show.as_json(run, limit)}
             lines = list(show.lines(run, limit))
+            if picture is not None:
+                from ..plan.picture import draw
+
+                draw(picture, loaded, run, model, tuple(batch or ()))
     if as_json:
         print(json.dumps(answer, indent=2))
     else:

@@ -76,7 +76,7 @@ def test_a_model_that_does_not_divide(run):
     [
         (["--world-size", "0"], 1, "world_size: 0 is not a number of ranks"),
         ([], 2, "--world-size"),
-        (["--world-size", "1", "--gpu-memory", "80GB"], 2, "--gpu-memory need --model"),
+        (["--world-size", "1", "--gpu-memory", "80GB"], 2, "--picture need --model"),
         (["--world-size", "1", "--model", SMALL, "--gpu-memory", "80GBB"], 2, "'80GBB' is no amount of memory"),
     ],
 )
@@ -129,3 +129,13 @@ def test_json_of_a_dry_run(run):
     rank = answer["dry_run"]["ranks"][0]
     assert rank["bytes"]["parameters"] >= rank["parameters"] * 4
     assert rank["peak"] > rank["kept"]
+
+
+def test_the_picture(run, tmp_path):
+    picture, layout = tmp_path / "mesh.svg", "bf16 = dict(mode='naive')\nparallel = dict(tensor=2)\n"
+    args = ("--world-size", "4", "--model", SMALL, "--picture", picture)
+    assert run(layout, *args).exit_code == 0
+    assert "rank 3" in picture.read_text()
+    again = run(layout, *args)
+    assert again.exit_code == 2
+    assert "the file exists; --force replaces it" in " ".join(again.stderr.split())
