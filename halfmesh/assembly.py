@@ -128,6 +128,11 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     if owner is not None:
         owner.watch(engine)
     engine.context.begin_calls(owner)
+    if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
+        _log.warning(
+            "the model comes from torch.compile(model), which adds `_orig_mod.` to the names of its weights, so "
+            "checkpoints have it, too; to avoid this, pass the uncompiled model and set compile = True in the config"
+        )
     _resume(engine)
     if group is not None:
         group.join(engine.context)  # not earlier: a refused call closes nothing

@@ -31,10 +31,10 @@ app.command(
 app.command(epilog="Example: halfmesh report runs/first runs/second --out report.html")(report)
 app.command(
     "convert-config",
-    epilog="Example: halfmesh convert-config config.py --from colossal --world-size 8 --out halfmesh_config.py",
+    epilog="Example: halfmesh convert-config config.py --from colossal --world-size 8 > halfmesh_config.py",
 )(convert_config)
-app.command(epilog="Example: halfmesh configs naive_fp16 --out config.py")(configs)
-app.command(epilog="Example: halfmesh env --json")(env)
+app.command(epilog="Example: halfmesh configs naive_fp16 > config.py")(configs)
+app.command(epilog="Example: halfmesh env")(env)
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .check import load
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -30,72 +31,63 @@ def convert_config(
     source: Annotated[
         str, typer.Argument(help="A .json or .yaml file, Colossal-AI's .py; or a dict, or key=value pairs, in quotes.")
     ],
-    origin: Annotated[str, typer.Option("--from", help=f"Whose config it is: {', '.join(NAMES)}.")],
-    out: Annotated[Path | None, typer.Option(help="Write the config there, a .py file; left out: print it.")] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="The number of ranks that it is checked for.")] = None,
-    device: Annotated[str, typer.Option(help="The kind of device that it is checked for: cuda or cpu.")] = "cuda",
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    origin: Annotated[str, typer.Option("--from", help=f"The library: {', '.join(NAMES)}.")],
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks to check the new config for.")] = None,
+    device: Annotated[str, typer.Option(help="Kind of device to check it for: cuda or cpu.")] = "cuda",
 ) -> None:
-    """Turn another engine's config into one of halfmesh.
+    """Convert another library's config.
 
-    That is: colossal: Colossal-AI's legacy config.py, which is run; apex: the arguments of amp.initialize; sagemaker:
-    parameters of its model parallel library; deepspeed: ds_config.json; accelerate: default_config.yaml, or the
-    arguments of Accelerator.
+    Prints the new config. Sources: colossal (Colossal-AI's legacy config.py, which is executed), apex (arguments of
+    amp.initialize), sagemaker (parameters of its model parallel library), deepspeed (ds_config.json), accelerate
+    (default_config.yaml, or the arguments of Accelerator).
 
-    Each key of the source is in one of three lists on stderr: converted, without equivalent, not understood. The exit
-    status is 0 if all was understood, no precision and no sharding is lost, and the config can run (on --world-size
-    ranks, if given); else 1.
+    Each key of the source is listed on stderr: converted, without equivalent, or not understood. The exit status is 0
+    if all keys were understood, no precision and no sharding is lost, and the config can run (on --world-size ranks,
+    if given); else 1.
     """
-    from ..config.load import load_leniently
+    from ..config.text import as_python
     from ..errors import ConfigError, InputError, did_you_mean
     from ..migration.convert import ORIGINS, convert
-    from ..plan.writing import put, refuse_path
 
     if origin not in ORIGINS:
         raise typer.BadParameter(f"--from {origin}: allowed: {', '.join(ORIGINS)}{did_you_mean(origin, ORIGINS)}")
     try:
-        if out is not None:
-            refuse_path(out, force)
         with contextlib.redirect_stdout(sys.stderr):
             values = dict(flatten(read(source, origin)))
     except (InputError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     table = ORIGINS[origin]
     outcomes, settings = convert(table, values)
-    config, findings = load_leniently(settings)
+    config, findings = load(settings)
     for key in [key for key, value in settings.items() if not _is_literal(value)]:
         del settings[key]
-        findings.append(f"{key}: it cannot be written as a literal: copy it by hand")
+        findings.append(f"{key}: not a literal; copy it by hand")
     if config is not None:
         findings += _find_problems(config, world_size, device)
     unsaid = table.always({key.removeprefix(table.prefix): value for key, value in values.items()})
     looks = [
         *([table.look] if table.look else []),
         *([_EACH_BATCH] if settings.get("gradient_accumulation", 1) != 1 else []),
-        *(f"{key} = {value!r} follows from what {table.title} does by default" for key, value in unsaid.items()),
+        *(f"{key} = {value!r} is the default of {table.title}" for key, value in unsaid.items()),
     ]
     where = "" if world_size is None else f" on {world_size} rank(s)"
     lines = [f"cannot run{where}: {finding}" for finding in findings] + list(_describe(values, outcomes, looks))
+    print("\n".join(lines), file=sys.stderr)
     title = Path(source).name if len(source) < 256 and Path(source).is_file() else "its arguments"
-    text = _as_python(settings, [f"Made by halfmesh convert-config from {title} ({table.title}).", *lines])
+    for line in (f"Made by halfmesh convert-config from {title} ({table.title}).", *lines):
+        print("\n".join(f"# {part}" for part in textwrap.wrap(line, 100, subsequent_indent="  ")))
+    print()
+    for key, value in settings.items():
+        print(f"{key} = {as_python(value)}")
     right = not findings and all(outcome.kind in ("converted", "without") for outcome in outcomes.values())
-    if out is not None:
-        put(out, text)
-    if as_json:
-        answer = {"ok": right, **_as_json(values, outcomes), "findings": findings, "looks": looks}
-        print(json.dumps(answer | {"world_size": world_size, "config": text}, indent=2, default=repr))
-    else:
-        print("\n".join(lines), file=sys.stderr)
-        print(text if out is None else f"written: {out}\n", end="")
     raise typer.Exit(0 if right else 1)
 
 
 def read(given: str, origin: str) -> Mapping[Any, Any]:
-    """The keys and values of a file, of a dict as JSON or Python has it, or of key=value pairs.
+    """The keys and values of a file, of a dict (JSON or Python), or of key=value pairs.
 
     Raises:
-        InputError, ConfigError: there is nothing of the kind.
+        InputError, ConfigError: `given` is none of these.
     """
     from ..config.load import read_raw
     from ..errors import ConfigError, InputError
@@ -112,7 +104,9 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
             raise InputError(f"{wrong[0]!r}: expected key=value pairs, such as opt_level=O2")
         return {key: _literal(value) for key, _, value in pairs}
     if path.suffix == ".py" and origin != "colossal":
-        raise InputError(f"{path}: a script is not run; give its arguments as a dict or as key=value pairs, in quotes")
+        raise InputError(
+            f"{path}: scripts are not executed; give the arguments as a dict or key=value pairs, in quotes"
+        )
     try:
         return read_raw(path)[0]
     except ConfigError as error:
@@ -123,7 +117,7 @@ def read(given: str, origin: str) -> Mapping[Any, Any]:
 
 
 def flatten(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted key. A constant of the user's own, in UPPERCASE, is one value."""
+    """Values by dotted key. A user's UPPERCASE constant stays one value."""
     for key, value in section.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not name.isupper():
@@ -135,7 +129,7 @@ def flatten(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _literal(text: str) -> Any:
-    """As JSON or Python has it; a text that is neither stays one."""
+    """The value of a JSON or Python literal; any other text stays a string."""
     for parse in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError):
             return parse(text)
@@ -150,7 +144,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks: list[str]) -> Iterator[str]:
-    """What is lost, what to look at, and the three lists."""
+    """What was lost, what to look at, and the three lists."""
     from ..errors import show
 
     rows: dict[str, list[str]] = {"lost": [], "converted": [], "without": [], "not understood": []}
@@ -167,31 +161,8 @@ def _describe(values: Mapping[str, Any], outcomes: Mapping[str, Outcome], looks:
         yield from (f"  {row}" for row in listed)
 
 
-def _as_json(values: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """By kind: key, value, what it becomes here, and what there is to say."""
-    from ..errors import show
-
-    found: dict[str, list[dict[str, Any]]] = {"lost": [], "converted": [], "without": [], "not understood": []}
-    for key, outcome in outcomes.items():
-        row = {"key": key, "value": show(values[key]), "to": dict(outcome.settings), "note": outcome.note}
-        found[outcome.kind].append(row)
-    return {kind.replace("without", "without_equivalent").replace(" ", "_"): rows for kind, rows in found.items()}
-
-
-def _as_python(settings: Mapping[str, Any], comment: list[str]) -> str:
-    lines = [part for line in comment for part in textwrap.wrap(line, 100, subsequent_indent="  ")]
-    keys = (f"{key} = {_show(value)}\n" for key, value in settings.items())
-    return "".join([*(f"# {line}\n" for line in lines), "\n", *keys])
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict) and all(str(key).isidentifier() and not iskeyword(key) for key in value):
-        return f"dict({', '.join(f'{key}={_show(item)}' for key, item in value.items())})"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
 def _find_problems(config: Config, world_size: int | None, device: str) -> list[str]:
-    """What keeps a config from running; where the number of ranks is not known, on as many as its layout needs."""
+    """Why a config cannot run; without a world size, on as many ranks as its layout needs."""
     from ..compat import check
 
     parallel = config.parallel

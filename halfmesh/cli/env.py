@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
-from collections.abc import Iterable
-from typing import Annotated, Any
-
-import typer
 
 PACKAGES = (
     *("pydantic", "safetensors", "tensorboard", "timm", "transformers"),
@@ -23,28 +18,21 @@ VARIABLES = (
 """How the names of variables begin that change what torch does."""
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Print versions, devices and variables, for a bug report.
+def env() -> None:
+    """Print what a bug report needs.
 
-    After halfmesh's own lines follows the report of torch.utils.collect_env, which takes some seconds.
+    That is versions, devices and environment variables. The report of torch.utils.collect_env comes last; it takes some
+    seconds.
     """
-    from torch.utils.collect_env import get_env_info, pretty_str
+    from torch.utils.collect_env import get_pretty_env_info
 
-    found = describe()
-    if as_json:
-        print(json.dumps(found | {"torch": get_env_info()._asdict()}, indent=2))
-        return
-    for name, value in found.items():
-        print(f"{name}: {value if isinstance(value, str) else ', '.join(_words(value)) or 'none'}")
-    print(f"\n{pretty_str(get_env_info())}")
+    for name, texts in describe().items():
+        print(f"{name}: {', '.join(texts) or 'none'}")
+    print(f"\n{get_pretty_env_info()}")
 
 
-def _words(value: Any) -> Iterable[str]:
-    return [f"{key} {item}" for key, item in value.items()] if isinstance(value, dict) else value
-
-
-def describe() -> dict[str, Any]:
-    """By name: a text, a list of texts, or texts by name."""
+def describe() -> dict[str, list[str]]:
+    """The lines of the report: texts by name."""
     import torch.distributed as dist
 
     from ..amp.plugin import AMP_PLUGINS
@@ -53,12 +41,12 @@ def describe() -> dict[str, Any]:
     from ..version import __version__
 
     registries = (AMP_PLUGINS, AXES, DATA_STRATEGIES, TENSOR_STYLES, TENSOR_PLANS, PARTITIONERS, SCHEDULES, HOOKS)
-    packages = {}
+    packages = []
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
+            packages.append(f"{name} {importlib.metadata.version(name)}")
     return {
-        "halfmesh": __version__,
+        "halfmesh": [__version__],
         "backends": [
             name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
         ],
@@ -68,5 +56,5 @@ def describe() -> dict[str, Any]:
             for registry in registries
             for point in importlib.metadata.entry_points(group=registry.entry_point_group)
         ],
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        "variables": [f"{name} {value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)],
     }

@@ -14,33 +14,31 @@ from rich.console import Console
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="package.module:build, which builds the model and says its inputs.")],
+    model: Annotated[str, typer.Option(help="package.module:build, which builds the model and its inputs.")],
     world_size: Annotated[int, typer.Option(help="The number of ranks.")],
-    gpu_memory: Annotated[str, typer.Option(help="What one device has, such as 80GB or 80GiB.")],
-    config: Annotated[
-        Path | None, typer.Argument(help="The config to begin with, a .py, .yaml, .yml or .json file; left out: {}.")
-    ] = None,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of one device, such as 80GB or 80GiB.")],
+    config: Annotated[Path | None, typer.Argument(help="The config to begin with; left out, an empty one.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE, such as parallel.tensor=2; repeatable.")
+        list[str] | None, typer.Option("--set", help="KEY=VALUE: set a key, such as parallel.tensor=2; repeatable.")
     ] = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(help="An input as a data rank's loader gives it, such as 8,2048:int64; repeatable."),
+        typer.Option(help="An input of one data rank, such as 8,2048:int64; repeatable."),
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="Devices of one machine, which tensor groups stay within.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(help="Devices of a node; tensor parallelism stays within one.")] = 8,
     device: Annotated[str, typer.Option(help="The kind of device: cuda or cpu.")] = "cuda",
-    out: Annotated[Path | None, typer.Option(help="Write the config that fits there, a .py file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the chosen config to this .py file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw what each rank holds, as an .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find the simplest change of a config that fits a model.
+    """Find the simplest change by which a model fits.
 
-    Says what the change costs.
+    Tries changes of the config from the simplest to the most invasive, each in a dry run: one rank of each kind does an
+    update on tensors without memory. Says what the chosen change costs. Needs no GPU. The exit status is 0 if something
+    fits, else 1.
 
-    Changes are tried from the simplest to the most invasive, each in a dry run: one rank of each kind does an update
-    on tensors without memory. Needs no GPU. The exit status is 0 if something fits, else 1.
-    build() returns (model, inputs), or (model, (inputs, targets), criterion), or the model, with --batch.
+    build() returns (model, inputs); or (model, (inputs, targets), criterion); or, with --batch, the model.
     """
     from ..config.load import load_config
     from ..errors import ConfigError, InputError
@@ -54,9 +52,9 @@ def plan(
     is_fresh = bool(context.obj)
     try:
         if out is not None:
-            writing.refuse_path(out, force)
+            writing.refuse_target("--out", out, ".py", force)
         if picture is not None:
-            pictures.refuse_path(picture, force)
+            writing.refuse_target("--picture", picture, ".svg", force)
         with contextlib.redirect_stdout(sys.stderr):  # what the config or the model prints is not part of the answer
             loaded = load_config({} if config is None else config, overrides or ())
             limit = parse_bytes(gpu_memory)

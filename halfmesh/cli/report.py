@@ -1,4 +1,4 @@
-"""`halfmesh report`: one HTML page about runs."""
+"""`halfmesh report`: an HTML page about runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import typer
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of the hook 'run', or RunFolder.")],
-    out: Annotated[Path, typer.Option(help="The page; a report that exists is replaced.")] = Path("report.html"),
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is no report.")] = False,
+    out: Annotated[Path, typer.Option(help="The page; an older report is replaced.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is not a report.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the data as one JSON object, and write no page.")
     ] = False,
 ) -> None:
-    """Make one HTML page about a run, or about several.
+    """Write an HTML page about one or several runs.
 
-    Several are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder is
-    no run's.
+    Several runs are shown side by side. The page needs no network and no other file. The exit status is 1 if a folder
+    holds no run.
     """
     from ..errors import InputError
     from ..report.page import as_data, write_report

@@ -11,31 +11,33 @@ from typing import Annotated
 
 import typer
 
+from .check import load
+
 
 def run(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="The training script; what follows are its own arguments.")],
-    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines, each with as many processes.")] = 1,
+    script: Annotated[Path, typer.Argument(help="The training script; what follows is passed on to it.")],
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this node.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of nodes, each with as many processes.")] = 1,
     rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="host:port of one of the machines, the same on all; with --nnodes.")
+        str | None, typer.Option(help="host:port of one of the nodes, the same on all; needed with --nnodes.")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often torchrun starts all again after a failure.")] = 0,
-    device: Annotated[str | None, typer.Option(help="What to check the config for: cuda or cpu.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart all ranks after a failure.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Kind of device to check for: cuda or cpu.")] = None,
 ) -> None:
     """Check a config, then start a script as torchrun does.
 
-    The config is what the script is given as --config, with what it is given as --set. If it cannot run on so many
-    ranks, the reasons are printed, nothing is started, and the exit status is 1.
+    Reads the --config and --set that follow the script. If the config cannot run on that many ranks, the reasons are
+    printed, nothing is started, and the exit status is 1.
     """
     if not script.is_file():
         raise typer.BadParameter(f"{script}: there is no such file")
     if nnodes > 1 and rdzv_endpoint is None:
-        raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all machines")
+        raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all nodes")
     found = find_options(context.args, "--config")
     config = found[-1] if found else None
     if config is None:
-        print(f"halfmesh run: {script} is given no --config, so its layout is not checked here", file=sys.stderr)
+        print(f"halfmesh run: no --config after {script}, so no config is checked", file=sys.stderr)
     elif problems := find_problems(Path(config), nproc * nnodes, device, find_options(context.args, "--set")):
         print(f"{config}: cannot run on {nproc * nnodes} rank(s)", file=sys.stderr)
         for problem in problems:
@@ -50,7 +52,7 @@ def run(
 
 
 def find_options(arguments: Sequence[str], option: str) -> list[str]:
-    """What a script is given as `option`, in order."""
+    """The values that a script is given for `option`, in order."""
     found = []
     for place, argument in enumerate(arguments):
         if argument.startswith(f"{option}="):
@@ -61,14 +63,12 @@ def find_options(arguments: Sequence[str], option: str) -> list[str]:
 
 
 def find_problems(config: Path, world_size: int, device: str | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Everything that is wrong with `config` on so many ranks."""
+    """Everything that is wrong with `config` on `world_size` ranks."""
     import torch
 
     from ..compat import check
-    from ..config.load import load_leniently
 
     with contextlib.redirect_stdout(sys.stderr):
-        loaded, problems = load_leniently(config, overrides)
+        loaded, problems = load(config, overrides)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    findings = check(loaded, world_size, kind) if loaded is not None else []
-    return [*problems, *map(str, findings)]
+    return problems if loaded is None else [str(finding) for finding in check(loaded, world_size, kind)]

@@ -1,4 +1,8 @@
-"""What a user writes: the schema of a config and the ways to load one."""
+"""Configs: their schema, loading, and messages about mistakes.
+
+schema.py (with activations.py, automatic.py): the keys. config.py: Config, the value. load.py: from a file or a dict,
+with overrides.py, pyfile.py, text.py. problems.py, foreign.py: messages.
+"""
 
 from .config import Config
 

@@ -14,13 +14,13 @@ from ..options import Names, Options, PositiveInt
 class CheckpointConfig(Options):
     """`activation_checkpoint`: the modules whose activations are recomputed in backward. Off if no key is set.
 
-    The shorthand "full" is `every=1`, and "selective" that with `selective=True`.
+    The shorthand "full" is `every=1`; "selective" is `every=1, selective=True`.
     """
 
     every: PositiveInt | None = None
-    """Every N-th of the model's repeated blocks, starting with the first."""
+    """Every N-th repeated block of the model, starting with the first."""
     patterns: Names = ()
-    """Patterns of names of modules, in place of the blocks."""
+    """Patterns of module names, instead of blocks."""
     selective: bool = False
     """Keep the outputs of matrix products and attention."""
 
@@ -37,7 +37,7 @@ class CheckpointConfig(Options):
 
     @property
     def label(self) -> str:
-        """How it would be written."""
+        """The value as a user would write it."""
         if self.patterns:
             chosen = shorten(list(self.patterns))
         else:

@@ -12,20 +12,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from ..errors import did_you_mean, show
 from ..options import Names, Options, PositiveInt
 
-_REFUSED = {
-    "SIGKILL": "cannot be caught by any program",
-    "SIGSTOP": "cannot be caught by any program",
-    "SIGINT": "is Ctrl-C, which ends the run at once",
-}
 
-
-def _refuse_signals(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_signals(names: tuple[str, ...]) -> tuple[str, ...]:
     known = [one.name for one in signal.Signals]
     for name in names:
         if name not in known:
             raise ValueError(f"{name!r} is not the name of a signal here{did_you_mean(name, known)}")
-        if name in _REFUSED:
-            raise ValueError(f"{name!r} {_REFUSED[name]}; leave it out (usual ones: 'SIGTERM', 'SIGUSR1')")
+        if name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+            raise ValueError(f"{name!r} ends or stops a run at once; leave it out ('SIGTERM' and 'SIGUSR1' are usual)")
     return names
 
 
@@ -35,22 +29,22 @@ def _as_text(value: Any) -> Any:
 
 
 Folder = Annotated[str, BeforeValidator(_as_text)]
-"""A string, or any path, which becomes one."""
+"""A string, or a path, which becomes one."""
 
 
 class AutomaticConfig(Options):
     """`checkpoint`. The shorthand is the directory."""
 
     directory: Annotated[Folder, Field(min_length=1)]
-    """A folder that all ranks share; it is made if it is not there."""
+    """A folder that all ranks share; created if needed."""
     every: PositiveInt | None = None
-    """Optimizer steps between two saves; None: only when the run is told to end."""
+    """Updates between two saves; None: save only when the run is told to end."""
     keep: PositiveInt | None = 3
-    """How many checkpoints to leave there; None: all."""
+    """How many checkpoints to keep; None: all."""
     in_background: bool = True
-    """Whether training continues while they are written. The last one of a run that is told to end is waited for."""
-    signals: Annotated[Names, AfterValidator(_refuse_signals)] = ("SIGTERM", "SIGUSR1")
-    """Those that tell a run to end: it saves after the current step, and ends with status 75."""
+    """Whether training continues during a save. A run that is told to end waits for its last save."""
+    signals: Annotated[Names, AfterValidator(_check_signals)] = ("SIGTERM", "SIGUSR1")
+    """Signals that tell a run to end: it saves after the current step, and exits with status 75."""
 
 
 def expand_automatic(value: Any) -> Any:

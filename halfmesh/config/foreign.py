@@ -52,19 +52,3 @@ FOREIGN_KEYS: Mapping[str, str] = types.MappingProxyType(
     }
 )
 """Keys of other libraries, lower case, and what to write here."""
-
-_ORIGINS: Mapping[str, str] = types.MappingProxyType(
-    {
-        **dict.fromkeys(("num_micro_batches", "zero", "gradient_handler"), "colossal"),
-        **dict.fromkeys(("pipeline_parallel_degree", "partitions", "tensor_parallel_degree"), "sagemaker"),
-        **dict.fromkeys(("sharded_data_parallel_degree", "shard_optimizer_state", "offload_activations"), "sagemaker"),
-        **dict.fromkeys(("zero_optimization", "gradient_clipping", "train_batch_size"), "deepspeed"),
-    }
-)
-"""Those that only one engine's configs have, and what `halfmesh convert-config --from` calls it."""
-
-
-def find_foreign(key: str) -> str | None:
-    """What to write here for another library's key, in any case; None if it is not known as one."""
-    advice, origin = FOREIGN_KEYS.get(key.lower()), _ORIGINS.get(key.lower())
-    return f"{advice} (halfmesh convert-config --from {origin} converts a whole config)" if origin else advice

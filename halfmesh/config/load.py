@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean, show
-from .config import OWN_NAMES, Config, build, build_leniently
+from .config import OWN_NAMES, Config, build
 from .overrides import override
 from .pyfile import run_config
 from .text import read_json, read_yaml
@@ -27,34 +27,17 @@ def load_config(source: str | Path | Mapping[str, Any] | Config, overrides: Sequ
     """
     if isinstance(source, Config) and not overrides:
         return source
-    raw, hint = _read(source, overrides)
-    return build(raw, _name(source) + (f" with {', '.join(overrides)}" if overrides else ""), hint)
-
-
-def load_leniently(
-    source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
-) -> tuple[Config | None, list[str]]:
-    """The config of those top-level keys that are right (None if there is nothing to read), and all problems."""
-    if isinstance(source, Config) and not overrides:
-        return source, []
-    try:
-        raw, hint = _read(source, overrides)
-    except ConfigError as error:
-        return None, list(error.problems)
-    return build_leniently(raw, hint)
+    raw, hint = read_raw(source)
+    name = _name(source) + (f" with {', '.join(overrides)}" if overrides else "")
+    return build(override(raw, overrides) if overrides else raw, name, hint)
 
 
 def _name(source: object) -> str:
     return str(source) if isinstance(source, (str, Path)) else "the config"
 
 
-def _read(source: object, overrides: Sequence[str]) -> tuple[Mapping[Any, Any], str]:
-    raw, hint = read_raw(source)
-    return (override(raw, overrides) if overrides else raw), hint
-
-
 def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
-    """The keys and values as they are, and how this kind of source writes names of its own."""
+    """The keys and values, and a hint how this kind of source names constants and helpers."""
     if isinstance(source, Config):
         return source.to_dict(), OWN_NAMES
     if isinstance(source, Mapping):
@@ -80,16 +63,12 @@ def read_raw(source: object) -> tuple[Mapping[Any, Any], str]:
 
 
 def _find_problem(path: Path) -> str:
-    """Why no config can be read from `path`; empty if there is a file to read."""
-    if path.is_dir():
-        return "it is a directory; give the config file in it"
+    """Why `path` cannot be read; empty if it can."""
     if path.suffix.lower() not in SUFFIXES:
         near = did_you_mean(path.suffix, SUFFIXES)
         return f"its suffix is {show(path.suffix)}; allowed: {', '.join(SUFFIXES)}{near}"
     if path.is_file():
         return ""
     parent = path.resolve().parent
-    if not parent.is_dir():
-        return f"there is no such file, and no directory {parent}"
-    others = [file.name for file in parent.iterdir() if file.suffix.lower() in SUFFIXES]
+    others = [file.name for file in parent.glob("*") if file.suffix.lower() in SUFFIXES]
     return f"there is no such file in {parent}{did_you_mean(path.name, others)}"

@@ -1,4 +1,4 @@
-"""`parallel.tensor=2`: keys of a config that the command line sets."""
+"""Overrides such as `parallel.tensor=2`, from the command line."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _SHORT = MappingProxyType(
         "checkpoint": "directory",
     }
 )
-"""The key that a shorthand value sets, so that another key can be added: tensor=2 is tensor=dict(size=2)."""
+"""The key that a shorthand value sets (tensor=2 is tensor=dict(size=2)), so that others can be added to it."""
 
 
 def override(raw: Mapping[Any, Any], overrides: Sequence[str]) -> dict[Any, Any]:
-    """A config's keys with others set, in order; `raw` stays as it is.
+    """`raw` with the overrides applied in order, as a new dict.
 
     Args:
         overrides: `key=value` each. A dot leads into a dict (`fp16.mode=naive`); the value is read as in YAML: `2`,
             `1e-3`, `true`, `null`, `naive`, `{size: 2, microbatches: 4}`.
 
     Raises:
-        ConfigError: one of them has no `=`, a value that YAML cannot read, or leads into something that has no keys.
+        ConfigError: one has no `=`, a value that is not YAML, or a path into something that is not a dict.
     """
     found, problems = dict(raw), list[str]()
     for text in overrides:

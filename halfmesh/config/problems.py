@@ -1,71 +1,58 @@
-"""pydantic's errors in plain words: the key, the value, what is allowed, and the likely intended key."""
+"""pydantic's errors in plain words: the key, the value, what is allowed, and which key was probably meant."""
 
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
 from ..amp.plugin import AMP_PLUGINS, PRECISIONS
 from ..errors import did_you_mean, find_near, show, show_name
 from ..options import Options
 from ..parallel.registries import AXES
-from .foreign import find_foreign
+from .foreign import FOREIGN_KEYS
 from .schema import PrecisionConfig, Settings, get_plugin, parallel_config
 
-FAR_CUTOFF = 0.75  # a key of another level has to be nearer than one of this level: there are many of them
+FAR_CUTOFF = 0.75  # stricter for keys of other levels, because there are many
 
 _SHOULD_BE = "Input should be "
 """What most messages of pydantic begin with."""
 
-_DTYPE_NAMES: Mapping[str, str] = types.MappingProxyType(
-    {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One mistake: the top-level keys it concerns, and what to say about it."""
-
-    keys: tuple[Any, ...]
-    line: str
-
 
 class _Place(NamedTuple):
-    """Where an error lies: the path that the user can see, the key itself, and the model that should own it."""
+    """Where an error lies: the path of the key, and the model that should own it."""
 
     path: tuple[str, ...]
     owner: type[Options]
-    field: str | None
 
 
-def find_unknown(raw: Mapping[Any, Any], hint: str) -> Iterator[Problem]:
-    """Top-level keys that are neither settings nor UPPERCASE constants; `hint` ends the line of one unlike any key."""
-    for key in raw:
-        if not isinstance(key, str):
-            yield Problem((key,), f"{show(key)}: keys must be strings, not {type(key).__name__}")
-        elif key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
-            yield Problem((key,), f"{key}: {find_foreign(key)}")
-        elif key not in Settings.model_fields and (key.startswith("_") or not key.isupper()):
-            yield Problem((key,), f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}")
+def explain_key(key: Any, hint: str) -> str | None:
+    """What is wrong with a top-level key that is neither a setting nor an UPPERCASE constant; None if it is one.
+
+    `hint` ends the line of a key that is like no other.
+    """
+    if not isinstance(key, str):
+        return f"{show(key)}: keys must be strings, not {type(key).__name__}"
+    if key == "NUM_MICRO_BATCHES":  # the one constant of Colossal-AI that was a setting
+        return f"{key}: {FOREIGN_KEYS[key.lower()]}"
+    if key in Settings.model_fields or (key.isupper() and not key.startswith("_")):
+        return None
+    return f"{show_name(key)}: unknown key{_suggest(key, (), Settings, hint)}"
 
 
-def find_contradictions(raw: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that are valid alone but not beside another one."""
+def find_contradictions(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that are valid alone, but not together."""
     given = [key for key in PRECISIONS if raw.get(key) is not None]
     if len(given) > 1:
         set_ = "both are set" if len(given) == 2 else "all are set"
-        yield Problem(tuple(given), f"{', '.join(given)}: {set_}, but a run has one precision; keep one of them")
+        yield f"{', '.join(given)}: {set_}, but a run has one precision; keep one of them"
     for key in given:
-        for name, why in _find_moot(key, raw[key]):
-            yield Problem((key,), f"{key}.{name}: {why}")
+        yield from _find_moot(key, raw[key])
 
 
-def _find_moot(key: str, given: Any) -> Iterator[tuple[str, str]]:
-    """Keys of a mode that mean nothing in this precision, and why."""
+def _find_moot(key: str, given: Any) -> Iterator[str]:
+    """Keys of a mode that mean nothing in this precision."""
     if isinstance(given, PrecisionConfig):
         given = {"mode": given.mode, **dict.fromkeys(given.options.model_fields_set)}
     if not isinstance(given, Mapping):
@@ -74,17 +61,15 @@ def _find_moot(key: str, given: Any) -> Iterator[tuple[str, str]]:
         plugin = get_plugin(given.get("mode"))
     except ValueError:
         return  # reported by the schema
-    if key != "fp16":
-        has = "bf16 has" if key == "bf16" else "fp8 computes gradients in bf16, which has"
-        for name in sorted(plugin.scale_keys & given.keys()):
-            yield name, f"{has} the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
-    if key != "fp8":
-        for name in sorted(plugin.float8_keys & given.keys()):
-            yield name, f"it is about float8, and {key} has none; remove {name}, or use fp8"
+    has = "bf16 has" if key == "bf16" else "fp8 computes gradients in bf16, which has"
+    for name in sorted(plugin.scale_keys & given.keys()) if key != "fp16" else ():
+        yield f"{key}.{name}: {has} the range of fp32, so the loss is not scaled; remove {name}, or use fp16"
+    for name in sorted(plugin.float8_keys & given.keys()) if key != "fp8" else ():
+        yield f"{key}.{name}: it is about float8, and {key} has none; remove {name}, or use fp8"
 
 
-def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """One problem per wrong value: the branches of a union, which report it once each, are joined."""
+def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per wrong value. The branches of a union each report it; their messages are joined."""
     by_place: dict[_Place, list[Mapping[str, Any]]] = {}
     for error in errors:
         place = _locate(error["loc"], raw, unknown=error["type"] == "extra_forbidden")
@@ -95,26 +80,25 @@ def explain(raw: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> list
         depth = max(len(error["loc"]) for error in found)  # of the branch that fits the value best
         deepest = [error for error in found if len(error["loc"]) == depth]
         for _, same in groupby(deepest, key=lambda error: show(error["input"])):
-            problems.append(Problem(place.path[:1], f"{path}: {_reason(list(same), place)}"))
+            problems.append(f"{path}: {_reason(list(same), place)}")
     return problems
 
 
 def _locate(loc: Sequence[int | str], raw: Mapping[str, Any], unknown: bool) -> _Place:
-    """Follow the schema along pydantic's `loc`, which names union branches and list items beside the fields.
+    """Follow pydantic's `loc` through the schema; it has union branches and list items among the fields.
 
-    With `unknown`, the last part is the key that no model has.
+    With `unknown`, the last part is a key that no model has.
     """
     path: list[str] = []
     owner: type[Options] = Settings
-    field: str | None = None
     for i, part in enumerate(map(str, loc)):
         model = _model_at(path, owner, raw) if path else Settings
         if model is not None and part in model.model_fields:
-            owner, field = model, part
+            owner = model
             path.append(part)
         elif unknown and i == len(loc) - 1:
-            return _Place((*path, part), model or owner, None)
-    return _Place(tuple(path), owner, field)
+            return _Place((*path, part), model or owner)
+    return _Place(tuple(path), owner)
 
 
 def _model_at(path: Sequence[str], owner: type[Options], raw: Mapping[str, Any]) -> type[Options] | None:
@@ -146,7 +130,7 @@ def _visible(path: tuple[str, ...], raw: Any) -> tuple[str, ...]:
 
 
 def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
-    """What is wrong with one value, in pydantic's words where there are no better ones."""
+    """What is wrong with one value, mostly in pydantic's words."""
     kind, given, message = errors[0]["type"], errors[0]["input"], errors[0]["msg"]
     if kind == "extra_forbidden":
         return "unknown key" + _suggest(place.path[-1], place.path[:-1], place.owner, "")
@@ -157,27 +141,12 @@ def _reason(errors: Sequence[Mapping[str, Any]], place: _Place) -> str:
     allowed = dict.fromkeys(error["msg"].removeprefix(_SHOULD_BE) for error in errors)
     if message in allowed:
         return f"{show(given)} is refused: {message}"
-    return f"{show(given)} should be {' or '.join(allowed)}{_guess(given, place)}"
-
-
-def _guess(given: object, place: _Place) -> str:
-    """Which word was meant, where words are allowed."""
-    if place.field is None or not isinstance(given, str):
-        return ""
-    words = [word for word in _literals(place.owner.model_fields[place.field].annotation) if isinstance(word, str)]
-    full = _DTYPE_NAMES.get(given)
-    return f"; did you mean {full!r}?" if full in words else did_you_mean(given, words)
-
-
-def _literals(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    return [word for inner in get_args(annotation) for word in _literals(inner)]
+    return f"{show(given)} should be {' or '.join(allowed)}"
 
 
 def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise: str) -> str:
-    """Which key was meant: another library's, one that lies elsewhere in the tree, or a near one at this place."""
-    if (foreign := find_foreign(key)) is not None:
+    """Which key was meant: one of another library, one from elsewhere in the tree, or a similar one here."""
+    if (foreign := FOREIGN_KEYS.get(key.lower())) is not None:
         return f"; {foreign}"
     here = list(owner.model_fields)
     if parents == ("parallel",):
@@ -198,13 +167,13 @@ def _suggest(key: str, parents: tuple[str, ...], owner: type[Options], otherwise
 
 
 def _all_paths() -> list[str]:
-    """Every key of the tree, dotted; those of all modes under fp16."""
+    """All keys, dotted; those of all modes under fp16."""
     paths = [f"fp16.{key}" for keys in _mode_keys().values() for key in keys]
     return list(dict.fromkeys([*_walk(Settings, ""), *paths, "fp16.mode"]))
 
 
 def _mode_keys() -> dict[str, list[str]]:
-    """The keys of each mode. A plugin that cannot be imported must not hide the mistake that is being explained."""
+    """The keys of each mode, without plugins that cannot be imported: they must not hide the mistake at hand."""
     keys = {}
     for name in AMP_PLUGINS.names():
         with contextlib.suppress(ValueError):

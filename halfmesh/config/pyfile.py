@@ -1,7 +1,7 @@
-"""A .py config: run in a namespace of its own; which of its names are keys is told by how they are written.
+"""Runs a .py config in a namespace of its own.
 
-Nothing of it reaches `sys.path`, and nothing stays in `sys.modules`: its import statements go through a hook that only
-it and its siblings see. So two directories may each have a base.py, and a config called json.py hides nothing.
+Its imports of sibling files go through an import function that only configs see; `sys.path` and `sys.modules` stay as
+they are. So two directories may each have a base.py, and a config named json.py shadows nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NEVER_SIBLINGS = frozenset({*sys.stdlib_module_names, "halfmesh", "torch"})
 
 
 def run_config(path: Path) -> dict[str, Any]:
-    """Run the config at `path`; its keys and constants, by name.
+    """Run the config at `path`, and return its keys and constants by name.
 
-    `_x` is a helper, UPPERCASE a constant; every other name is a key, unless it is a module, a function or a class.
+    `_x` is a helper, UPPERCASE a constant; every other name is a key, except modules, functions and classes.
 
     Raises:
-        ConfigError: the file, or a sibling that it imports, does not compile or raises.
+        ConfigError: the file, or a sibling that it imports, does not compile or raises an error.
     """
     files: dict[Path, ModuleType] = {}
     try:
@@ -41,13 +41,13 @@ def _counts(name: str, value: object) -> bool:
     if name.startswith("_") or isinstance(value, ModuleType) or type(value).__module__ == "__future__":
         return False
     if name.isupper() or name in Settings.model_fields:
-        # NORM = nn.LayerNorm is a constant, an imported AMP_TYPE is none; and seed = len is a mistake to tell.
+        # NORM = nn.LayerNorm is a constant, an imported AMP_TYPE is not; and seed = len is a mistake to report.
         return getattr(value, "__name__", None) != name
     return not callable(value)
 
 
 def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
-    """Run the file at `path`, unless it is one of `files`, which siblings that import each other are, half done."""
+    """Run the file at `path`, unless it is in `files` (complete, or half done if siblings import each other)."""
     if path in files:
         return files[path]
     module = files[path] = ModuleType(f"_halfmesh_config_{path.stem}")
@@ -59,7 +59,7 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """`import base` and `from .base import x` are of a file beside this one, if there is one."""
+        """`import base` and `from .base import x` mean a file beside this one, if it exists."""
         sibling = path.with_name(f"{name}.py")
         if (level == 1 or (level == 0 and name not in _NEVER_SIBLINGS)) and sibling.is_file():
             return _execute(sibling.resolve(), files)
@@ -67,7 +67,7 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
 
     module.__file__ = str(path)
     vars(module)["__builtins__"] = {**vars(builtins), "__import__": find}
-    sys.modules[module.__name__] = module  # dataclasses look their module up while they are made
+    sys.modules[module.__name__] = module  # a dataclass looks up its module when it is defined
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     finally:
@@ -76,7 +76,7 @@ def _execute(path: Path, files: dict[Path, ModuleType]) -> ModuleType:
 
 
 def _describe(error: BaseException, files: Mapping[Path, ModuleType]) -> str:
-    """`error` with the file and line of the config, or of a sibling, where it arose."""
+    """`error` with the file and line of the config, or of a sibling, that raised it."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     own = {str(path) for path in files}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError, create_model
 
@@ -26,7 +26,7 @@ M = TypeVar("M", bound=Options)
 
 
 def validate(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Mapping[str, Any]]]:
-    """The validated model, or None and pydantic's list of errors."""
+    """The validated model, or None and pydantic's errors."""
     try:
         return model.model_validate(dict(data)), []
     except ValidationError as error:
@@ -53,21 +53,6 @@ def get_plugin(mode: object) -> type[AMPPlugin]:
 def list_names(registry: Registry[Any], *more: str) -> str:
     """The registered names, quoted, for a message."""
     return ", ".join(map(repr, [*more, *registry.names()]))
-
-
-class FrozenDict(dict[str, str]):
-    """A dict that cannot be changed, so that a config stays a value. Copies and pickles like any other."""
-
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError("configs are immutable; config.replace(key=value) gives a changed copy")
-
-    __setitem__ = __delitem__ = update = setdefault = pop = popitem = clear = __ior__ = _refuse
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, str]]]:
-        return FrozenDict, (dict(self),)
 
 
 def _registered(registry: Registry[Any], *more: str) -> AfterValidator:
@@ -143,28 +128,12 @@ def _expand_compile(value: Any) -> Any:
     raise ValueError(f"{show(value)} is not True, False or a dict; write for example dict(scope='blocks')")
 
 
-def _known_backend(name: str) -> str:
-    """Only where it is not torch's default: the list of all takes a second to import."""
-    if name == "inductor":
-        return name
-    import torch
-
-    known = torch.compiler.list_backends(None)
-    if name not in known:
-        usual = ", ".join(map(repr, torch.compiler.list_backends()))
-        raise ValueError(
-            f"{show(name)} is not a backend of torch.compile here; usual ones: {usual}; for debugging 'eager' and "
-            f"'aot_eager'{did_you_mean(name, known)}"
-        )
-    return name
-
-
 def _read_norm_type(value: Any) -> Any:
     return math.inf if value == "inf" else value
 
 
 def _known_styles(value: Any) -> Any:
-    """A plan of patterns has styles that are registered; their arguments are checked with the model."""
+    """Check the styles of a plan of patterns; their arguments are checked with the model."""
     for pattern, text in value.items() if isinstance(value, dict) else ():
         name = text.partition("(")[0].strip()
         if name != "auto" and name not in TENSOR_STYLES:
@@ -173,12 +142,8 @@ def _known_styles(value: Any) -> Any:
     return value
 
 
-def _freeze(value: Any) -> Any:
-    return FrozenDict(value) if isinstance(value, dict) else value
-
-
 class PrecisionConfig(Options):
-    """What `fp16` or `bf16` says: the mode's name, lower case, and the mode's own keys as its plugin defines them."""
+    """`fp16` or `bf16`: the lower-case name of the mode, and the keys that its plugin defines."""
 
     mode: str
     options: SerializeAsAny[Options]
@@ -193,9 +158,7 @@ class TensorConfig(Options):
     """`parallel.tensor`. `plan` is a name, or a dict from patterns of module names to tensor styles."""
 
     size: PositiveInt = 1
-    plan: Annotated[
-        str | dict[str, str], AfterValidator(_known_styles), AfterValidator(_freeze), _registered(TENSOR_PLANS, "auto")
-    ] = "auto"
+    plan: Annotated[str | dict[str, str], AfterValidator(_known_styles), _registered(TENSOR_PLANS, "auto")] = "auto"
     sequence_parallel: bool = False
     mode: Annotated[Literal["1d"], BeforeValidator(lambda mode: "1d" if mode is None else mode)] = "1d"
 
@@ -219,7 +182,7 @@ class DataConfig(Options):
 
     strategy: Annotated[str, _registered(DATA_STRATEGIES)] = "replicate"
     size: PositiveInt | None = None
-    """None: the ranks that tensor and pipeline leave."""
+    """None: the ranks that tensor and pipeline leave over."""
     reduce_dtype: DType = "float32"
     bucket_mb: PositiveFloat | None = None
     """MiB; None: 25 as torch's DDP, or 1 for each data rank if that is more, as Megatron-LM lets buckets grow."""
@@ -235,7 +198,7 @@ class DataConfig(Options):
 
 
 class ParallelConfig(Options):
-    """`parallel`. Axes of others are fields of classes that derive from it."""
+    """`parallel`. A derived class has fields for registered axes of your own."""
 
     def __reduce__(self) -> Any:
         return _read_parallel, (self.model_dump(),)  # a derived class cannot be found by its name
@@ -246,12 +209,12 @@ class ParallelConfig(Options):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the axes besides data, by their keys."""
+        """The sizes of all axes but data, by key."""
         return {name: getattr(self, name).size for name in AXES.names() if name in type(self).model_fields}
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """The same by the short names of the mesh, outermost first: those that take modules, others, tp."""
+        """The same by mesh axis, outermost first: axes that take modules, others, tp."""
         kinds = [(AXES.get(name), size) for name, size in self.sizes.items()]
         kinds.sort(key=lambda pair: not pair[0].takes_modules)
         outer = sum(kind.takes_modules for kind, _ in kinds)
@@ -259,7 +222,7 @@ class ParallelConfig(Options):
 
 
 def parallel_config(keys: Collection[str]) -> type[ParallelConfig]:
-    """The class of a `parallel` with these keys: with a field for each registered axis of others among them."""
+    """The class of a `parallel` with these keys, with a field for each registered axis among them."""
     others = (name for name in AXES.names() if name not in ParallelConfig.model_fields)
     return _parallel_with(tuple(name for name in others if name in keys))
 
@@ -287,13 +250,13 @@ class ClipConfig(Options):
 
 
 class CompileConfig(Options):
-    """`compile`. All from `backend` on are arguments of `torch.compile`, with torch's meanings and defaults."""
+    """`compile`. From `backend` on, arguments of `torch.compile` with its meanings and defaults."""
 
     enabled: bool = True
     scope: Literal["auto", "model", "blocks"] = "auto"
-    """What is compiled: the whole model, each repeated block, or what suits the layout: blocks
-    where there are several ranks, the whole model in one process."""
-    backend: Annotated[str, AfterValidator(_known_backend)] = "inductor"
+    """What to compile: the whole model, each repeated block, or ("auto") blocks if there are several ranks, else the
+    whole model."""
+    backend: str = "inductor"
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     dynamic: bool | None = None
     fullgraph: bool = False
@@ -311,7 +274,7 @@ class Settings(Options):
     parallel: Annotated[SerializeAsAny[ParallelConfig], BeforeValidator(_expand_parallel)] = ParallelConfig()
     gradient_accumulation: PositiveInt = 1
     global_batch_size: PositiveInt | None = None
-    """Samples per update, of all data ranks; `gradient_accumulation` follows from it."""
+    """Samples per update over all data ranks; sets `gradient_accumulation`."""
     clip_grad_norm: Annotated[ClipConfig, _shorthand("max_norm")] = ClipConfig()
     loss_reduction: Literal["mean", "sum", "weighted"] = "mean"
     lr_interval: Literal["step", "epoch", "manual"] = "step"
@@ -327,10 +290,10 @@ class Settings(Options):
     """Seconds that a collective may take."""
     checkpoint: Annotated[AutomaticConfig | None, BeforeValidator(expand_automatic)] = None
     debug: Literal["sync", "nonfinite"] | None = None
-    """"sync": compare after each step what the ranks have in common. "nonfinite": look for the first inf or nan in each
-    module, in every update."""
+    """"sync": compare the ranks' shared state after each step. "nonfinite": find the first module with inf or nan in
+    every update."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
-    """Of the engine, where a program has several: in messages, and in checkpoints, which another one does not load."""
+    """The name of the engine, if a program has several: shown in messages, and required to match when loading."""
     resume: Folder | None = None
-    """"auto": from the newest checkpoint of `checkpoint.directory`, if there is one; else the folder to load."""
+    """A folder to load; or "auto": the newest checkpoint in `checkpoint.directory`, if there is one."""
     track_grad_norm: bool = False

@@ -1,4 +1,7 @@
-"""YAML and JSON in and out. Python tuples survive YAML; 1e-3 is a number; a key that is given twice is an error."""
+"""Configs as text: YAML and JSON in, YAML and Python out.
+
+Python tuples survive YAML; 1e-3 is a number; a key that is given twice is an error.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import enum
 import json
 import re
 from collections.abc import Mapping
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,11 @@ from ..errors import ConfigError, cut, show
 _TUPLE = "tag:yaml.org,2002:python/tuple"
 _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
-"""Numbers with an exponent, as YAML 1.2 has them. PyYAML's YAML 1.1 wants a point and a sign: 1e-3 is text there."""
+"""Numbers with an exponent, as in YAML 1.2. In PyYAML's YAML 1.1 they need a point and a sign: 1e-3 is text."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with tuples, which refuses a key that is given twice; plain YAML keeps the last."""
+    """Safe YAML with tuples, which refuses a repeated key (PyYAML keeps the last)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)  # before merge keys are resolved: overriding one is no repetition
@@ -46,6 +50,17 @@ _Loader.add_constructor(_TUPLE, _construct_tuple)
 _Dumper.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(_TUPLE, value, flow_style=True))
 _Dumper.add_multi_representer(enum.StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 _Dumper.add_multi_representer(enum.IntEnum, lambda dumper, value: dumper.represent_int(value.value))
+
+
+def as_python(value: Any) -> str:
+    """`value` as a literal for a .py config; a dict of names becomes dict(...)."""
+    if type(value) is dict and value and all(isinstance(key, str) and _is_name(key) for key in value):
+        return f"dict({', '.join(f'{key}={as_python(item)}' for key, item in value.items())})"
+    return repr(value)
+
+
+def _is_name(key: str) -> bool:
+    return key.isidentifier() and not iskeyword(key)
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""What a config needs, before it runs: one rank of each kind does an update on tensors without memory.
+"""Memory and communication of a config, from a dry run: one rank of each kind does an update on tensors without memory.
 
-In reading order: `model_spec` (the user's model and batch), `tracker` (bytes and messages, seen at torch's operators),
-`simulate_rank` (one update of one rank), `dry_run` (all kinds of ranks, by `workers`), `rungs` (the changes of a config
-that are tried) and `ladder` (the first that fits), `show` and `show_ladder` (output), `writing` (configs as files),
-`holdings` and `picture` (which rank has what).
+In reading order: `model_spec` (the user's model and batch), `tracker` (counts bytes and messages in torch's operators),
+`simulate_rank` (one update of one rank), `dry_run` (all kinds of ranks, by `workers`), `rungs` (the changes to try)
+and `ladder` (the first that fits), `show` and `show_ladder` (output), `writing` (configs as files),
+`holdings` and `picture` (what each rank holds).
 
 Imports assembly, config, parallel and what is below them; only cli and report import it.
 """

@@ -60,7 +60,7 @@ class DryRun:
 
 
 def needed(figures: Figures) -> int:
-    """The bytes that a rank needs, as far as they are known."""
+    """The bytes that a rank needs, as far as known."""
     return figures.peak if figures.peak is not None else figures.state
 
 
@@ -73,7 +73,7 @@ def dry_run(config: Config, world_size: int, model: str, batch: tuple[str, ...] 
         is_fresh: see `Workers`.
     """
     jobs = len(_Simulated(config, None, world_size).jobs)
-    # One for each kind of rank, also if there are fewer cores: they take unequally long.
+    # One per kind of rank even with fewer cores, because they take unequally long.
     with Workers(min(jobs, max(MOST_KINDS, count_cores())), is_fresh) as workers:
         return dry_runs(workers, [(config, None)], world_size, model, batch)[0]
 
@@ -97,7 +97,7 @@ def dry_runs(
 
 
 class _Simulated:
-    """One dry run: the ranks that are simulated, and what their figures amount to."""
+    """One dry run: the ranks to simulate, and their combined figures."""
 
     def __init__(self, config: Config, rows: int | None, world_size: int) -> None:
         self.rows = rows
@@ -111,7 +111,7 @@ class _Simulated:
         stages = sorted({0, pipeline.size // 2, pipeline.size - 1})  # MOST_KINDS
         ranks = [stage * (world_size // pipeline.size) for stage in stages]
         self.jobs = [(rank, count) for rank in ranks for count in self.run.extrapolated or (None,)]
-        """A rank, and the number of microbatches if it is not the config's."""
+        """Ranks, each with a number of microbatches (None: the config's)."""
 
     def collect(self, results: list[Figures | list[str]], model: str) -> DryRun:
         run = self.run
@@ -138,7 +138,7 @@ class _Simulated:
 
 
 def find_model_problems(config: Config, world_size: int, model: str) -> list[str]:
-    """Why the model cannot be divided as `config` says, which may have other problems."""
+    """Why the model cannot be divided as `config` says."""
     try:
         with dry_run_mode(), Tracker():
             return find_plan_problems(config, world_size, build_model(model).model)
@@ -147,7 +147,7 @@ def find_model_problems(config: Config, world_size: int, model: str) -> list[str
 
 
 def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> list[str]:
-    """The same of a model that was built in a dry run."""
+    """The same for a model that was built in a dry run."""
     try:
         make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, max(1, world_size))
     except ConfigError as error:
@@ -160,9 +160,9 @@ def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> lis
 
 
 def choose_counts(pipeline: PipelineConfig) -> tuple[int, int] | None:
-    """Two numbers of microbatches from which all figures follow on a line; None if running all of them is as cheap.
+    """Two numbers of microbatches to extrapolate from; None if running all of them is as cheap.
 
-    As soon as there are as many as the schedule ever has in flight on a rank, each more adds the same.
+    Beyond the most that the schedule has in flight on a rank, each further microbatch adds the same.
     """
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
@@ -194,12 +194,12 @@ def extrapolate(few: Figures, more: Figures, count: int, larger: int, wanted: in
 
 
 def _without_extras(config: Config, notes: list[str]) -> Config:
-    """Without what needs a compiler."""
+    """The config without `compile`, with notes about what is left out."""
     if config.compile.enabled:
-        notes.append("compile is left out: compiled code holds less than what is counted here")
+        notes.append("compile is left out: compiled code needs less memory than counted here")
         config = config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": False})})
     if config.parallel.data.cpu_offload or config.activation_offload:
-        notes.append("offloading is left out: what it keeps in host memory is counted here as if it were on the device")
+        notes.append("offloading is left out: offloaded tensors are counted as if they were on the device")
     return config
 
 
@@ -217,4 +217,4 @@ def _try_to_simulate(*call: object) -> Figures | list[str]:
 
 def _failed(error: Exception) -> str:
     reason = " ".join(str(error).splitlines()[:1])
-    return f"the dry run failed with {type(error).__name__}: {reason}; a real run need not"
+    return f"the dry run failed with {type(error).__name__}: {reason}; a real run may still work"

@@ -1,4 +1,4 @@
-"""Which modules each rank of a pipeline has, by the partition that a run would use."""
+"""Which modules each rank of a pipeline holds, by the partition that a run would use."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .tracker import Tracker, dry_run_mode
 
 
 def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -> list[list[str]]:
-    """For each rank of the pipeline the blocks, and other modules by their first name, whose parameters it has.
+    """For each rank of the pipeline, the blocks (and other modules, by their first name) whose parameters it holds.
 
     Raises:
-        InputError, IncompatibleConfigError: the model cannot be built, or not be cut so.
+        InputError, IncompatibleConfigError: the model cannot be built or split.
     """
     with dry_run_mode(), Tracker():
         model = build_model(reference, batch).model
@@ -33,7 +33,7 @@ def find_holdings(config: Config, reference: str, batch: tuple[str, ...] = ()) -
 
 
 def all_names(model: nn.Module) -> list[str]:
-    """All names of the parameters."""
+    """The names of all parameters, with repeated ones."""
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 

@@ -22,12 +22,12 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model, and a batch as the loader of one data rank gives it.
+    """A model and a batch of one data rank.
 
     Attributes:
-        inputs: a tensor, a tuple of positional arguments, or a dict of named ones; None: not known.
-        targets: what the criterion is given beside the output.
-        criterion: None: the loss is the model's own, or stands in for one.
+        inputs: a tensor, a tuple of positional arguments, or a dict of named ones; None if unknown.
+        targets: the criterion's second argument.
+        criterion: None if the model computes its loss; without such a loss, a stand-in is used.
     """
 
     model: nn.Module
@@ -44,11 +44,11 @@ class ModelSpec:
 
     @property
     def rows(self) -> int:
-        """Of the batch: the size of the first dim of its first tensor that has one."""
+        """The batch size: the first dim of the first tensor that has dims."""
         return next((tensor.shape[0] for tensor in tensors_of(self.inputs) if tensor.dim()), 0)
 
     def with_rows(self, rows: int) -> ModelSpec:
-        """The same with a batch of so many rows."""
+        """The same model with a batch of `rows` rows."""
         whole = self.rows
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,13 +60,13 @@ class ModelSpec:
 
 
 def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
-    """Call what `reference` ("package.module:build") names, on the meta device; within a dry run.
+    """Call the function that `reference` ("package.module:build") names, on the meta device, inside a dry run.
 
     `build()` returns the model; or (model, inputs); or (model, (inputs, targets), criterion), as in
-    `criterion(model(inputs), targets)`. `batch` has shapes of inputs in place of those.
+    `criterion(model(inputs), targets)`. The shapes in `batch` replace its inputs.
 
     Raises:
-        InputError: there is no such function, it fails, or returns something else.
+        InputError: the function does not exist, fails, or returns something else.
     """
     build = _find(reference)
     try:
@@ -75,7 +75,7 @@ def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
     except Exception as error:
         raise InputError(
             f"--model {reference}: it raised {type(error).__name__}: {error}. It is called without arguments, on the "
-            "meta device, where tensors have a shape and no values: let it build the model only, and load no weights"
+            "meta device, where tensors have no values: let it build the model without loading weights"
         ) from error
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
@@ -89,14 +89,12 @@ def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
         inputs = parts[1]
     elif len(parts) == 3:
         if not isinstance(parts[1], (tuple, list)) or len(parts[1]) != 2 or not callable(parts[2]):
-            raise InputError(
-                f"--model {reference}: of three things the second has to be (inputs, targets), the third a criterion"
-            )
+            raise InputError(f"--model {reference}: expected (model, (inputs, targets), criterion)")
         (inputs, targets), criterion = parts[1], parts[2]
     if batch:
         inputs = tuple(map(read_tensor, batch))
     if criterion is not None and batch:
-        criterion = targets = None  # whose shapes are of other inputs
+        criterion = targets = None  # their shapes belong to the other inputs
     _without_memory(model)
     if isinstance(criterion, nn.Module):
         _without_memory(criterion)
@@ -104,8 +102,8 @@ def build_model(reference: str, batch: Sequence[str] = ()) -> ModelSpec:
 
 
 def _without_memory(model: nn.Module) -> None:
-    """Give the parameters and buffers of `model`, which is on the meta device or was made in another fake mode, to the
-    CPU of the dry run, in place."""
+    """Move the parameters and buffers of `model`, from the meta device or another fake mode, to the fake CPU of the dry
+    run, in place."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         params = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -118,7 +116,7 @@ def _without_memory(model: nn.Module) -> None:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like `tensor`, a parameter if it is one, on the CPU of the dry run."""
+    """A tensor (or parameter) like `tensor`, on the fake CPU of the dry run."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
@@ -131,12 +129,12 @@ def read_tensor(text: str) -> torch.Tensor:
     """Zeros of the shape and dtype that `text` ("8,2048:int64") gives.
 
     Raises:
-        InputError: it is no shape, or no dtype.
+        InputError: the shape or the dtype is wrong.
     """
     shape, _, dtype = text.partition(":")
     if dtype and dtype not in _DTYPES:
         near = did_you_mean(dtype, _DTYPES)
-        raise InputError(f"--batch {text}: {dtype!r} is no dtype{near}; allowed: {', '.join(_DTYPES)}")
+        raise InputError(f"--batch {text}: {dtype!r} is not a dtype{near}; allowed: {', '.join(_DTYPES)}")
     try:
         sizes = [int(size) for size in shape.split(",")]
     except ValueError:
@@ -163,6 +161,6 @@ def _find(reference: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
     if not callable(found) or isinstance(found, nn.Module):
         functions = [key for key, value in vars(module).items() if callable(value)]
-        what = "is no function" if hasattr(module, name) else f"does not exist{did_you_mean(name, functions)}"
+        what = "is not a function" if hasattr(module, name) else f"does not exist{did_you_mean(name, functions)}"
         raise InputError(f"--model {reference}: {module_name}.{name} {what}; name a function that builds the model")
     return found

@@ -1,4 +1,4 @@
-"""The picture of a mesh that has been dry-run, as a file."""
+"""The picture of a dry-run mesh, as a file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import mesh_picture
-from ..errors import InputError, readable
+from ..errors import readable
 from .dry_run import DryRun, needed
 from .holdings import find_holdings
-from .writing import refuse_target
 
 if TYPE_CHECKING:
     from ..config import Config
-
-
-def refuse_path(path: Path, may_replace: bool) -> None:
-    """Before anything is drawn.
-
-    Raises:
-        InputError: the file would be no .svg, or see `writing.refuse_target`.
-    """
-    if path.suffix.lower() != ".svg":
-        raise InputError(f"--picture {path}: the picture is an SVG; give a name that ends in .svg")
-    refuse_target(path, "--picture", may_replace)
 
 
 def draw(
@@ -33,8 +21,8 @@ def draw(
     """Draw the mesh of `config` into `path`.
 
     Args:
-        run: of this config; has the bytes of one rank of some stages.
-        node: devices of a node, if that is known.
+        run: a dry run of this config, with the bytes of one rank for some stages.
+        node: devices per node, if known.
     """
     sizes = mesh_picture.mesh_sizes(config, run.layout.data * math.prod(config.parallel.sizes.values()))
     holdings = find_holdings(config, model, batch)

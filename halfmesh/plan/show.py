@@ -33,7 +33,7 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
         padded = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
         yield f"  {title:<{width}}  {padded}"
     if stages:
-        yield f"  bubble {run.bubble:.0%}: that part of a step a stage waits"
+        yield f"  bubble {run.bubble:.0%}: the share of a step in which a stage waits"
     for note in run.notes:
         yield f"  note: {note}"
     if limit is not None:
@@ -41,7 +41,7 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
 
 
 def as_json(run: DryRun, limit: int | None) -> dict[str, Any]:
-    """The same."""
+    """The same as a dict."""
     ranks = [
         {
             "rank": rank,
@@ -65,14 +65,14 @@ def as_json(run: DryRun, limit: int | None) -> dict[str, Any]:
 
 
 def fits(run: DryRun, limit: int) -> bool:
-    """Whether the largest rank has enough with `limit` bytes."""
+    """Whether the largest rank fits into `limit` bytes."""
     return needed(run.largest[1]) <= limit
 
 
 def _how(run: DryRun) -> str:
     if run.extrapolated is None:
         return ""
-    return f"; {run.extrapolated[0]} and {run.extrapolated[1]} microbatches were run, the others follow from them"
+    return f"; extrapolated from {run.extrapolated[0]} and {run.extrapolated[1]} microbatches"
 
 
 def _verdict(run: DryRun, limit: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What `halfmesh plan` says of a ladder: in words, and as JSON."""
+"""The output of `halfmesh plan`: as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _MOST_NOTES = 8
 _RECOMPUTED = {
-    "selective": "in backward all but matrix products, convolutions and attention is computed again",
-    "full": "in backward each block's forward runs a second time: about a third more work",
+    "selective": "backward recomputes all but matrix products, convolutions and attention",
+    "full": "backward runs each block's forward a second time: about a third more work",
 }
 
 
 def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
-    """The rungs, why each does not fit, and what the one that fits costs."""
+    """The rungs, why each does not fit, and the cost of the one that fits."""
     if ladder.update is None:
         yield f"{asked.model} cannot be simulated with the config as it is:"
         yield from (f"  {problem}" for problem in ladder.rungs[0].refused.splitlines())
@@ -42,14 +42,14 @@ def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
     yield from (f"note: {note}" for note in notes)
     if ladder.chosen is None:
         yield (
-            "nothing fits. Take more ranks, devices with more memory, or shorter inputs. Offloading "
-            "(activation_offload, parallel.data.cpu_offload) is not tried: it moves bytes to the host, which a dry run "
-            "counts as the device's"
+            "nothing fits. Use more ranks, devices with more memory, or shorter inputs. Offloading "
+            "(activation_offload, parallel.data.cpu_offload) is not tried, because a dry run cannot tell host from "
+            "device memory"
         )
         return
     if ladder.chosen.run is not None:
         yield from (f"note: {note}" for note in ladder.chosen.run.notes)
-    yield "it costs"
+    yield "cost:"
     yield from (f"  {cost}" for cost in costs(ladder.chosen, ladder.update))
     yield from (f"advice: {finding}" for finding in find_advice(ladder.chosen.config))
     yield ""
@@ -81,7 +81,7 @@ def _verdict(rung: Rung, asked: Asked) -> str:
 
 
 def costs(rung: Rung, update: Update) -> Iterator[str]:
-    """What is sent, waited for and computed more often."""
+    """What is sent, waited for and recomputed."""
     config, run = rung.config, rung.run
     assert run is not None
     used = {AXES.get(name).dim: (f"parallel.{name}", AXES.get(name).cost) for name in config.parallel.sizes}
@@ -98,7 +98,7 @@ def costs(rung: Rung, update: Update) -> Iterator[str]:
     if not sent:
         yield "nothing is sent between ranks"
     if run.bubble:
-        yield f"bubble: a stage waits {run.bubble:.0%} of a step; more rows in an update make it smaller"
+        yield f"bubble: a stage waits {run.bubble:.0%} of a step; more rows per update reduce it"
     if rung.recompute:
         yield f"activation_checkpoint={rung.recompute}: {_RECOMPUTED[rung.recompute]}"
     now, before = update.rows // run.layout.data // rung.passes, update.at_once
@@ -107,7 +107,7 @@ def costs(rung: Rung, update: Update) -> Iterator[str]:
 
 
 def as_json(ladder: Ladder, asked: Asked) -> dict[str, Any]:
-    """The same, exactly."""
+    """The same with exact numbers."""
     chosen = ladder.chosen
     return {
         "ok": chosen is not None,

@@ -1,4 +1,4 @@
-"""What the page draws: the charts of a report, and their lines."""
+"""The charts of a report, and their lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 2**10  # of memory_mib
 
 @dataclass(frozen=True)
 class Wanted:
-    """A chart that every report has, or says how to get: the names in records with their labels."""
+    """A chart that every report has, or else says how to get: names in the records with their labels."""
 
     key: str
     title: str
@@ -46,7 +46,7 @@ WANTED = (
 
 @dataclass
 class Line:
-    """A line of a chart. `colour` is a number of the page's; `kind` is line, dots, plan or skips."""
+    """A line of a chart. `colour` is an index into the page's colours; `kind` is line, dots, plan or skips."""
 
     label: str
     series: Series
@@ -61,7 +61,7 @@ class Line:
 
 @dataclass
 class Chart:
-    """Lines that are drawn together. `log` is the base of the y axis, 0 if it is linear."""
+    """Lines in one chart. `log` is the base of a logarithmic y axis, 0 for a linear one."""
 
     key: str
     title: str
@@ -71,7 +71,7 @@ class Chart:
     last_step: int = 1
 
     def data(self) -> dict[str, Any]:
-        """What the script draws."""
+        """The data for the script that draws it."""
         lines = []
         for line in self.lines:
             thin = thinned(line.series)
@@ -81,7 +81,7 @@ class Chart:
 
 
 def make_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Wanted]]:
-    """The charts, one for each further name in the records too; and those that nothing was recorded for."""
+    """The charts (with one for each other name in the records), and the wanted ones without data."""
     known = {name for wanted in WANTED for name in wanted.names}
     others = dict.fromkeys(name for run in runs for name in run.series if name not in known)
     charts, absent = [], []
@@ -95,7 +95,7 @@ def make_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[Wanted]]:
 
 
 def thinned(series: Series) -> Series:
-    """Of each of `_BUCKETS` parts the smallest and the largest value, a gap where there is none; and both ends."""
+    """At most `_BUCKETS` buckets, each reduced to its smallest and largest value (or a gap), plus both ends."""
     count, values = len(series.steps), series.values
     if count <= 2 * _BUCKETS:
         return series
@@ -108,7 +108,7 @@ def thinned(series: Series) -> Series:
 
 
 def planned_mib(run: Run) -> float | None:
-    """What the rank that holds most needs besides activations."""
+    """The most that a rank needs besides activations."""
     sizes = [rank["bytes"] for rank in run.plan.get("values", {}).get("ranks", ())]
     return max(sizes) / 2**20 if sizes else None
 
@@ -130,7 +130,7 @@ def _lines(run: Run, place: int, names: dict[str, str], several: bool) -> list[L
 
 
 def _finish(chart: Chart, runs: Sequence[Run]) -> Chart:
-    """Axes and what is drawn beside the records."""
+    """Set the axes, and add what is drawn beside the records."""
     chart.last_step = max(1, *(max([run.last_step, *run.skipped[-1:]]) for run in runs))
     values = [value for line in chart.lines for value in line.series.numbers]
     chart.from_zero = chart.key in ("lr", "throughput", "memory")

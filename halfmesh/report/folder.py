@@ -1,4 +1,4 @@
-"""`RunFolder` keeps what a run was: config, plan, records, findings about its precision."""
+"""`RunFolder` records a run: config, plan, metrics, skipped updates, precision report."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 _MOST_UNREAD = 1000
-"""Results that are kept unread; older ones have reached the host long ago, so that reading them waits for nothing."""
+"""Results that are kept unread. The older ones have been computed long ago, so reading them waits for nothing."""
 
 
 class RunFolder:
-    """Keeps in `directory` what a run was, for `halfmesh report`:
+    """Records a run in `directory`, for `halfmesh report`:
 
         with halfmesh.RunFolder(engine, "runs/first") as run:
             for images, labels in engine.dataloader:
@@ -43,13 +43,13 @@ class RunFolder:
                 if engine.global_step % 10 == 0:
                     run.record(loss=loss)
 
-    Rank 0 writes. All ranks make it together; `note`, `record` and `close` do not communicate.
+    Rank 0 writes. All ranks create it together; `note`, `record` and `close` do not communicate.
 
-    A run that begins moves the files of an earlier one into `earlier-1` there. One that resumes from a checkpoint drops
-    the records of the updates that it repeats, and adds its config to the earlier ones.
+    A new run moves the files of an earlier run to the subfolder `earlier-1`. A run that resumes from a checkpoint drops
+    the records of the updates that it repeats, and appends its config to the earlier ones.
 
     Raises:
-        InputError: the folder cannot be made or written; on all ranks.
+        InputError: the folder cannot be created or written; on all ranks.
     """
 
     def __init__(self, engine: Engine, directory: str | Path) -> None:
@@ -66,13 +66,13 @@ class RunFolder:
         if engine.context.rank == 0:
             try:
                 self._begin(ranks)
-            except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the answer
+            except (OSError, ValueError, TypeError) as error:  # the other ranks wait for the result
                 problem = cut(f"{type(error).__name__}: {error}")
         problem = engine.context.from_first(problem)
         if problem is not None:
             raise InputError(
-                f"{show_name(str(directory))} cannot be the folder of a run ({problem}); give a folder that rank 0 may "
-                "write to, or a name that is not there yet"
+                f"{show_name(str(directory))} cannot be the folder of a run ({problem}); give a folder that rank 0 can "
+                "write to, or one that does not exist yet"
             )
         self._listener = Listener(logging.WARNING)
         self._listener.emit = self._hear  # type: ignore[method-assign]
@@ -82,10 +82,10 @@ class RunFolder:
     # -- while it trains ---------------------------------------------------------------------------------------
 
     def note(self, result: StepResult | None) -> StepResult | None:
-        """Keep what `engine.step()` returned, right after it, to know which updates were skipped. Reads nothing now.
+        """Keep the result of `engine.step()`, to record later whether the update was skipped. Does not read the device.
 
         Returns:
-            `result`; None (inside an accumulation cycle) is nothing to note.
+            `result`, which is None inside an accumulation cycle.
         """
         if result is not None and self._file is not None and self._noted != self._engine.global_step:
             self._noted, self._last = self._engine.global_step, result
@@ -95,11 +95,11 @@ class RunFolder:
         return result
 
     def record(self, **values: Any) -> None:
-        """Write a record of this moment: `values` (numbers, or tensors of one, as rank 0 has them), the number of
-        updates, and of the last update noted the learning rate, the gradient norm if it is known, and the loss scale.
+        """Write a record: `values` (rank 0's numbers, or tensors with one element), the number of updates, and the
+        learning rate, grad norm (if known) and loss scale of the last update noted.
 
-        A value of yours that has the name of one of these takes its place. Reads the device, so not every update. Use
-        the Trainer's names to have them drawn together: loss, eval_loss, samples_per_s, memory_mib.
+        A value of yours with one of these names replaces it. This reads the device, so do not call it for every update.
+        The report draws the Trainer's names together: loss, eval_loss, samples_per_s, memory_mib.
         """
         if self._file is None:
             return
@@ -115,7 +115,7 @@ class RunFolder:
         self.write(record | {name: float(value) for name, value in numbers.items()})
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record that is complete, with a "step", and the updates skipped and warnings since the last one."""
+        """Write a complete record, with a "step", plus the skipped updates and warnings since the last one."""
         if self._file is None:
             return
         self._read(len(self._results))
@@ -125,24 +125,24 @@ class RunFolder:
         self._skipped, self._warnings = [], []
 
     def flush(self) -> None:
-        """Write what is not written yet of skipped updates and warnings, as before a checkpoint."""
+        """Write the skipped updates and warnings that are not written yet; called before a checkpoint."""
         self._read(len(self._results))
         if self._skipped or self._warnings:
             self.write({"step": self._engine.global_step})
 
     def save_precision_report(self, report: PrecisionReport) -> None:
-        """Keep what `with engine.precision_report() as report:` has measured."""
+        """Save what `with engine.precision_report() as report:` has measured."""
         if self._file is not None:
             self._put(PRECISION, step=self._engine.global_step, report=report.to_dict(), text=str(report))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write how the run ended: with `error`, or well. May be called twice; the first counts."""
+        """Write how the run ended: with `error`, or without one. A second call does nothing."""
         logging.getLogger("halfmesh").removeHandler(self._listener)
         if self._file is None:
             return
-        with contextlib.suppress(RuntimeError):  # the device is of no use after some errors
+        with contextlib.suppress(RuntimeError):  # some errors leave the device unusable
             self.flush()
         self._sessions[-1] |= {"ended": _now(), "to_step": self._engine.global_step, **_how(error)}
         self._put(CONFIG, sessions=self._sessions)
@@ -205,7 +205,7 @@ class RunFolder:
         self._warnings.append((self._engine.global_step, record.getMessage().removeprefix("[rank 0] ")))
 
     def _read(self, count: int) -> None:
-        """Read the `count` oldest results that were noted."""
+        """Read the `count` oldest noted results."""
         for _ in range(count):
             number, result = self._results.popleft()
             if result.skipped:
@@ -216,7 +216,7 @@ class RunFolder:
 
 
 def _describe_rank(engine: Engine) -> dict[str, Any]:
-    """The blocks whose parameters this rank holds, which part of them, and bytes."""
+    """The blocks whose parameters this rank holds, which shard of them, and their bytes."""
     context = engine.context
     return {
         "holds": compress(dict.fromkeys(block_of(name) for name, _ in engine.model.named_parameters())),
@@ -226,7 +226,7 @@ def _describe_rank(engine: Engine) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """All keys with their values, defaults too; the mode's own keys beside the mode, as a user writes them."""
+    """All keys with their values, including defaults; the mode's own keys beside the mode, as a user writes them."""
     settings = config.model_dump(exclude=set(config.user))
     for name in PRECISIONS:
         if settings[name] is not None:
@@ -235,7 +235,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` of what JSON has; of anything else its repr."""
+    """`value` as JSON types; anything else as its repr."""
     return dict(json.loads(to_json(value, fallback=show, inf_nan_mode="strings")))
 
 

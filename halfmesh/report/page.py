@@ -1,4 +1,4 @@
-"""One HTML file that shows runs, and needs nothing else."""
+"""One self-contained HTML file that shows runs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _EMBEDDED = ("page.css", "page.js", "uplot/uPlot.min.css", "uplot/uPlot.iife.min
 
 
 def write_report(*runs: str | Path, out: str | Path = "report.html", replace: bool = False) -> Path:
-    """Write one page about `runs`, folders of RunFolder or the hook "run", into `out`.
+    """Write one page about `runs` (folders of RunFolder or the hook "run") to `out`.
 
-    A report that exists is replaced; another file only with `replace`.
+    An existing report is replaced; any other file only with `replace`.
 
     Raises:
-        InputError: one of `runs` is no run's folder, or `out` cannot be written.
+        InputError: one of `runs` is not the folder of a run, or `out` cannot be written.
     """
     target, shown = Path(out), show_name(str(out))
     try:
         if not replace and target.exists() and _MARK not in target.read_text("utf-8", "replace")[:1000]:
-            raise InputError(f"{shown} is there, and is no report; give another name, or ask for it to be replaced")
+            raise InputError(f"{shown} exists and is not a report; give another name, or --force (replace=True)")
         page = make_page(read_runs([Path(run) for run in runs]))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page, encoding="utf-8", errors="replace")
@@ -69,7 +69,7 @@ def make_page(runs: Sequence[Run]) -> str:
 
 
 def draw_mesh(run: Run) -> str | None:
-    """The picture of the ranks, if plan.json has them."""
+    """The picture of the mesh, if plan.json has the ranks."""
     values = run.plan.get("values", {})
     ranks = values.get("ranks")
     if not ranks:
@@ -82,7 +82,7 @@ def draw_mesh(run: Run) -> str | None:
 
 
 def as_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """The same as plain values, for JSON; nothing is thinned."""
+    """The same as plain values, for JSON, with all points of the charts."""
     return {
         "runs": [
             {

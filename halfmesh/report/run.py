@@ -1,4 +1,4 @@
-"""Reads a run's folder: whatever can be read of it, and what cannot."""
+"""Reads the folder of a run; unreadable parts are skipped and noted."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NO_VALUES = ("step", "epoch", "skipped_steps")
 
 @dataclass
 class Series:
-    """Values by the number of updates, in its order; None is a gap: inf or nan."""
+    """Values by number of updates, ascending; None (a gap) stands for inf and nan."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
 
     @property
     def numbers(self) -> list[float]:
-        """The values that are some."""
+        """The values without gaps."""
         return [value for value in self.values if value is not None]
 
 
@@ -33,15 +33,15 @@ class Run:
     """A run's folder.
 
     Attributes:
-        name: by which the page calls it.
-        sessions: each time it was begun or resumed, as RunFolder has written it; the last one last.
-        plans: resolved configurations, as RunFolder has written them; the last one last.
-        series: what was recorded, by name.
-        skipped: numbers of the updates that were skipped, ascending.
-        skipped_count: how many were; None if no record says so.
-        warnings: each text once, with the updates that were made by then.
-        last_step: updates as far as records go.
-        precision: of `engine.precision_report()`; empty if nobody asked for it.
+        name: its name on the page.
+        sessions: one for each start or resume, as RunFolder wrote it; the latest last.
+        plans: resolved configurations, as RunFolder wrote them; the latest last.
+        series: the recorded values, by name.
+        skipped: numbers of the skipped updates, ascending.
+        skipped_count: how many updates were skipped; None if no record says so.
+        warnings: each text once, with the number of updates made by then.
+        last_step: the last update that has a record.
+        precision: the result of `engine.precision_report()`; empty without one.
         notes: what is missing or unreadable, in words.
         written: when the last record was written.
     """
@@ -71,10 +71,10 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read what there is. What cannot be read is left out, and `notes` says so.
+    """Read a folder. Unreadable parts are skipped, and `notes` says so.
 
     Raises:
-        InputError: the folder is not there, or no run's; the message names those that are near.
+        InputError: the folder does not exist, or is not a run's; the message names similar ones.
     """
     if not _is_run(path):
         beside = _runs_in(path.parent)

@@ -1,4 +1,4 @@
-"""The files of a run's folder."""
+"""The files in the folder of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PRECISION = "precision.json"
 FILES = (CONFIG, PLAN, METRICS, PRECISION)
 
 SKIPPED = "skipped"
-"""In a record: the numbers of the updates that were skipped since the record before, counted from 1."""
+"""In a record: the numbers (from 1) of the updates skipped since the last record."""
 WARNINGS = "warnings"
-"""In a record: [updates made by then, text] of each warning since the record before."""
+"""In a record: [updates made by then, text] of each warning since the last record."""
 
 _log = get_logger(__name__)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path`: the whole of it, or what was there stays."""
+    """Replace the file at `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.tmp")
     new.write_text(text)
@@ -34,13 +34,13 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def format_record(record: Mapping[str, Any]) -> str:
-    """A record as a line of JSON, in which inf and nan are null."""
+    """A record as a line of JSON, with null for inf and nan."""
     is_odd = {name: isinstance(value, float) and not math.isfinite(value) for name, value in record.items()}
     return json.dumps({name: None if is_odd[name] else value for name, value in record.items()}) + "\n"
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """The record of a line; None if it cannot be read, as when a run was killed while it wrote."""
+    """The record of a line; None if it is unreadable, as when a run is killed while it writes."""
     try:
         record = json.loads(line)
         return record if record["step"] >= 0 else None
@@ -49,10 +49,10 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 def drop_records(path: Path, step: int) -> tuple[set[int], list[tuple[int, str]]]:
-    """Take the records after update `step` out of the file, and lines that cannot be read.
+    """Remove the records after update `step` from the file, and unreadable lines.
 
     Returns:
-        What these records say of the updates up to `step`: which were skipped, and the warnings.
+        The skipped updates and the warnings up to `step` that the removed records had.
     """
     kept, skipped, warnings = list[str](), set[int](), list[tuple[int, str]]()
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
@@ -67,7 +67,7 @@ def drop_records(path: Path, step: int) -> tuple[set[int], list[tuple[int, str]]
 
 
 def read_earlier(path: Path, key: str) -> list[dict[str, Any]]:
-    """The list `key` that earlier sessions of the run wrote; a file that cannot be read is renamed."""
+    """The list `key` that earlier sessions of the run wrote; an unreadable file is renamed."""
     if not path.exists():
         return []
     try:
@@ -75,12 +75,12 @@ def read_earlier(path: Path, key: str) -> list[dict[str, Any]]:
     except (ValueError, LookupError, TypeError):
         aside = path.with_name(f"{path.name}.unreadable")
         path.replace(aside)
-        _log.warning("%s could not be read, and is %s now", path, aside.name)
+        _log.warning("%s is unreadable, and was renamed to %s", path, aside.name)
         return []
 
 
 def move_earlier(directory: Path) -> None:
-    """Move the files of an earlier run into a folder of their own, which can be reported as well."""
+    """Move the files of an earlier run to a folder of their own, which `halfmesh report` can show, too."""
     there = [path for name in FILES if (path := directory / name).exists()]
     if not there:
         return
@@ -90,4 +90,4 @@ def move_earlier(directory: Path) -> None:
     earlier.mkdir()
     for path in there:
         path.rename(earlier / path.name)
-    _log.info("%s held a run already, which is in %s now", directory, earlier)
+    _log.info("%s held an earlier run, which was moved to %s", directory, earlier)

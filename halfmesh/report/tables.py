@@ -1,4 +1,4 @@
-"""The tables of the page: rows of a name and a text for each run."""
+"""The tables of the page: rows with a name, and a text for each run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STATUS = {
     "finished": "✓ finished",
     "failed": "✗ failed",
     "preempted": "⏸ preempted, and saved",
-    "running": "… no end was written: it still runs, or was killed",
+    "running": "… still running, or killed: no end was written",
 }
 
 
 def number(value: float) -> str:
-    """A value with at most 5 digits; whole ones with all of theirs."""
+    """A value with at most 5 digits; whole numbers with all digits."""
     return f"{int(value):,}" if value == int(value) and abs(value) < 1e15 else f"{value:,.5g}"
 
 
@@ -32,7 +32,7 @@ def status(run: Run) -> str:
 
 
 def summarise(runs: Sequence[Run]) -> Rows:
-    """How it went, and on which machine."""
+    """The outcome of each run, and its machine."""
 
     def each(text: Callable[[Run], str]) -> list[str]:
         return [text(run) for run in runs]
@@ -67,7 +67,7 @@ def plan_rows(runs: Sequence[Run]) -> Rows:
 
 
 def earlier_plans(runs: Sequence[Run]) -> Rows:
-    """Those of before a run was resumed."""
+    """The resolved configurations from before a run was resumed."""
     return [
         (f"{run.name}, from update {plan['from_step']}: {name}", [text])
         for run in runs
@@ -77,7 +77,7 @@ def earlier_plans(runs: Sequence[Run]) -> Rows:
 
 
 def config_rows(runs: Sequence[Run]) -> Rows:
-    """The keys that some run has set, or whose defaults differ."""
+    """The keys that some run sets, or whose defaults differ."""
     everything = [all_keys(run.session) for run in runs]
     names = dict.fromkeys(key for run in runs for key in _flatten(run.session.get("config", {})))
     shared = [key for key in everything[0] if all(key in found for found in everything)]
@@ -86,17 +86,17 @@ def config_rows(runs: Sequence[Run]) -> Rows:
 
 
 def differ(rows: Rows) -> Rows:
-    """Those whose texts are not alike."""
+    """The rows whose texts differ."""
     return [(name, texts) for name, texts in rows if len(set(texts)) > 1]
 
 
 def all_keys(session: dict[str, Any]) -> dict[str, str]:
-    """Every key of a session's config, defaults too, as text."""
+    """Every key of a session's config, including defaults, as text."""
     return _flatten(session.get("settings", {})) | _flatten(session.get("config", {}))
 
 
 def changes(runs: Sequence[Run]) -> list[str]:
-    """What was changed where a run was resumed, in words."""
+    """What changed when a run was resumed, in words."""
     said = []
     for run in runs:
         for before, after in zip(run.sessions, run.sessions[1:], strict=False):

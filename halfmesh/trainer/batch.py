@@ -1,4 +1,4 @@
-"""What comes of one batch: the ordinary way from a batch to a loss."""
+"""From a batch to its loss and output."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ TARGETS = ("labels", "label", "targets", "target")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes of one batch.
+    """The result of one batch.
 
     Attributes:
-        loss: what `engine.backward` takes; in evaluation None where there is none, or only on another stage.
-        output: of the model. In training under a pipeline it can be used with `keep_outputs` only.
-        target: what it is compared with, or None.
+        loss: what `engine.backward` takes. In evaluation it may be None: the model has no loss, or it is on another
+            stage.
+        output: the model's output. Training under a pipeline needs `keep_outputs=True` to use it.
+        target: what the output is compared with, or None.
         rows: samples in the batch.
     """
 
@@ -35,16 +36,16 @@ class Outcome:
 
     @property
     def has_output(self) -> bool:
-        """Whether `output` is here: not with `eval_outputs="last"`, where another stage has it."""
+        """Whether this rank has the output. With `eval_outputs="last"` only the last stage has it."""
         return not isinstance(self.output, Handle) or self.output.is_ready
 
 
 Compute = Callable[[Engine, Any], Outcome]
-"""From the engine and a batch to what comes of it. `backward` and `step` follow by themselves."""
+"""Computes the Outcome of a batch. The trainer calls `backward` and `step`."""
 
 
 def compute_batch(engine: Engine, batch: Any) -> Outcome:
-    """The ordinary way: the last item of a tuple is the target, a dict is passed by name.
+    """The default: the last item of a tuple is the target, a dict is passed by name.
 
     | batch | calls |
     |---|---|
@@ -93,7 +94,7 @@ def _loss(engine: Engine, output: Any, target: Any) -> Any:
 
 
 def _own_loss(engine: Engine, output: Any) -> Any:
-    """The loss that the model gives itself; in evaluation there may be none."""
+    """The loss that the model computes itself; in evaluation there may be none."""
     if not engine.training and _is_elsewhere(output):
         return None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -108,5 +109,5 @@ def _own_loss(engine: Engine, output: Any) -> Any:
 
 
 def _is_elsewhere(output: Any) -> bool:
-    """In evaluation: the output is on another stage."""
+    """Whether the output is on another stage (in evaluation)."""
     return isinstance(output, Handle) and not output.is_ready

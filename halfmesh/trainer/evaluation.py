@@ -1,4 +1,4 @@
-"""Losses and outputs of a whole data set, from what each rank has computed of it."""
+"""Losses and outputs of a whole data set, gathered from the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from ..engine import Engine
 from ..errors import InputError
@@ -19,13 +18,11 @@ from .loaders import shard_dataloader
 
 
 class MeanLoss:
-    """Mean of the losses of several batches, over the data ranks. Nothing is read before `take`.
-
-    A loss that is a sum (`loss_reduction="sum"`) is divided by the number of samples, if these are counted.
+    """Mean loss over batches and data ranks. The device is only read in `take`.
 
     Args:
-        by_rows: a batch weighs as much as it has samples (evaluation), and not as much as another (training, where
-            `engine.step` has it so).
+        by_rows: weight batches by their samples (evaluation), instead of equally (training, as `engine.step` does).
+            With `loss_reduction="sum"` the total is then divided by the number of samples.
     """
 
     def __init__(self, engine: Engine, by_rows: bool = False) -> None:
@@ -40,7 +37,7 @@ class MeanLoss:
         self._weight: Any = 0.0
 
     def add(self, outcome: Outcome) -> None:
-        """Count the loss of a batch, if this rank has it."""
+        """Add the loss of a batch, if this rank has it."""
         loss = outcome.loss
         if isinstance(loss, Handle):
             loss = loss.value()
@@ -56,10 +53,10 @@ class MeanLoss:
         self._weight += weight
 
     def take(self) -> float | None:
-        """The mean since the last call; None if there was nothing. All ranks together."""
+        """The mean since the last call; None without batches. A collective of all ranks."""
         context = self._engine.context
         sums = torch.stack([self._total, self._total.new_tensor(self._weight)])
-        if not context.counts_outputs:  # others have counted the same batches
+        if not context.counts_outputs:  # other ranks count the same batches
             sums.zero_()
         context.all_reduce(sums)
         self._reset()
@@ -73,11 +70,6 @@ def _detached(value: Any) -> Any:
 
 def predict(engine: Engine, dataloader: Any) -> Any:
     """Outputs for all samples of a DataLoader, in its order, on the CPU and on every rank."""
-    if not isinstance(dataloader, DataLoader):
-        raise InputError(
-            f"predict takes a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
-            "DataLoader(dataset, batch_size=...)"
-        )
     loader = shard_dataloader(engine, dataloader)
     mine: list[Any] = []
     with evaluating(engine):
@@ -100,7 +92,7 @@ _NOTHING = object()
 
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
-    """The model is in evaluation mode within, without gradients."""
+    """Evaluation mode without gradients."""
     was_training = engine.training
     engine.eval()
     try:
@@ -132,11 +124,5 @@ def _rows(output: Any) -> list[Any]:
 def _joined(pieces: Sequence[Any]) -> Any:
     if not pieces:
         raise InputError("predict was given no sample; give it a DataLoader that is not empty")
-    try:
-        joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"predict joins outputs along the first dim, which these do not allow: {error}; let the model return "
-            "tensors that differ in the first dim only, or evaluate them batch by batch with a hook"
-        ) from error
+    joined = iter([torch.cat(parts) for parts in zip(*map(tensors_of, pieces), strict=True)])
     return map_tensors(lambda tensor: next(joined), pieces[0])

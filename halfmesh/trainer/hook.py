@@ -1,13 +1,13 @@
-"""What a hook may do, and when; and hooks by name: "progress", or dict(type="run", directory=...)."""
+"""The base class of hooks, and hooks by name: "progress", or dict(type="run", directory=...)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..amp.step_result import StepResult
-from ..errors import InputError, show
+from ..errors import InputError
 from ..registry import Registry
 from .batch import Outcome
 
@@ -16,57 +16,57 @@ Trainer = Any
 may annotate it."""
 
 Record = dict[str, Any]
-"""Numbers by name, at one moment of a run: "step", "epoch", and what was measured."""
+"""Numbers by name: "step", "epoch", and what was measured."""
 
 
 class Hook:
-    """Base class: everything is a no-op. Hooks are called in the order in which they were given to `fit`.
+    """Base class; every method is a no-op. Hooks are called in the order in which `fit` was given them.
 
-    All ranks call all hooks at the same moments, so that a hook may talk to the other ranks; what it decides
-    (`trainer.stop`) has to be the same on all of them. Reading a tensor waits for the device: do so in `measure`.
+    All ranks call all hooks at the same points, so a hook may use collectives. A decision (`trainer.stop`) has to be
+    the same on all ranks. Reading a tensor synchronises with the device: do it in `measure`.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What this hook has to know when the run goes on: plain values and tensors, saved with every checkpoint of the
-        engine. Called on each rank by itself: no collectives here."""
+        """What this hook needs to resume: plain values and tensors, saved with each checkpoint. Each rank
+        calls it on its own: no collectives here."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before `before_fit`, the state of this hook (of the class of this name, in the same place among those) when
-        the run was saved, or when its last `fit` was over. In another layout it is that of rank 0."""
+        """Called before `before_fit` with the state from the checkpoint, or from the end of the last `fit`. Hooks are
+        matched by class name, several of one class by their order. After a change of layout it is rank 0's state."""
 
     def before_fit(self, trainer: Trainer) -> None:
-        """Training begins; of a run that was loaded, it goes on."""
+        """Training begins, or resumes."""
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Training is over, and no error has ended it."""
+        """Training has ended without an error."""
 
     def close(self, trainer: Trainer) -> None:
-        """The last call, also after an error: give back what `before_fit` or `before_eval` took."""
+        """The last call, also after an error: release what `before_fit` or `before_eval` acquired."""
 
     def before_epoch(self, trainer: Trainer) -> None:
         """The epoch `trainer.epoch` begins."""
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """All batches of the epoch were trained on. Evaluation follows. Not of an epoch that was left early."""
+        """All batches of the epoch were trained on; evaluation follows. Not called if the epoch was cut short."""
 
     def before_batch(self, trainer: Trainer, batch: Any) -> None:
-        """`batch`, one of the dataloader's, is trained on next."""
+        """The next batch to train on."""
 
     def after_batch(self, trainer: Trainer, outcome: Outcome) -> None:
         """Backward and `engine.step` have run with a batch."""
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """An update was taken, or skipped: the last batch of an accumulation cycle was trained on."""
+        """The last batch of an accumulation cycle led to an update, which may have been skipped."""
 
     def before_eval(self, trainer: Trainer) -> None:
-        """An evaluation begins, within `fit` or by itself. The model is in evaluation mode."""
+        """An evaluation begins, in `fit` or in `evaluate`. The model is in evaluation mode."""
 
     def after_eval_batch(self, trainer: Trainer, outcome: Outcome) -> None:
-        """A batch was evaluated. Data ranks may have different numbers of them: no collectives here."""
+        """A batch was evaluated. Data ranks may have different numbers of batches: no collectives here."""
 
     def eval_results(self, trainer: Trainer) -> Mapping[str, float]:
-        """What this hook has to say about the evaluation that ends; the same on all ranks."""
+        """This hook's results of the evaluation; the same on all ranks."""
         return {}
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
@@ -76,30 +76,26 @@ class Hook:
         """A checkpoint is about to be saved by `trainer.save`."""
 
     def after_save(self, trainer: Trainer, path: Path) -> None:
-        """`path` was saved, or is being saved in the background."""
+        """A checkpoint was saved to `path`, or is being saved in the background."""
 
     def measure(self, trainer: Trainer) -> Mapping[str, float]:
-        """What this hook adds to the record of this moment: every `log_every` updates and at the end of an epoch."""
+        """Values to add to the record, every `log_every` updates and at the end of an epoch."""
         return {}
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        """A record is complete: of training, or of an evaluation, whose names begin with "eval_"."""
+        """A complete record, of training or of an evaluation (whose names begin with "eval_")."""
 
 
 def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, Any]) -> None:
     """Add what a `method` of `hook` has returned to `record`.
 
     Raises:
-        InputError: it is no dict, because a `return` was forgotten; or it has a name that is in the record already,
-            which would hide a number.
+        InputError: a name is in the record already, so one value would hide the other.
     """
-    name = f"{type(hook).__name__}.{method}"
-    if not isinstance(given, Mapping):
-        raise InputError(f"{name} returned {show(given)}; it has to return a dict of values by name, or {{}}")
     if twice := [key for key in given if key in record]:
         raise InputError(
-            f"{name} gives {', '.join(map(repr, twice))}, which the record has already; give it another name (of a "
-            "metric, or of a hook that is there twice)"
+            f"{type(hook).__name__}.{method} gives {', '.join(map(repr, twice))}, which the record has already; rename "
+            "the metric, or leave out a hook that is given twice"
         )
     record.update(given)
 
@@ -109,7 +105,7 @@ def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, An
 
 def _no_hook(obj: Any) -> str | None:
     if not callable(obj):
-        return f"{obj!r} makes no hook; expected a subclass of halfmesh.Hook, or a function that returns one"
+        return f"{obj!r} is not callable; expected a subclass of halfmesh.Hook, or a function that returns a hook"
     return None
 
 
@@ -132,18 +128,12 @@ for _name, _class in {
 HookLike = Hook | str | Mapping[str, Any]
 
 
-def make_hooks(given: Sequence[HookLike]) -> list[Hook]:
-    """The hooks that `given` names.
+def make_hook(given: HookLike) -> Hook:
+    """The hook itself, or one that is made by its name.
 
     Raises:
-        RegistryError: no hook of that name. InputError: something else than a hook, or arguments that it does not take.
+        RegistryError: no hook of that name. InputError: something else than a hook.
     """
-    if isinstance(given, (Hook, str, Mapping)):
-        raise InputError(f"hooks={given!r}: expected a list, hooks={[given]!r}")
-    return [_make(hook) for hook in given]
-
-
-def _make(given: HookLike) -> Hook:
     if isinstance(given, Hook):
         return given
     options = {"type": given} if isinstance(given, str) else given
@@ -152,9 +142,5 @@ def _make(given: HookLike) -> Hook:
             f"{given!r} is no hook: expected an object of a subclass of halfmesh.Hook (not the class), a name "
             f"({', '.join(HOOKS.names())}), or dict(type=name, ...)"
         )
-    made = HOOKS.get(options["type"])
-    try:
-        hook: Hook = made(**{key: value for key, value in options.items() if key != "type"})
-    except TypeError as error:
-        raise InputError(f"hook {options['type']!r}: {error}") from error
-    return hook
+    made: Hook = HOOKS.get(options["type"])(**{key: value for key, value in options.items() if key != "type"})
+    return made

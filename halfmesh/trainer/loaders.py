@@ -1,4 +1,4 @@
-"""Which batches a trainer goes through, and that each data rank sees its own."""
+"""Which batches a trainer uses, sharded over the data ranks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..inputs import refuse_uneven_evaluation
 
 
 def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataLoader:
-    """A loader for evaluation, as `initialize` makes of its eval_dataloader: this data rank's part, without padding, so
-    that no sample is counted twice; its batches on the engine's device. All ranks together.
+    """A loader for evaluation, as `initialize` makes from its eval_dataloader: this data rank's samples, each counted
+    once (no padding), in batches on the engine's device. All ranks call it together.
 
     Raises:
-        InputError: not a DataLoader; or, under fsdp, ranks would have different numbers of batches.
+        InputError: not a DataLoader; or data ranks would have different numbers of batches under fsdp.
     """
     if not isinstance(dataloader, DataLoader):
         raise InputError(
-            f"shard_dataloader takes a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
+            f"expected a DataLoader, but a {type(dataloader).__name__} was given; wrap it: "
             "DataLoader(dataset, batch_size=...)"
         )
     context = engine.context
@@ -34,17 +34,17 @@ def shard_dataloader(engine: Engine, dataloader: DataLoader[Any]) -> EngineDataL
 
 
 def choose_train_loader(engine: Engine, train: Any) -> Any:
-    """The engine's own dataloader, or `train`, batches that the user shards.
+    """The engine's dataloader, or `train`: batches that the user has sharded.
 
     Raises:
-        InputError: there are none; or a DataLoader that is not the engine's, of which every rank would see the same.
+        InputError: a DataLoader that is not the engine's, from which every rank would get the same batches.
     """
     if train is None or (engine.has_dataloader and train is engine.dataloader):
         return engine.dataloader
     if isinstance(train, (DataLoader, Dataset)):
         raise InputError(
-            f"fit was given a {type(train).__name__} that is not sharded over the data ranks; give it to initialize as "
-            "its dataloader, and leave it out here. (fit also takes batches of your own that are on the device)"
+            f"fit was given a {type(train).__name__} that is not sharded over the data ranks; pass it to initialize as "
+            "the dataloader instead (fit also takes an iterable of your own batches, already on the device)"
         )
     return train
 

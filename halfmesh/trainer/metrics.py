@@ -26,16 +26,13 @@ def _output_and_target(outcome: Outcome) -> tuple[Any, ...]:
 class MetricHook(Hook):
     """Computes metrics of torchmetrics in evaluation, or in training.
 
-    Each sample counts once, whatever the layout: metrics are joined over the data ranks, whose batches differ, and by
-    no others. The value is that of one process, and the same on all ranks.
+    States are combined over the data ranks only, so each sample counts once in every layout. The value is the same as
+    with one process, on all ranks.
 
     Args:
-        metrics: torchmetrics metrics by name (the results are called "eval_" + name), or a MetricCollection.
-        on: "eval", or "train": over the batches since the last record. Under a pipeline "train" needs `keep_outputs`.
-        arguments: what of an Outcome `metric.update` is given; (output, target) by default.
-
-    Raises:
-        InputError: a metric was given without a name.
+        metrics: torchmetrics metrics by name, or a MetricCollection. Results in evaluation are named "eval_" + name.
+        on: "eval", or "train" for the batches since the last record. Under a pipeline "train" needs `keep_outputs`.
+        arguments: what `metric.update` is called with; (output, target) by default.
     """
 
     def __init__(
@@ -46,9 +43,6 @@ class MetricHook(Hook):
     ) -> None:
         if on not in ("eval", "train"):
             raise InputError(f"on={on!r}: expected 'eval' or 'train'")
-        if not isinstance(metrics, (Mapping, nn.ModuleDict)):  # a MetricCollection is the latter
-            kind = type(metrics).__name__
-            raise InputError(f"MetricHook takes metrics by name, dict(accuracy={kind}(...)), but a {kind} was given")
         self._metrics = dict(metrics.items())
         self._on = on
         self._arguments = arguments
@@ -93,13 +87,13 @@ class MetricHook(Hook):
         """The values over the data ranks, on all ranks."""
         context = trainer.engine.context
         mine = None
-        if context.counts_outputs:  # others have seen no outputs, or the same ones
+        if context.counts_outputs:  # other ranks have no outputs, or the same ones
             mine = {name: _State.of(metric) for name, metric in self._metrics.items()}
         everyone = [states for states in context.everyone(mine) if states is not None]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             filled = [states[name] for states in everyone if states[name].updates]
-            # A rank without a batch has no state of the right form; it takes the values of one that has.
+            # A rank without a batch has no usable state; it takes the values of a rank that has one.
             if metric.update_count or not filled:
                 values |= dict(_flat(prefix + name, _computed(metric, filled)))
             metric.reset()
@@ -108,8 +102,8 @@ class MetricHook(Hook):
 
 @dataclass(frozen=True)
 class _State:
-    """What one rank's metric has counted: its tensors in the order in which torchmetrics asks for those of others, and
-    how often it was updated."""
+    """The state of one rank's metric: its tensors in the order in which torchmetrics gathers them, and the number of
+    updates."""
 
     tensors: list[torch.Tensor]
     updates: int
@@ -128,8 +122,8 @@ class _State:
 
 
 def _computed(metric: Any, filled: list[_State]) -> Any:
-    """The value of the joined states. (torchmetrics' own exchange ends in a crash where a rank has no batch and the
-    state is a list: it sends nothing then, and the others wait.)"""
+    """The value of the combined states. (With torchmetrics' own gathering, a rank without a batch sends nothing if the
+    state is a list, and the others hang.)"""
     places = itertools.count()
 
     def theirs(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
@@ -143,7 +137,7 @@ def _computed(metric: Any, filled: list[_State]) -> Any:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """A metric's value as plain numbers: those of a dict by their names, those of a vector by their places."""
+    """A metric's value as plain numbers; values of dicts are named by key, values of vectors by index."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flat(f"{name}_{key}", item)

@@ -1,4 +1,4 @@
-"""Hooks that follow one result of evaluation: the best weights, early stopping, learning-rate schedulers."""
+"""Hooks that follow a result of evaluation: best weights, early stopping, learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """The best value so far of one result.
+    """The best value so far of a result.
 
     Args:
-        name: of a result of evaluation, "eval_loss".
+        name: the result of evaluation, such as "eval_loss".
         mode: whether less or more is better.
-        min_delta: what a value has to be better by to count.
+        min_delta: the smallest change that counts as an improvement.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
@@ -37,26 +37,26 @@ class Monitor:
         self.best = math.inf * self._sign
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and of what."""
+        """The best value, and of which result."""
         return {"monitor": self.name, "mode": self.mode, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Returns whether `state` is of the same result; of another one nothing is taken."""
+        """Load the best value. Returns False, and loads nothing, if `state` is of another result."""
         is_same = (state["monitor"], state["mode"]) == (self.name, self.mode)
         if is_same:
             self.best = state["best"]
         return is_same
 
     def require(self, trainer: Trainer, hook: Hook) -> None:
-        """Raise InputError if this `fit` evaluates nothing, so that there is never a result."""
+        """Raise InputError if this `fit` has no evaluation."""
         if not trainer.evaluates:
             raise InputError(
-                f"{type(hook).__name__} waits for {self.name!r} of an evaluation, and this fit has none; give fit or "
+                f"{type(hook).__name__} needs {self.name!r} from an evaluation, and this fit has none; give fit or "
                 "initialize an eval_dataloader (and eval_interval= or eval_steps= above 0), or leave the hook out"
             )
 
     def read(self, results: Mapping[str, float]) -> float:
-        """The value. Raises InputError if there is none of that name."""
+        """The value. Raises InputError if there is no result of that name."""
         if self.name not in results:
             raise InputError(
                 f"monitor={self.name!r}: evaluation gave {', '.join(results) or 'nothing'}"
@@ -65,7 +65,7 @@ class Monitor:
         return results[self.name]
 
     def improves(self, results: Mapping[str, float]) -> bool:
-        """Whether this is the best so far; nan is not."""
+        """Whether this is the best value so far; nan never is."""
         value = self.read(results)
         is_better = self._sign * value < self._sign * self.best - self._min_delta
         self.best = value if is_better else self.best
@@ -73,12 +73,12 @@ class Monitor:
 
 
 class CheckpointHook(Hook):
-    """Keeps the weights with the best result of evaluation, as `directory/best.safetensors`; `best.json` has the result
-    and its update. Checkpoints to resume from are saved by the config's key `checkpoint`.
+    """Saves the weights with the best result of evaluation to `directory/best.safetensors`, and the result and its
+    update to `best.json`. The config's key `checkpoint` saves checkpoints to resume from.
 
     Args:
         directory: a folder that all ranks share.
-        monitor: a result of evaluation.
+        monitor: the name of a result of evaluation.
         mode: whether less ("min") or more ("max") of it is better.
     """
 
@@ -94,7 +94,7 @@ class CheckpointHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         self._monitor.require(trainer, self)
-        if trainer.engine.global_step == 0:  # this object may have seen another run
+        if trainer.engine.global_step == 0:  # the hook may have been used in another run
             self._monitor.reset()
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
@@ -107,15 +107,15 @@ class CheckpointHook(Hook):
 
 
 class EarlyStopHook(Hook):
-    """Stops after `patience` evaluations in a row that were no better than the best before them.
+    """Stops after `patience` evaluations in a row without an improvement.
 
-    A resumed run counts on: what has been stopped stays so, until `patience` is larger. An evaluation that is made
-    again at the same update does not count again.
+    A resumed run continues the count; a run that was stopped stays so until `patience` is raised. Evaluating twice at
+    the same update counts once.
 
     Args:
         monitor: the name of a result of evaluation.
         mode: whether less ("min") or more ("max") is better.
-        min_delta: what has to be gained to count as better.
+        min_delta: the smallest change that counts as an improvement.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class EarlyStopHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         self._monitor.require(trainer, self)
-        if trainer.engine.global_step == 0:  # this object may have seen another run
+        if trainer.engine.global_step == 0:  # the hook may have been used in another run
             self._monitor.reset()
             self._waited, self._last = 0, -1
         self._stop_if_due(trainer)
@@ -151,17 +151,17 @@ class EarlyStopHook(Hook):
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:
             name, best = self._monitor.name, self._monitor.best
-            trainer.stop(f"{name} was not better than {best:g} in {self._waited} evaluations")
+            trainer.stop(f"{name} did not improve on {best:g} in {self._waited} evaluations")
 
 
 class LRSchedulerHook(Hook):
-    """Advances the scheduler that was given to initialize, with `lr_interval="manual"` in the config: where it is saved
-    with the run, and nobody else advances it.
+    """Advances the scheduler that was given to initialize. The config needs `lr_interval="manual"`, so that the engine
+    saves the scheduler and does not advance it.
 
     Args:
-        interval: after each "step" that was not skipped (which reads the device), after each "epoch", or after each
-            "eval" with one of its results, as ReduceLROnPlateau wants it.
-        monitor: that result.
+        interval: advance it after each "step" that was not skipped (this reads the device), after each "epoch", or
+            after each "eval", with one of its results (for ReduceLROnPlateau).
+        monitor: the name of that result.
     """
 
     def __init__(self, interval: Literal["step", "epoch", "eval"] = "epoch", monitor: str = "eval_loss") -> None:

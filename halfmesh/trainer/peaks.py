@@ -1,4 +1,4 @@
-"""What devices can do at most."""
+"""Peak throughput of devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Peak(NamedTuple):
-    """Dense products of matrices, FLOP/s: of half precision and of TF32 on tensor cores, and of fp32."""
+    """FLOP/s of dense matrix products: half precision and TF32 on tensor cores, and fp32."""
 
     half: float
     tf32: float
@@ -35,7 +35,7 @@ PEAK_FLOPS = {
 
 
 def least_seconds(device: torch.device, flops: Mapping[str, float]) -> float | None:
-    """How long `device` needs at least for so many operations by dtype ("torch.bfloat16"); None if that is not known.
+    """The least time in which `device` can do these operations, given by dtype ("torch.bfloat16"); None if unknown.
 
     fp32 counts as TF32 where torch may use it: `torch.set_float32_matmul_precision`.
     """

@@ -1,4 +1,4 @@
-"""How far training has come: a bar on a terminal, plain lines elsewhere."""
+"""Progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = get_logger(__name__)
 
 
 class ProgressHook(Hook):
-    """Shows records on rank 0: a bar with the last one where stderr is a terminal, else a line for each.
+    """Shows records on rank 0: a progress bar with the last record if stderr is a terminal, else a line for each.
 
     Args:
-        plain: lines, also on a terminal.
+        plain: print lines on a terminal, too.
     """
 
     def __init__(self, plain: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Keeps what a run was in a folder, for `halfmesh report`."""
+"""Records a run in a folder, for `halfmesh report`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class RunHook(Hook):
-    """Writes config, plan, records and skipped updates into a folder: `halfmesh.RunFolder` for a Trainer.
+    """Writes config, plan, records and skipped updates to a folder: `halfmesh.RunFolder` for a Trainer.
 
-    To have them in the records, too, give `fit` the hooks "throughput" and "memory".
+    The hooks "throughput" and "memory" add their values to the records.
 
     Args:
-        directory: the folder; see RunFolder for what happens if it is there.
-        precision_report: keep `engine.precision_report()` of the first update of each epoch, the last one of them.
+        directory: the folder; RunFolder says what happens if it exists.
+        precision_report: measure `engine.precision_report()` in the first update of each epoch, and keep the last one.
     """
 
     def __init__(self, directory: str | Path, precision_report: bool = False) -> None:

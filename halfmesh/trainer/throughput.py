@@ -24,24 +24,23 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _WINDOW_S, _WINDOW_BATCHES = 10.0, 20
-"""What the share of waiting is taken of: long enough that the start of workers does not decide."""
+"""The shortest window for the share of waiting: long enough that starting the workers does not dominate it."""
 _WAITING = 0.3
-"""Of the time, what may pass in waiting for data. A loader that keeps up is waited for hardly at all."""
+"""The share of time that may be spent waiting for data. With a loader that keeps up it is almost zero."""
 
 
 class ThroughputHook(Hook):
-    """Adds to records, over all data ranks and the time since the last record: "samples_per_s"; with `tokens`,
-    "tokens_per_s"; "model_flops_per_s" and, on devices of `PEAK_FLOPS`, "mfu", the share of what all ranks' devices
-    could do in the precisions in which the model multiplies. Evaluations and `trainer.save` are not counted. Warns
-    once where training waits for its data more than 0.3 of the time.
+    """Adds to records, over all data ranks since the last record: "samples_per_s"; "tokens_per_s" (with `tokens`);
+    "model_flops_per_s"; and "mfu" on devices of `PEAK_FLOPS`: the share of the peak of all ranks' devices, for the
+    dtypes in which the model multiplies. Evaluations and `trainer.save` are not counted. Warns once if training waits
+    for data more than 30 % of the time.
 
     Args:
-        tokens: how many tokens a batch has, from the Outcome.
-        flops_per_sample: floating point operations of forward and backward of one sample, a multiplication and an
-            addition being two; recomputed ones do not count. "auto": counted in the first batch, by
-            `engine.count_flops`; samples of other lengths need others. None: not measured. A number (a transformer
-            without embeddings: 6 x parameters x tokens, Kaplan et al. 2020, https://arxiv.org/abs/2001.08361) is taken
-            to be of the config's precision.
+        tokens: returns the number of tokens of a batch, given its Outcome.
+        flops_per_sample: floating point operations of forward and backward for one sample; a multiply-add is two, and
+            recomputation does not count. "auto": `engine.count_flops` counts them in the first batch, so samples should
+            have equal lengths. None: not measured. A number is taken to be in the config's precision (a transformer
+            without embeddings: 6 x parameters x tokens, Kaplan et al. 2020, https://arxiv.org/abs/2001.08361).
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class ThroughputHook(Hook):
     ) -> None:
         self._tokens, self._given = tokens, flops_per_sample
         self.flops: dict[str, float] = {}
-        """Of a sample, by dtype."""
+        """Operations of one sample, by dtype."""
         self._is_due = False
         self._counting = ExitStack()
         self._counted: dict[str, int] | None = None
         self._window = [0.0, 0.0, 0.0]
-        """Seconds, of these waited for data, and batches."""
+        """Seconds, seconds spent waiting for data, and batches."""
         self._waited_before = 0.0
         self._has_warned = False
         self._reset()
@@ -120,7 +119,7 @@ class ThroughputHook(Hook):
         rows, tokens, total = counts.tolist()
         seconds = total / context.dp_size
         self._reset()
-        if not rows:  # the batch whose operations were counted, which is slower
+        if not rows:  # only the batch in which operations were counted, which is slower
             return {}
         measured = {"samples_per_s": rows / seconds}
         if self._tokens is not None:
@@ -133,7 +132,7 @@ class ThroughputHook(Hook):
         return measured
 
     def _watch_loader(self, trainer: Trainer, seconds: float) -> None:
-        """Warn once of a loop that waits for its data. `seconds` have passed since the last record."""
+        """Warn once if the loop waits for data. `seconds` have passed since the last record."""
         waited = _waited_s(trainer)
         self._window[0] += seconds
         self._window[1] += waited - self._waited_before
@@ -153,7 +152,7 @@ class ThroughputHook(Hook):
             )
 
     def _per_sample(self, trainer: Trainer, rows: int, flops: dict[str, int]) -> dict[str, float]:
-        """Over all data ranks; the same on all ranks. Empty if it cannot be counted."""
+        """The mean over all data ranks, on all ranks. Empty if it cannot be counted."""
         engine = trainer.engine
         try:
             self._counting.close()  # fills `flops`
@@ -179,7 +178,7 @@ def _waited_s(trainer: Trainer) -> float:
 
 
 def _dtype(trainer: Trainer) -> str:
-    """In which the config lets most of the model multiply."""
+    """The dtype in which most of the model multiplies under this config."""
     config = trainer.engine.config
     options = None if config.precision is None else config.precision.options
     is_off = getattr(options, "opt_level", None) == "O0" or not getattr(options, "enabled", True)
@@ -187,10 +186,10 @@ def _dtype(trainer: Trainer) -> str:
 
 
 class MemoryHook(Hook):
-    """Adds "memory_mib" to records: the most that a rank has had in use, of the rank that had the most.
+    """Adds "memory_mib" to records: the peak memory of the rank that used the most.
 
-    On a GPU what torch has allocated there since the last record; on a CPU the process's largest resident set since it
-    began.
+    On a GPU it is torch's peak allocation since the last record; on a CPU the largest resident set of the process since
+    it started.
     """
 
     def measure(self, trainer: Trainer) -> Mapping[str, float]:

@@ -14,18 +14,18 @@ from ..errors import InputError, refuse_below
 from ..log import get_logger
 from .batch import Compute, Outcome, compute_batch
 from .evaluation import MeanLoss, evaluating, predict
-from .hook import Hook, HookLike, Record, add_measured, make_hooks
+from .hook import Hook, HookLike, Record, add_measured, make_hook
 from .loaders import choose_eval_loader, choose_train_loader
 
 _log = get_logger(__name__)
 
 
 class FitState:
-    """What of a `fit` is saved with the engine; of each rank by itself.
+    """The state of a `fit` that is saved with the engine, by each rank on its own.
 
     Attributes:
-        evaluated_at: the update after which was evaluated last; -1: none.
-        hooks: by class; of several of one class the second is "MetricHook 2".
+        evaluated_at: the update of the last evaluation; -1 before the first.
+        hooks: by class name; the second of a class is "MetricHook 2".
     """
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
@@ -60,11 +60,11 @@ class Trainer:
 
     Args:
         compute: from a batch to loss and output; by default `halfmesh.compute_batch`.
-        log_every: updates between two records that hooks are given. Making one reads the device.
+        log_every: updates between two records for the hooks. Making a record reads the device.
 
     Attributes:
         engine: the engine.
-        epoch: number of the epoch that runs, from 0; -1 before the first.
+        epoch: number of the current epoch, from 0; -1 before the first.
         result: what the last `engine.step()` returned: None inside an accumulation cycle.
     """
 
@@ -101,17 +101,17 @@ class Trainer:
         eval_steps: int | None = None,
         hooks: Sequence[HookLike] = (),
     ) -> None:
-        """Train until `epochs` epochs or `max_steps` updates are done, counted from the beginning of the run: after
-        `engine.load`, what is left of them. (A second call begins with the next epoch.)
+        """Train until `epochs` epochs or `max_steps` updates are done, counted from the start of the run: after
+        `engine.load` only the rest is trained. (A second call begins with the next epoch.)
 
         Args:
-            train: the engine's dataloader unless given; or batches of your own, which are on the device and differ
-                between the data ranks, as many on each.
-            epochs: passes over the data; endless if only `max_steps` is given.
-            max_steps: updates (`engine.global_step`, skipped ones included).
-            eval_dataloader: the engine's unless given, if it has one; a DataLoader is sharded over the data ranks.
-            eval_interval: epochs between evaluations, which follow the last epoch in any case; 0: none of these.
-            eval_steps: updates between evaluations within epochs; None: none of these.
+            train: by default the engine's dataloader; or your own batches, already on the device, different on each
+                data rank and equally many.
+            epochs: passes over the data; unlimited if only `max_steps` is given.
+            max_steps: updates (`engine.global_step`, including skipped ones).
+            eval_dataloader: by default the engine's, if it has one; a DataLoader is sharded over the data ranks.
+            eval_interval: epochs between evaluations; the last epoch is always evaluated. 0 turns these off.
+            eval_steps: updates between evaluations within epochs; None turns these off.
             hooks: Hook objects, names of registered ones ("progress"), or dict(type="run", directory=...).
 
         Raises:
@@ -143,10 +143,10 @@ class Trainer:
             _log.info("training was stopped after update %d: %s", self.engine.global_step, self._stopped)
 
     def evaluate(self, dataloader: Iterable[Any] | None = None, hooks: Sequence[HookLike] = ()) -> dict[str, float]:
-        """The mean loss per sample over a dataloader, and what `hooks` measure; the same on all ranks.
+        """The mean loss per sample over a dataloader, and the results of `hooks`; the same on all ranks.
 
         Args:
-            dataloader: the engine's eval_dataloader unless given; a DataLoader is sharded over the data ranks.
+            dataloader: by default the engine's eval_dataloader; a DataLoader is sharded over the data ranks.
 
         Returns:
             "eval_loss" (if there is a loss) and the hooks' results.
@@ -160,10 +160,9 @@ class Trainer:
             return self._evaluate(loader)
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
-        """The model's outputs for all of a DataLoader's samples, in its order, on the CPU; on every rank.
+        """The model's outputs for all samples of a DataLoader, in its order, on the CPU of every rank.
 
-        Of batches that are tuples of two or more the last item is taken for the target, which the model is not given;
-        a dict's target is left out.
+        The model does not get the target: the last item of a batch that is a tuple of two or more, or a dict's target.
 
         Returns:
             What the model returns for one batch (a tensor, or a nest of tensors), joined along the first dim.
@@ -171,7 +170,7 @@ class Trainer:
         return predict(self.engine, dataloader)
 
     def stop(self, reason: str = "a hook asked for it") -> None:
-        """End `fit` after this update. To be called on all ranks alike."""
+        """End `fit` after this update. All ranks have to call it."""
         self._stopped = reason
 
     def save(self, directory: str | Path, *, keep: int | None = None, in_background: bool = False) -> Path:
@@ -183,20 +182,20 @@ class Trainer:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this `fit` evaluates, at the latest at its end."""
+        """Whether this `fit` evaluates."""
         return self._evaluated is not None
 
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _train_epoch(self, batches: Iterable[Any]) -> bool:
-        """Returns whether all batches were trained on."""
+        """Train on the batches of an epoch. Returns whether all were used."""
         engine = self.engine
         engine.train()
         self._call("before_epoch")
         before, after = self._hearing("before_batch"), self._hearing("after_batch")
         count, is_complete = 0, True
         for batch in batches:
-            if self._is_over:  # asked for only now, to know whether it was the last batch
+            if self._is_over:  # checked here, so that an epoch that ends with its last batch is complete
                 is_complete = False
                 break
             count += 1
@@ -209,15 +208,15 @@ class Trainer:
             self._loss.add(outcome)
             for hook in after:
                 hook.after_batch(self, outcome)
-            del outcome  # the output is not needed while the next one is made
+            del outcome  # frees the output before the next forward
             if self.result is not None:
                 self._after_step(self.result)
         if not count and batches is not self._own_loader:
             raise InputError(
-                f"epoch {self.epoch}: there was no batch to train on; give fit a `train` that can be iterated once an "
-                "epoch (a list, a DataLoader, not a generator)"
+                f"epoch {self.epoch}: there was no batch to train on; `train` has to be iterable in each epoch (a "
+                "list, a DataLoader, not a generator)"
             )
-        if is_complete and count and self.result is None:  # batches of the user's own that end within a cycle
+        if is_complete and count and self.result is None:  # the user's own batches end within an accumulation cycle
             self.result = engine.step(last=True)
             if self.result is not None:
                 self._after_step(self.result)
@@ -235,7 +234,7 @@ class Trainer:
             self._evaluate_once()
 
     def _evaluate_once(self) -> None:
-        """Unless this was done since the last update, maybe before the run was saved and resumed."""
+        """Evaluate, unless this was done since the last update (maybe before the run was saved and resumed)."""
         step = self.engine.global_step
         if self._evaluated is not None and self._fit_state.evaluated_at != step:
             self._evaluate(self._evaluated)
@@ -269,7 +268,7 @@ class Trainer:
         return outcome
 
     def _record(self) -> None:
-        """Collect what was measured since the last record."""
+        """Make a record of what was measured since the last one."""
         engine = self.engine
         loss = self._loss.take()
         if loss is None:  # no update since
@@ -287,7 +286,7 @@ class Trainer:
         self._write(record)
 
     def _warn_of_scale(self, scale: float) -> None:
-        """Once, until it is as it should be again."""
+        """Warn once, until the scale is normal again."""
         problems = list(judge_scale(scale))
         if problems and not self._has_odd_scale:
             _log.warning("update %d: %s", self.engine.global_step, problems[0])
@@ -306,7 +305,7 @@ class Trainer:
         return self.engine.dataloader if self.engine.has_dataloader else None
 
     def _hearing(self, event: str) -> list[Any]:
-        """The hooks that do something at `event`; the others need not be called for every batch."""
+        """The hooks that override `event`, so that the others cost nothing per batch."""
         return [hook for hook in self._hooks if getattr(type(hook), event) is not getattr(Hook, event)]
 
     def _call(self, event: str, *args: Any) -> None:
@@ -315,17 +314,17 @@ class Trainer:
 
     @contextmanager
     def _hooked(self, hooks: Sequence[HookLike]) -> Iterator[None]:
-        """`hooks` are called within, and closed at its end."""
-        outside, self._hooks = self._hooks, make_hooks(hooks)
+        """Use `hooks` inside, and close them at the end."""
+        outside, self._hooks = self._hooks, list(map(make_hook, hooks))
         with ExitStack() as closed:
             closed.callback(setattr, self, "_hooks", outside)
             for hook in self._hooks:
-                closed.callback(hook.close, self)  # also where another one fails
+                closed.callback(hook.close, self)  # even if another hook fails
             yield
 
     @contextmanager
     def _saved_with_the_engine(self) -> Iterator[None]:
-        """Hooks get their state of a resumed run, and their last one is kept for the next `fit`."""
+        """Load the hooks' state of a resumed run, and keep their last state for the next `fit`."""
         self._fit_state = FitState(self._hooks)
         self.engine.attach("trainer", self._fit_state)
         is_over = False

@@ -1,4 +1,4 @@
-"""Records to TensorBoard, Weights & Biases and MLflow, from rank 0."""
+"""Hooks that write records to TensorBoard, Weights & Biases and MLflow, from rank 0."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """What a tracker has to do for `WriterHook`."""
+    """The interface that `WriterHook` needs from a tracker."""
 
     def add_scalars(self, record: Mapping[str, float], step: int) -> None:
-        """Keep the numbers of `record`, which were measured after update `step`."""
+        """Log the numbers of `record`, measured after update `step`."""
 
     def close(self) -> None:
-        """The run is over; `sys.exception()` is the error that ended it, if one did."""
+        """End the run; `sys.exception()` is the error that ended it, if any."""
 
 
 class WriterHook(Hook):
-    """Gives each record to a writer, which rank 0 opens when `fit` begins and closes at its end."""
+    """Passes records to a writer that rank 0 opens when `fit` begins and closes when it ends."""
 
     package: ClassVar[str]
-    """What has to be installed."""
+    """The package to install."""
 
     _writer: Writer | None = None
 
     def open(self, step: int) -> Writer:
-        """A writer for a run that has done `step` updates. Imports the package."""
+        """Import the package, and make a writer for a run that has done `step` updates."""
         raise NotImplementedError
 
     def before_fit(self, trainer: Trainer) -> None:
@@ -44,7 +44,7 @@ class WriterHook(Hook):
             except ImportError as error:
                 problem = f"needs {self.package} ({error}): pip install {self.package}"
             except Exception as error:  # the other ranks wait for the answer
-                problem = f"cannot begin: {type(error).__name__}: {error}"
+                problem = f"cannot start: {type(error).__name__}: {error}"
         problem = context.from_first(problem)
         if problem is not None:
             raise InputError(f"{type(self).__name__} {problem}")
@@ -61,12 +61,12 @@ class WriterHook(Hook):
 
 
 class TensorBoardHook(WriterHook):
-    """Writes the records for TensorBoard, one scalar for each name, by update.
+    """Writes the records for TensorBoard, one scalar per name and update.
 
-    A run that goes on hides what was written after its checkpoint.
+    A resumed run hides what was written after its checkpoint.
 
     Args:
-        log_dir: the folder that `tensorboard --logdir` is given.
+        log_dir: the folder for `tensorboard --logdir`.
     """
 
     package = "tensorboard"
@@ -95,12 +95,12 @@ class _TensorBoardWriter:
 class WandbHook(WriterHook):
     """Logs the records to Weights & Biases, by update.
 
-    Without options a run that `wandb.init` has begun before is used, and left open. To resume one, give its `id` and
-    `resume="allow"`: W&B leaves out updates before its last one.
+    Without options, an active run of `wandb.init` is used and left open. To resume a run, give its `id` and
+    `resume="allow"`; W&B ignores updates before its last one.
 
     Args:
-        options: arguments of `wandb.init`: project, name, config. `mode="offline"` writes to local files, for
-            `wandb sync`, and needs neither network nor login.
+        options: arguments of `wandb.init`: project, name, config. `mode="offline"` writes local files for
+            `wandb sync`, without network or login.
     """
 
     package = "wandb"
@@ -131,8 +131,8 @@ class _WandbWriter:
 class MLflowHook(WriterHook):
     """Logs the records as metrics of an MLflow run, by update.
 
-    Without options a run that `mlflow.start_run` has begun before is used, and left open. To resume one, give its
-    `run_id`: updates that are trained again are there twice. Where runs are kept is MLflow's setting
+    Without options, an active run of `mlflow.start_run` is used and left open. To resume a run, give its `run_id`;
+    updates that are trained again are logged twice. MLflow's own setting says where runs are stored
     (`MLFLOW_TRACKING_URI`, `mlflow.set_tracking_uri`).
 
     Args:

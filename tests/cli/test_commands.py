@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -40,7 +39,7 @@ def test_each_command_is_listed_and_its_example_is_understood(name):
     assert run(name, "--help").stdout.startswith(f"Usage: root {name}")
     example = re.search(r"Example: halfmesh (.*)", COMMANDS[name].epilog or "")
     assert example, f"halfmesh {name} --help shows no example"
-    words = shlex.split(example[1])
+    words = shlex.split(example[1].partition(" > ")[0])
     assert words[0] == name
     command = typer.main.get_command(app).commands[name]
     command.make_context(name, words[1:], resilient_parsing=False)
@@ -73,13 +72,8 @@ def test_configs_are_listed_and_printed_as_one_file(tmp_path):
         assert halfmesh.load_config(target) == halfmesh.load_config(ROOT / "configs" / f"{name}.py"), name
 
 
-def test_configs_are_copied_and_nothing_is_replaced_unasked(tmp_path):
-    target = tmp_path / "config.py"
-    result = run("configs", "torch_fp16.py", "--out", target)
-    assert (result.exit_code, result.stdout) == (0, f"written: {target}\n")
-    assert target.read_text() == run("configs", "torch_fp16").stdout
-    assert run("configs", "tensor", "--out", target).exit_code == 2
-    assert run("configs", "tensor", "--out", target, "--force").exit_code == 0
+def test_a_config_that_does_not_exist():
+    assert run("configs", "torch_fp16.py").stdout == run("configs", "torch_fp16").stdout
     wrong = run("configs", "naive_fp61")
     assert wrong.exit_code == 2
     assert "did you mean 'naive_fp16'?" in wrong.stderr
@@ -106,14 +100,11 @@ def test_env_has_what_a_bug_report_needs(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_: ("pip3", "numpy==2"))  # it takes long
-    result = run("env", "--json")
-    found = json.loads(result.stdout)
-    assert found["halfmesh"] == halfmesh.__version__
-    assert found["torch"]["torch_version"] == torch.__version__
-    assert "gloo" in found["backends"]
-    assert "pydantic" in found["packages"]
-    assert found["variables"]["NCCL_DEBUG"] == "INFO"
-    assert "hidden" not in result.stdout
     text = run("env").stdout
-    assert re.search("^variables: .*NCCL_DEBUG INFO", text, re.MULTILINE)
+    found = dict(re.findall(r"^(\w+): (.*)$", text.split("\n\n")[0], re.MULTILINE))
+    assert found["halfmesh"] == halfmesh.__version__
+    assert "gloo" in found["backends"]
+    assert "pydantic 2" in found["packages"]
+    assert "NCCL_DEBUG INFO" in found["variables"]
+    assert "hidden" not in text
     assert f"PyTorch version: {torch.__version__}" in text

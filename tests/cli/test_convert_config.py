@@ -1,8 +1,8 @@
-"""halfmesh convert-config: what is printed, what is written, and the exit status."""
+"""halfmesh convert-config: what is printed, and the exit status."""
 
 from __future__ import annotations
 
-import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -30,20 +30,13 @@ def source(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_printed_and_written(source):
+def test_what_is_printed(source):
     printed = run("colossal.py", "--from", "colossal")
     assert printed.exit_code == 0
     assert "NUM_MICRO_BATCHES = 4 -> parallel.pipeline.microbatches = 4" in printed.stderr
     assert "without equivalent: 1\n  gradient_handler = " in printed.stderr
-    write = ("colossal.py", "--from", "colossal", "--out", "config.py")
-    written = run(*write)
-    assert (written.exit_code, written.stdout) == (0, "written: config.py\n")
-    assert (source / "config.py").read_text() == printed.stdout
+    (source / "config.py").write_text(printed.stdout)
     assert load_config(source / "config.py").parallel.pipeline.microbatches == 4
-    again = run(*write)
-    assert again.exit_code == 2
-    assert "--force replaces it" in again.stderr
-    assert run(*write, "--force").exit_code == 0
 
 
 def test_what_cannot_run_or_is_not_understood_is_said_in_the_config(source):
@@ -78,12 +71,12 @@ def test_what_cannot_run_or_is_not_understood_is_said_in_the_config(source):
     ],
 )
 def test_a_lost_precision_or_sharding_is_no_success(text, origin, lost):
-    printed, answer = run(repr(text), "--from", origin), run(repr(text), "--from", origin, "--json")
-    found = [row["key"] for row in json.loads(answer.stdout)["lost"]]
+    printed = run(repr(text), "--from", origin)
+    found = re.findall(r"^lost: (\S+) = ", printed.stderr, re.MULTILINE)
     assert bool(found) == bool(lost)
     assert any(lost in key for key in found) if isinstance(lost, str) else found == lost
-    assert printed.exit_code == answer.exit_code == (1 if lost else 0)
-    assert all(f"lost: {key} = " in printed.stderr and f"# lost: {key} = " in printed.stdout for key in found)
+    assert printed.exit_code == (1 if lost else 0)
+    assert all(f"# lost: {key} = " in printed.stdout for key in found)
 
 
 def test_an_accumulation_says_that_step_is_called_for_each_batch():
@@ -105,8 +98,7 @@ def test_imports_of_colossalai_are_named(source):
     [
         (["nothing.py", "--from", "colosal"], "did you mean 'colossal'?"),
         (["nothing.py", "--from", "colossal"], "there is no such file"),
-        (["train.py", "--from", "apex"], "a script is not run; give its arguments"),
-        (["a=1", "--from", "apex", "--out", "config.yaml"], "name that ends in .py"),
+        (["train.py", "--from", "apex"], "scripts are not executed; give the arguments"),
     ],
 )
 def test_mistakes(arguments, message):

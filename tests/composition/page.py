@@ -9,7 +9,7 @@ from pathlib import Path
 from halfmesh.compat import render_table
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
-from .cells import AXES, MODES, MOST_RANKS, PIPES, covering, product, thorough
+from .cells import MODES, MOST_RANKS, covering, product, thorough
 from .mutants import MUTANTS
 from .overflows import KINDS
 from .parity import MOVEMENT, NORM
@@ -45,17 +45,12 @@ Rows are precision modes, columns are ways to use several ranks. *yes*: tested a
 
 def _trained() -> Iterator[str]:
     modes = [mode for mode in MODES if mode in TOLERANCES]
-    axes = {name: ", ".join(f"`{value}`" for value in values) for name, values in AXES.items()}
-    axes["mode"] = ", ".join(f"`{mode}`" for mode in modes)
-    axes["data"] += " ranks, `replicate`"
-    axes["tensor"] += " ranks"
-    axes["pipeline"] = "none, " + ", ".join(f"`{pipe}`" for pipe in PIPES[1:])
-    axes["clip_grad_norm"] = "off, or a norm that clips some of the updates"
     yield "## What is trained"
-    yield _table(("axis", "values"), axes.items())
     yield _fill(
-        f"""A pipeline is named by its ranks, schedule, microbatches (m) and chunks (v). {len(product()):,} combinations
-        are allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them: every pair of values, each
+        f"""The cells of `tests/composition/cells.py` combine mode, model, tensor ranks (up to 4), data ranks and
+        strategy, pipeline (up to 4 ranks), sequence parallelism, accumulation, clipping and `reduce_dtype`.
+        {len(product()):,} are
+        allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them: every pair of values, each
         mode with each model on a tensor group and on a pipeline, and each mode where pipeline, data and tensor
         parallelism meet. `make test-composition` runs {len(thorough()):,}: all without a pipeline, and every triple of
         values with one."""

@@ -85,8 +85,7 @@ def test_numbers_with_an_exponent_in_yaml(write):
 def test_missing_files_and_wrong_types(write, tmp_path):
     write("config.py", "")
     fails(tmp_path / "confg.py", f"there is no such file in {tmp_path}; did you mean 'config.py'?")
-    (tmp_path / "dir.py").mkdir()
-    fails(tmp_path / "dir.py", "it is a directory; give the config file in it")
+    fails(tmp_path / "none" / "config.py", f"there is no such file in {tmp_path}/none")
     fails([("seed", 3)], "a list was given, but a config is a path (.py, .yaml, .yml, .json), a dict or a")
 
 

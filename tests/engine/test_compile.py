@@ -231,6 +231,17 @@ def test_a_model_that_is_compiled_already():
             make_engine(COMPILE, model=model)
 
 
+def test_a_warning_of_names_that_torch_compile_changes(caplog):
+    make_engine(model=torch.compile(MLP(), backend="eager"))
+    [warning] = [record.getMessage() for record in caplog.records if "_orig_mod." in record.getMessage()]
+    assert "set compile = True in the config" in warning
+    caplog.clear()
+    model = MLP()
+    model.compile(backend="eager")  # in place, which changes no names
+    make_engine(model=model)
+    assert "_orig_mod." not in caplog.text
+
+
 def test_a_model_without_blocks():
     with pytest.raises(IncompatibleConfigError, match=r"MLP has no repeated blocks .*; use scope='model'"):
         make_engine(BLOCKS)

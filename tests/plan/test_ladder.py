@@ -98,7 +98,7 @@ def test_nothing_fits():
         "parallel.tensor.size=2 is left out: at best " in note and "divided everything evenly" in note
         for note in ladder.notes
     )
-    assert said[-1].startswith("nothing fits. Take more ranks")
+    assert said[-1].startswith("nothing fits. Use more ranks")
 
 
 MODELS = """

@@ -256,7 +256,7 @@ def test_only_reports_are_replaced(tmp_path):
     assert halfmesh.write_report(run, out=out) == out
     halfmesh.write_report(run, run, out=out)
     out.write_text("mine")
-    with pytest.raises(InputError, match="is there, and is no report; give another name"):
+    with pytest.raises(InputError, match="exists and is not a report; give another name"):
         halfmesh.write_report(run, out=out)
     assert CliRunner().invoke(app, ["report", str(run), "--out", str(out)]).exit_code == 1
     assert out.read_text() == "mine"

@@ -28,11 +28,10 @@ def fit(config=None, engine_options=(), **arguments):
         (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
         (lambda: LRSchedulerHook("day"), "interval='day': expected 'step', 'epoch' or 'eval'"),
         (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
-        (lambda: MetricHook(MeanMetric()), r"takes metrics by name, dict\(accuracy=MeanMetric\(...\)\)"),
         (lambda: halfmesh.Trainer(nn.Linear(1, 1)), "takes the engine that halfmesh.initialize returns, not a Linear"),
         (lambda: halfmesh.Trainer(linear_engine(), log_every=0), "log_every=0"),
         (lambda: halfmesh.Trainer(linear_engine(evaluated=0)).evaluate(), "there is nothing to evaluate on"),
-        (lambda: halfmesh.Trainer(linear_engine()).predict([1]), "predict takes a DataLoader, but a list was given"),
+        (lambda: halfmesh.Trainer(linear_engine()).predict([1]), "expected a DataLoader, but a list was given"),
     ],
 )
 def test_arguments(build, message):
@@ -48,9 +47,7 @@ def test_arguments(build, message):
         ({"max_steps": 1.5}, "max_steps=1.5: expected a whole number"),
         ({"eval_steps": 0}, "eval_steps=0: expected a whole number, 1 or more"),
         ({"eval_interval": -1}, "eval_interval=-1: expected a whole number, 0 or more"),
-        ({"hooks": "progress"}, r"expected a list, hooks=\['progress'\]"),
         ({"hooks": ["progres"]}, "no hook named 'progres'; did you mean 'progress'"),
-        ({"hooks": [{"type": "memory", "file": "x"}]}, "hook 'memory': .*"),
         (
             {"hooks": [{"path": "x"}]},
             r"is no hook: expected an object of a subclass of halfmesh.Hook \(not the class\), a",
@@ -91,20 +88,13 @@ def test_a_compute_that_returns_something_else(way):
 )
 @pytest.mark.parametrize("reason", ["no data", "no interval"])
 def test_hooks_that_wait_for_an_evaluation_that_never_comes(hook, reason):
-    with pytest.raises(halfmesh.InputError, match="waits for 'eval_loss' of an evaluation, and this fit has none"):
+    with pytest.raises(halfmesh.InputError, match="needs 'eval_loss' from an evaluation, and this fit has none"):
         fit(
             MANUAL,
             {"evaluated": 6 if reason == "no interval" else 0, "lr_scheduler": PLATEAU},
             eval_interval=0 if reason == "no interval" else 1,
             hooks=[hook],
         )
-
-
-@pytest.mark.parametrize("method", ["measure", "eval_results"])
-def test_a_hook_that_forgets_to_return(method):
-    forgetful = type("Forgetful", (halfmesh.Hook,), {method: lambda self, *args: None})
-    with pytest.raises(halfmesh.InputError, match=rf"Forgetful\.{method} returned None; it has to return a dict"):
-        fit(hooks=[forgetful()])
 
 
 @pytest.mark.parametrize(("on", "name", "times"), [("train", "loss", 1), ("eval", "loss", 1), ("eval", "mean", 2)])
