@@ -143,7 +143,7 @@ def _known_styles(value: Any) -> Any:
 
 
 class PrecisionConfig(Options):
-    """`fp16` or `bf16`: the lower-case name of the mode, and the keys that its plugin defines."""
+    """`fp16`, `bf16` or `fp8`: the lower-case name of the mode, and the keys that its plugin defines."""
 
     mode: str
     options: SerializeAsAny[Options]

@@ -23,7 +23,12 @@ def _half(value: str, values: Values) -> object:
 ACCELERATE = Origin(
     title="accelerate",
     rows={
-        "mixed_precision": {**_OFF, "fp16": _half, "bf16": _half, "fp8": lost("nearest is bf16 = dict(mode='torch')")},
+        "mixed_precision": {
+            **_OFF,
+            "fp16": _half,
+            "bf16": _half,
+            "fp8": lost("nearest is fp8 = dict(mode='torch'), by torchao"),
+        },
         "distributed_type": {
             "fsdp": to(FSDP),
             "megatron_lm": lost("write parallel by hand"),

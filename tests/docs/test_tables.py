@@ -11,6 +11,7 @@ import typer
 
 import halfmesh
 from halfmesh import hooks
+from halfmesh.amp.plugin import PRECISIONS
 from halfmesh.amp.recipe import FP32
 from halfmesh.cli import app
 from halfmesh.config.activations import CheckpointConfig
@@ -85,13 +86,13 @@ def recipe_of(words):
     mode, variant = words.replace("`", "").split()
     plugin = AMP.get(mode)
     options = plugin.options(opt_level=variant) if mode == "apex" else plugin.options()
-    return plugin.recipe(options, torch.bfloat16 if variant == "bf16" else torch.float16)
+    return plugin.recipe(options, getattr(torch, PRECISIONS.get(variant, "float16")))
 
 
 def test_the_table_of_recipes():
     rows = find_rows(read_page("precision.md"), "| parameters")
     assert [row[0] for row in rows] == [
-        *("none", "`torch` fp16", "`torch` bf16", "`naive` fp16", "`naive` bf16"),
+        *("none", "`torch` fp16", "`torch` bf16", "`torch` fp8", "`naive` fp16", "`naive` bf16"),
         *(f"`apex` O{level}" for level in range(4)),
     ]
     for name, parameters, computes, masters, scale, batchnorm, output in rows:
