@@ -12,7 +12,7 @@ from halfmesh.compat import composition_table
 from tests.support.pages import DOCS, ROOT, find_rows, read_page
 
 PAGE = read_page("promises.md")
-SECTIONS: dict[str, str] = dict(re.findall(r"^## (From .*?)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE))
+SECTIONS: dict[str, str] = dict(re.findall(r"^## (From .*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
 ROWS = [row for text in SECTIONS.values() for row in find_rows(text, "what")]
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 

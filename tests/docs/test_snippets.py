@@ -161,6 +161,9 @@ def test_precision(run, capsys):
     engine = halfmesh.initialize(model, sgd, None, None, {"bf16": {"mode": "torch"}})
     assert engine(torch.randn(2, 3, 4)).dtype == torch.float32
 
+    config = halfmesh.load_config({"fp8": run("precision.md", "fp8.py", given={})["fp8"]})
+    assert config.fp8.options.filter == ("*head", "blocks.0.*")
+
     names = run("precision.md", "average.py")
     assert not torch.equal(names["outputs"], names["engine"](names["images"]))
     assert Path("average.safetensors").exists()
