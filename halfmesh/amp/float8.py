@@ -52,34 +52,28 @@ class Float8Product:
             return torch.ops.aten._unsafe_view(output, output.shape)
         return output + bias.to(output.dtype)
 
-    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, str | None]]:
-        """The linear layers of `model` by name, each with the reason why it stays in bfloat16; None: it does not.
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
+        """The linear layers of `model` by name, each with whether it multiplies in float8; others stay in bfloat16.
 
         A layer with a forward of its own is left out, and so are the projections of torch.nn.MultiheadAttention, which
         computes with their weights and does not call them.
         """
         patterns = HEADS if self.filter is None else self.filter
-        called_by_none = {
-            id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)
-        }
+        uncalled = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
         for name, layer in model.named_modules():
-            if not isinstance(layer, nn.Linear) or id(layer) in called_by_none or not _computes_product(layer):
+            if not isinstance(layer, nn.Linear) or id(layer) in uncalled or not _computes_product(layer):
                 continue
             if layer.weight is None:  # it is on another stage of the pipeline
                 continue
-            reason = None
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                reason = "filter"
-            elif any(size % MULTIPLE for size in layer.weight.shape):
-                reason = f"sizes that {MULTIPLE} does not divide"
-            yield name, layer, reason
+            is_filtered = any(fnmatchcase(name, pattern) for pattern in patterns)
+            yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
 
     def install(self, model: nn.Module) -> None:
         """Let the layers of `model` compute so, or those of a part of it that this rank has."""
-        for _, layer, reason in self.layers(model):
-            if reason is None and hasattr(layer, "product"):  # a sharded layer, which computes more than the product
+        for _, layer, in_float8 in self.layers(model):
+            if in_float8 and hasattr(layer, "product"):  # a sharded layer, which computes more than the product
                 setattr(layer, "product", self)  # noqa: B010 (an attribute that nn.Linear lacks)
-            elif reason is None:
+            elif in_float8:
                 layer.forward = partial(_forward, layer, self)  # type: ignore[method-assign]
 
     def remove(self, model: nn.Module) -> None:
@@ -104,7 +98,7 @@ class Float8Product:
         for pattern in self.filter or ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield f"fp8.filter: {pattern!r} is the name of no linear layer{did_you_mean(pattern, names)}"
-        if all(reason for *_, reason in layers):
+        if not any(in_float8 for *_, in_float8 in layers):
             yield (
                 f"fp8: no linear layer of the model would compute in float8 (sizes that {MULTIPLE} divides, and not "
                 "in fp8.filter); use bf16"
@@ -113,7 +107,7 @@ class Float8Product:
     def describe(self, model: nn.Module, device: torch.device) -> str:
         """What computes in float8 on this rank, and what does not."""
         layers = list(self.layers(model))
-        stay = [name for name, _, reason in layers if reason]
+        stay = [name for name, _, in_float8 in layers if not in_float8]
         text = f"{len(layers) - len(stay)} of {len(layers)} linear layers in float8 ({self.scaling} scales"
         text += ", emulated)" if self._emulates(device) else ")"
         return text + (f", {shorten(stay)} in bfloat16" if stay else "")

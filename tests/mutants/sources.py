@@ -35,6 +35,23 @@ CYCLE, TENSOR = "tests/engine/test_cycle.py", "tests/engine/test_tensor_parallel
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
 
+FLOAT8 = (
+    Fault(
+        "the filter of fp8 is ignored",
+        "amp/float8.py",
+        "not is_filtered and all(",
+        "all(",
+        ("tests/amp/test_float8.py",),
+    ),
+    Fault(
+        "sharded layers multiply in bf16 under fp8",
+        "amp/float8.py",
+        'setattr(layer, "product", self)',
+        "pass",
+        ("tests/amp/test_float8.py",),
+    ),
+)
+
 UPDATE = (
     Fault(
         "scaled gradients are clipped to the norm",
@@ -318,4 +335,4 @@ NONFINITE = (
     ),
 )
 
-FAULTS = UPDATE + CHECKPOINT + NONFINITE
+FAULTS = FLOAT8 + UPDATE + CHECKPOINT + NONFINITE
