@@ -96,7 +96,7 @@ def test_dynamic_scale_keys():
         ({"opt_level": "O2", "cast_model_type": torch.float64}, "'float64' should be 'float32'"),
         ({"loss_scale": 0}, "fp16.loss_scale: 0 should be 'dynamic' or greater than 0"),
         ({"loss_scale": math.nan}, "fp16.loss_scale: nan should be 'dynamic' or a finite number"),
-        ({"loss_scale": "dynamc"}, "did you mean 'dynamic'?"),
+        ({"loss_scale": "dynamc"}, "'dynamc' should be 'dynamic' or a valid number"),
         ({"num_losses": 0}, "fp16.num_losses: 0 should be greater than or equal to 1"),
         ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "fp16: min_loss_scale=4 is above max_loss_scale=2; lower it"),
         ({"min_loss_scale": 2.0**17}, "fp16: min_loss_scale=131072 is above the first loss scale, which is 65536"),
