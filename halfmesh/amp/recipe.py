@@ -49,8 +49,6 @@ class Recipe:
 
     compute_dtype: torch.dtype = torch.float32
     """The dtype of matrix products."""
-    linear: Float8Product | None = None
-    """Computes the products of linear layers in a narrower format; None: they are computed as all others."""
     param_dtype: torch.dtype | None = None
     """Parameters and floating-point buffers of the model are cast to it; None leaves them as they are (fp32)."""
     autocast: bool = False
@@ -71,6 +69,8 @@ class Recipe:
     """Losses with a scale of their own, if it is dynamic."""
     wide_gradients: bool = False
     """Add up the half-precision gradients of several backwards in fp32."""
+    linear: Float8Product | None = None
+    """Computes the products of linear layers in a narrower format; None: they are computed as all others."""
 
     def __post_init__(self) -> None:
         problem = None
