@@ -42,6 +42,7 @@ class ParallelContext:
 
     Attributes:
         sizes: of the axes, by their names, outermost first.
+        last_stage: the place on the pipeline axis that has the last stage.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ParallelContext:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.pp_size, self.tp_size = pp, tp
+        self.last_stage = pp - 1
         product = pp * tp * math.prod(others.values())
         self.dp_size = self.size // product
         self.sizes: Mapping[str, int] = {"pp": pp, "dp": self.dp_size, **others, "tp": tp}
@@ -94,7 +96,7 @@ class ParallelContext:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage of the pipeline, where outputs and losses are computed."""
-        return self.pp_rank == self.pp_size - 1
+        return self.pp_rank == self.last_stage
 
     @property
     def counts_outputs(self) -> bool:

@@ -78,7 +78,14 @@ BUILTIN_TENSOR_PLANS = {
 """The built-in ones, and where they are in `models`."""
 for _name, _plan in BUILTIN_TENSOR_PLANS.items():
     TENSOR_PLANS.register_lazy(_name, f"halfmesh.parallel.models.{_plan}")
-for _name, _schedule in {"gpipe": "GPIPE", "1f1b": "ONE_F_ONE_B", "interleaved": "INTERLEAVED"}.items():
+for _name, _schedule in {
+    "gpipe": "GPIPE",
+    "1f1b": "ONE_F_ONE_B",
+    "interleaved": "INTERLEAVED",
+    "zero_bubble": "ZERO_BUBBLE",
+    "zbv": "ZBV",
+    "dualpipev": "DUALPIPEV",
+}.items():
     SCHEDULES.register_lazy(_name, f"halfmesh.parallel.pipeline.schedules:{_schedule}")
 for _name, _partition in {
     "sequential": "torch_nn:SEQUENTIAL_STAGES",

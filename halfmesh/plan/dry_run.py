@@ -167,8 +167,10 @@ def choose_counts(pipeline: PipelineConfig) -> tuple[int, int] | None:
     size, wanted = pipeline.size, pipeline.microbatches or 1
     schedule = SCHEDULES.get(pipeline.schedule)
     # One more than what is in flight on the first rank: then forwards meet gradients. An interleaved one has up to
-    # 2 (p - 1) + (v - 1) p forwards of stages in flight, of which a microbatch has v.
+    # 2 (p - 1) + (v - 1) p forwards of stages in flight, of which a microbatch has v; one that runs the gradients of
+    # weights later keeps activations longer.
     least = {"gpipe": 2}.get(pipeline.schedule, 3 * size if pipeline.chunks > 1 else size + 1)
+    least += size * schedule.splits_backward
     fitting = (n for n in range(least, wanted) if not any(schedule.find_problems(size, pipeline.chunks, n)))
     enough = list(islice(fitting, 2))
     if len(enough) < 2 or enough[0] + enough[1] > 0.75 * wanted:

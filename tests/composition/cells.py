@@ -99,6 +99,9 @@ PIPES = (
     Pipe(2, "interleaved", 4, 2),
     Pipe(4, "gpipe", 2),
     Pipe(4, "1f1b", 4),
+    Pipe(2, "zero_bubble", 4, 2),
+    Pipe(2, "zbv", 4, 2),
+    Pipe(2, "dualpipev", 4, 2),
 )
 
 

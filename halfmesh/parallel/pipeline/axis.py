@@ -11,7 +11,7 @@ from ..._torch import is_compiled
 from ...errors import did_you_mean, shorten
 from ...log import get_logger
 from ..axis import Axis, AxisInputs, PlanInputs
-from ..registries import SCHEDULES
+from ..registries import DATA_STRATEGIES, SCHEDULES
 
 if TYPE_CHECKING:
     from .partition import Partition
@@ -45,8 +45,12 @@ class PipelineParallelism(Axis):
         if microbatches is None:
             start = f"pipeline=dict(size={size}, microbatches={2 * size})"
             yield "parallel.pipeline.microbatches", f"is required when pipeline.size > 1; {start} is a start"
-        for key, message in SCHEDULES.get(pipeline.schedule).find_problems(size, pipeline.chunks, microbatches):
+        schedule = SCHEDULES.get(pipeline.schedule)
+        for key, message in schedule.find_problems(size, pipeline.chunks, microbatches):
             yield f"parallel.pipeline.{key}", message
+        if schedule.splits_backward:
+            for message in _find_split_problems(config):
+                yield "parallel.pipeline.schedule", f"{pipeline.schedule!r} {message}"
 
     @staticmethod
     def plan(inputs: PlanInputs) -> tuple[Partition | None, list[str]]:
@@ -54,7 +58,7 @@ class PipelineParallelism(Axis):
 
         model, options = inputs.model, inputs.options
         _warn_of_sequences(model)
-        partition, problems = resolve(model, options.size, options.chunks, options.partition)
+        partition, problems = resolve(model, options.size, options.chunks, options.partition, options.schedule)
         return partition, [
             *_find_optimizer_problem(inputs.optimizer),
             *_find_module_problems(model),
@@ -67,7 +71,22 @@ class PipelineParallelism(Axis):
     def apply(inputs: AxisInputs) -> StageParameters:
         from .stage_params import StageParameters
 
+        inputs.context.last_stage = inputs.plan.ranks[-1]
         return StageParameters(inputs.model, inputs.optimizer, inputs.plan, inputs.context)
+
+
+def _find_split_problems(config: Any) -> Iterator[str]:
+    """What works with whole backwards only, not with one for a stage's inputs and a later one for its weights."""
+    strategy, instead = config.parallel.data.strategy, "or schedule='interleaved'"
+    why = "computes the gradients of weights in a pass of its own"
+    if DATA_STRATEGIES.get(strategy).shards_model:
+        yield f"{why}, which {strategy!r} would not notice; use data='zero1', {instead}"
+    if config.compile.enabled:
+        yield f"{why}, and compiled code has one backward for all; leave compile out, {instead}"
+    if config.activation_checkpoint.enabled or config.activation_offload:
+        yield f"{why}, so that activations would be computed or fetched twice; leave that out, {instead}"
+    if config.gradient_dtype == "float32":
+        yield f"adds weights' gradients up in the dtype of the weights; leave gradient_dtype out, {instead}"
 
 
 def _find_optimizer_problem(optimizer: optim.Optimizer) -> Iterator[str]:

@@ -82,7 +82,8 @@ class Pipeline:
         self.last_rank = partition.rank_of(self._count - 1)
         self.has_last = self.last_rank == context.pp_rank
         named = list(model.named_parameters(remove_duplicate=False))
-        self._params = {i: [p for name, p in named if i in partition.stages_of(name)] for i in self._modules}
+        for index, module in self._modules.items():
+            module.params = [p for name, p in named if index in partition.stages_of(name)]
         self._error = ""
         traces = any(piece.prepare is not None for piece in partition.pieces)
         self._traced = [module for _, module in partition.not_called(model)] if traces else []
@@ -92,7 +93,7 @@ class Pipeline:
 
     def takes(self, microbatches: int) -> bool:
         """Whether the schedule can run this number of microbatches."""
-        size = self._partition.size
+        size = self._context.pp_size
         return not any(self._schedule.find_problems(size, self._count // size, microbatches))
 
     def look_up(self, call: Call) -> CallMetadata:
@@ -167,7 +168,9 @@ class Pipeline:
         with self._one_batch():
             for index, module in self._modules.items():
                 received = None
-                if index:
+                if index - 1 in self._modules:
+                    received = restore(pack(output, stages[index - 1]), stages[index - 1])
+                elif index:
                     tensors = self._empty(stages[index - 1])
                     for tensor in tensors:
                         dist.recv(tensor, group_src=self._partition.rank_of(index - 1), group=self._group)
@@ -175,7 +178,7 @@ class Pipeline:
                 output = module.compute(call, received)
                 if module.is_last:
                     look(output)
-                else:
+                elif index + 1 not in self._modules:
                     for tensor in pack(output, stages[index]):
                         dist.send(tensor, group_dst=self._partition.rank_of(index + 1), group=self._group)
             if not everywhere:
@@ -198,7 +201,7 @@ class Pipeline:
     def _begin_last(self, index: int) -> None:
         """Called before the last backward of stage `index`."""
         self._left -= 1
-        self._on_last(self._params[index], self._left == 0)
+        self._on_last(self._modules[index].params, self._left == 0)
 
     def _empty(self, tree: Any) -> list[torch.Tensor]:
         return [torch.empty(t.shape, dtype=t.dtype, device=self._context.device) for t in on_wire(tree)]

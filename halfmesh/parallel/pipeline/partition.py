@@ -11,7 +11,7 @@ from torch import nn
 
 from ..._torch import call_hooks
 from ...errors import InputError, RegistryError, shorten
-from ..registries import PARTITIONERS
+from ..registries import PARTITIONERS, SCHEDULES
 from .fx_split import split_at, takes_any_arguments
 from .pieces import Piece
 
@@ -22,12 +22,12 @@ class Partition:
 
     Attributes:
         stages: the pieces of each stage, in the order of the forward.
-        size: ranks of the pipeline.
+        ranks: of the pipeline, the one that has each stage.
         costs: how many elements the parameters of each stage have.
     """
 
     stages: tuple[tuple[Piece, ...], ...]
-    size: int
+    ranks: tuple[int, ...]
     costs: tuple[float, ...]
 
     @property
@@ -42,7 +42,7 @@ class Partition:
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that has a stage."""
-        return stage % self.size
+        return self.ranks[stage]
 
     def of_rank(self, rank: int) -> list[int]:
         """The stages that a pipeline rank has."""
@@ -101,9 +101,9 @@ def find_pieces(model: nn.Module, partition: str | Sequence[str], stages: int = 
 
 
 def resolve(
-    model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto"
+    model: nn.Module, size: int, chunks: int, partition: str | Sequence[str] = "auto", schedule: str = "1f1b"
 ) -> tuple[Partition | None, list[str]]:
-    """How `model` is cut into `size` x `chunks` stages, and every reason why it cannot be."""
+    """How `model` is cut into `size` x `chunks` stages for a schedule, and every reason why it cannot be."""
     count = size * chunks
     stages_text = f"pipeline.size={size}" + (f" x chunks={chunks}" if chunks > 1 else "")
     if not isinstance(partition, str) and len(partition) != count - 1:
@@ -126,7 +126,8 @@ def resolve(
     costs = [float(sum(p.numel() for p in some)) for some in used]
     runs = list(pairwise(divide(costs, count)))
     stages = tuple(tuple(pieces[begin:end]) for begin, end in runs)
-    found = Partition(stages, size, tuple(sum(costs[begin:end]) for begin, end in runs))
+    ranks = tuple(SCHEDULES.get(schedule).rank_of(stage, size) for stage in range(count))
+    found = Partition(stages, ranks, tuple(sum(costs[begin:end]) for begin, end in runs))
     return found, list(_find_problems(model, found))
 
 

@@ -65,8 +65,13 @@ class StageModule(nn.Module):
         self.pieces = tuple(pieces)
         self.index = index
         self.is_last = index == count - 1
+        self.params: Sequence[nn.Parameter] = ()
         self._context = context
         self.batch: Batch | None = None
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stage: torch asks for them where it splits backward, into inputs' and weights' gradients."""
+        yield from self.params
 
     def compute(self, call: Call, activations: Any) -> Any:
         """Run the stage's forward. Returns what the next stage takes, or the model's output."""
@@ -140,10 +145,20 @@ class Stage(PipelineStage):
         _take_memory(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        _give_back(self.args_recv_info[bwd_chunk_id])
-        _give_back(self.grad_recv_info.get(bwd_chunk_id, ()))
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:  # else the gradients of the weights still need what was received
+            self._give_back(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._give_back(bwd_chunk_id)
+
+    def _give_back(self, chunk: int) -> None:
+        _give_back(self.args_recv_info[chunk])
+        _give_back(self.grad_recv_info.get(chunk, ()))
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if last_backward:

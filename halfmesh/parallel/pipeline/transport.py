@@ -86,7 +86,8 @@ class _Unpack(Function):
 class _Link(Function):
     @staticmethod
     def forward(ctx: Any, link: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(result.detach() for result in results)
+        # Not as views, which torch's zero-bubble schedules could not detach in place.
+        return tuple(torch.ops.aten._unsafe_view(result, result.shape) for result in results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
