@@ -21,16 +21,17 @@ import halfmesh
 from .harness import on_ranks
 from .machine import describe, in_one_line, publish, table
 
-METHOD = """A stage's layers sleep for a fixed time in forward and for twice that in backward, so that a few cores can
-play many ranks, and what is measured is the schedule: waiting = 1 - (time asleep) / (time of `engine.backward`), the
-median of several steps, averaged over the ranks. What is kept for backward is counted in bytes by
-`torch.autograd.graph.saved_tensors_hooks`, and given in microbatches of a stage."""
-READING = """The formulas: (p - 1) / (m + p - 1), and with v chunks (p - 1) / (v m + p - 1), for p ranks and m
-microbatches. What is measured is longer by what the formulas leave out: sending, which interleaved does more often, the
-loss, and Python.
+METHOD = """A stage's layers sleep for a fixed time in forward, for the gradients of their inputs and for those of their
+weights, so that a few cores can play many ranks, and what is measured is the schedule: waiting = 1 - (time
+asleep) / (time of `engine.backward`), the median of several steps, averaged over the ranks. What is kept for
+backward is counted in bytes by `torch.autograd.graph.saved_tensors_hooks`, and given in microbatches of a
+stage."""
+READING = """The formulas: w (p - 1) / (v m + w (p - 1)), for p ranks, m microbatches and v chunks; w is 1, and 1/3 for
+zero_bubble, 0 for zbv, 2/3 for dualpipev. What is measured is longer by what the formulas leave out: sending,
+which interleaved does more often, the loss, and Python.
 
-gpipe keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait. The last rank
-has the criterion's tensors, too."""
+gpipe keeps all m microbatches; 1f1b at most p - rank; interleaved more than 1f1b, for its shorter wait. The
+last rank has the criterion's tensors, too."""
 
 COLUMNS = (
     "ranks",
@@ -52,7 +53,15 @@ CASES = [
     (size, microbatches, schedule, chunks)
     for size in (2, 4)
     for microbatches in (4, 8)
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+    for schedule, chunks in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("zero_bubble", 2),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    )
+    if not any(halfmesh.SCHEDULES.get(schedule).find_problems(size, chunks, microbatches))
 ]
 
 
@@ -69,8 +78,22 @@ class _Nap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         _ = ctx.saved_tensors
-        ctx.meter.nap(2 * FORWARD_S)
+        ctx.meter.nap(FORWARD_S)
         return grad.clone(), None
+
+
+class _NapForWeight(torch.autograd.Function):
+    """Takes the time of a weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, meter: Meter) -> torch.Tensor:
+        ctx.meter = meter
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.meter.nap(FORWARD_S)
+        return grad, None
 
 
 class Layer(nn.Module):
@@ -82,7 +105,7 @@ class Layer(nn.Module):
         self.meter = (meter,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Nap.apply(x * self.weight, self.meter[0])
+        return _Nap.apply(x * _NapForWeight.apply(self.weight, self.meter[0]), self.meter[0])
 
 
 class Meter:

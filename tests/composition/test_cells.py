@@ -76,7 +76,7 @@ def test_a_cell_of_the_table_is_trained_or_refused(row, column):
 
 def test_whatever_is_not_trained_is_refused():
     refused = [cell for cell in set(every()) - set(product()) if not cell.divides_unknown_sequence]
-    assert {cell.mode for cell in refused} == set(MODES) - {"torch_fp16", "naive_fp16"}
+    assert {cell.mode for cell in refused} == set(MODES)
     for cell in refused:
         with pytest.raises(IncompatibleConfigError):
             raise_for(cell.findings())

@@ -125,7 +125,7 @@ def test_the_table_of_schedules():
     for name, (_, _, waiting, _) in rows.items():
         for p, m, v in ((2, 4, 2), (4, 8, 3)):
             expected = eval(waiting, {"p": p, "m": m, "v": v})
-            chunks = v if "v" in waiting else 1
+            chunks = v if "v" in waiting else 1  # zbv waits for nobody, whatever the chunks
             assert halfmesh.SCHEDULES.get(name).bubble(p, chunks, m) == pytest.approx(expected), name
 
 

@@ -104,7 +104,14 @@ def _is_used(name: str, pieces: Sequence[Piece]) -> bool:
 
 # -- an engine under a pipeline --------------------------------------------------------------------------------------
 
-SCHEDULES = {"gpipe": {}, "1f1b": {}, "interleaved": {"chunks": 2}}
+SCHEDULES = {
+    "gpipe": {},
+    "1f1b": {},
+    "interleaved": {"chunks": 2},
+    "zero_bubble": {"chunks": 2},
+    "zbv": {"chunks": 2},
+    "dualpipev": {"chunks": 2},
+}
 """With what two ranks need for each."""
 
 

@@ -98,8 +98,8 @@ class TorchSchedule:
         """w (p - 1) / (v m + w (p - 1)) with v chunks.
 
         w is 1 as in GPipe, https://arxiv.org/abs/1811.06965 section 2.3, and Megatron-LM,
-        https://arxiv.org/abs/2104.04473 section 2.2. If forward, input gradients and weight gradients take equally long,
-        it is 1/3 for ZB1P, https://arxiv.org/abs/2401.10241, 0 for ZB-V, https://arxiv.org/abs/2405.15362, and 2/3 for
+        https://arxiv.org/abs/2104.04473 section 2.2. If forward and both parts of backward take equal time, it is
+        1/3 for ZB1P, https://arxiv.org/abs/2401.10241, 0 for ZB-V, https://arxiv.org/abs/2405.15362, and 2/3 for
         DualPipeV, https://github.com/deepseek-ai/DualPipe.
         """
         waits = self.waits * (size - 1)
