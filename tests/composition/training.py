@@ -20,7 +20,7 @@ from .cells import Cell
 from .workloads import SAMPLES, criterion, find_workload
 
 OVERFLOW_AT = 1
-"""The update in which the last rank's loss is inf, where the loss is scaled."""
+"""The update in which one rank's loss is inf, where the loss is scaled: the last data rank's."""
 MOMENTUM = 0.9
 
 
@@ -95,7 +95,9 @@ def train(rank: int, world_size: int, cell: Cell, watch: Any = None) -> Outcome:
     losses: list[float] = []
     for x, y in engine.dataloader:
         overflows = cell.scaled and len(steps) == OVERFLOW_AT
-        engine._parts.criterion.factor = math.inf if overflows and rank == world_size - 1 else 1.0
+        place = engine.context
+        is_last = place.is_last_stage and (place.dp_rank, place.tp_rank) == (cell.data - 1, cell.tensor - 1)
+        engine._parts.criterion.factor = math.inf if overflows and is_last else 1.0
         engine.zero_grad()
         # Not the first update, before which a plan of patterns is tried out in fp32. Backward: pipelines compute in it.
         with watch if len(steps) == 1 else nullcontext():
