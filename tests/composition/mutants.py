@@ -19,6 +19,7 @@ from halfmesh.loop.lr import LRAdvance
 from halfmesh.parallel.context import ParallelContext
 from halfmesh.parallel.gradient_sums import SharedGradients
 from halfmesh.parallel.pipeline.executor import Pipeline
+from halfmesh.parallel.pipeline.stage import StageModule
 from halfmesh.parallel.pipeline.stage_params import StageParameters
 from halfmesh.parallel.reducer import Reducer
 from halfmesh.parallel.tensor import collectives
@@ -149,10 +150,15 @@ def reduced_too_early(patch: pytest.MonkeyPatch) -> None:
     inner = Pipeline.train
 
     def train(self: Pipeline, calls: Any, known: Any, finish: Any, on_last: Any) -> None:
-        on_last([param for params in self._params.values() for param in params], True)
+        on_last([param for stage in self.stages for param in stage.params], True)
         inner(self, calls, known, finish, lambda params, rest: None)
 
     patch.setattr(Pipeline, "train", train)
+
+
+def weight_gradients_lost(patch: pytest.MonkeyPatch) -> None:
+    """The second half of a backward in two halves has no weights."""
+    patch.setattr(StageModule, "parameters", lambda self, recurse=True: iter(()))
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,7 @@ MUTANTS = (
     Mutant(scale_not_in_stage_loss, Cell("torch_fp16", "mlp", pipeline=PIPE), MOVED),
     Mutant(norm_of_every_stage, Cell("none", "gpt", pipeline=PIPE, clip_grad_norm=True), NORM),
     Mutant(reduced_too_early, Cell("none", "mlp", data=2, pipeline=PIPE), "arrived twice"),
+    Mutant(weight_gradients_lost, Cell("none", "mlp", pipeline=Pipe(2, "zbv", 4, 2)), MOVED),
     Mutant(norm_of_parts_as_copies, Cell("none", "mlp", data=2, clip_grad_norm=True, strategy="zero1"), NORM),
     Mutant(norm_of_parts_as_copies, Cell("none", "gpt", data=2, clip_grad_norm=True, strategy="fsdp"), NORM),
     Mutant(gradients_of_the_neighbours, Cell("none", "mlp", data=2, strategy="zero1"), WEIGHT),

@@ -137,6 +137,10 @@ class Stage(PipelineStage):
         finally:
             self.device = device
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without those from a rank to itself, which torch 2.11 makes for stages of one rank, and gloo refuses."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         _take_memory(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
