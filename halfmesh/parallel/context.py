@@ -268,7 +268,7 @@ class ParallelContext:
             InputError: the ranks hold models or optimizers of different shape; raised on all ranks.
         """
         if self.size > 1 and not is_alone():
-            broadcast_initial_state(model, optimizer, self)
+            broadcast_initial_state(model, optimizer, self.broadcast, self.everyone)
 
     @torch.no_grad()
     def broadcast(self, tensor: torch.Tensor, axis: str | None = None, place: int = 0) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -12,25 +12,30 @@ from torch import nn, optim
 from ..errors import InputError, shorten
 from .replica_checks import refuse_unlike
 
-if TYPE_CHECKING:
-    from .context import ParallelContext
 
-
-def broadcast_initial_state(model: nn.Module, optimizer: optim.Optimizer, context: ParallelContext) -> None:
-    """See `ParallelContext.start_equal`."""
+def broadcast_initial_state(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    broadcast: Callable[[torch.Tensor], Any],
+    everyone: Callable[[Any], list[Any]],
+) -> None:
+    """See `ParallelContext.start_equal`, whose `broadcast` and `everyone` these are."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
     if sparse:
         raise InputError(f"the buffers {shorten(sparse)} are sparse, which several ranks cannot share; make them dense")
     state = list(_state_tensors(optimizer))
-    _refuse_differences(model, optimizer, state, context)
+    _refuse_differences(model, optimizer, state, everyone)
     # state_dict would miss non-persistent buffers, and parameters() alone would miss all buffers.
     for tensor in (*model.parameters(), *model.buffers(), *state):
         if not tensor.is_meta:  # a deferred tensor gets its value later
-            context.broadcast(tensor)
+            broadcast(tensor)
 
 
 def _refuse_differences(
-    model: nn.Module, optimizer: optim.Optimizer, state: list[torch.Tensor], context: ParallelContext
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    state: list[torch.Tensor],
+    everyone: Callable[[Any], list[Any]],
 ) -> None:
     mine = {
         "the model's parameters": [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()],
@@ -40,7 +45,7 @@ def _refuse_differences(
     }
     digests = {what: hashlib.sha256(repr(value).encode()).hexdigest() for what, value in mine.items()}
     names, trained = zip(*((name, param.requires_grad) for name, param in model.named_parameters()), strict=True)
-    found = context.everyone((digests, bytes(trained)))
+    found = everyone((digests, bytes(trained)))
     for what in mine:
         odd = [rank for rank, (theirs, _) in enumerate(found) if theirs[what] != found[0][0][what]]
         if odd:

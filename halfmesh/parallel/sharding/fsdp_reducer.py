@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +15,13 @@ from ..reducer import Reducer
 from .fsdp_wrap import add_missing_grads, watch_grads
 from .withheld import UNFINISHED, WithheldGradient
 
-if TYPE_CHECKING:
-    from .fsdp import FSDP
-
 
 class FSDPReducer(Reducer):
     """FSDP2 sums the gradients of the parameters that it shards. This reducer sums those of the others, averages
     running statistics, and hands the shards their gradients.
 
     Args:
+        strategy: the `FSDP` whose reducer it is.
         withholds: whether summed gradients are not what they look like, so that computing with them is refused.
             (Whether somebody has changed a DTensor cannot be seen: torch's `_foreach` functions do not count that.)
 
@@ -33,7 +31,7 @@ class FSDPReducer(Reducer):
     """
 
     def __init__(
-        self, strategy: FSDP, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
+        self, strategy: Any, shards: Sequence[ParamShard], buffers: Mapping[str, torch.Tensor], withholds: bool
     ) -> None:
         self._strategy = strategy
         self._sharded = strategy.sharded
