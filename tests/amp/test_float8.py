@@ -249,3 +249,13 @@ def test_sharded_layers_compute_in_float8():
         for state, plan in run_ranks(train_sharded, 2, parallel):
             assert "2 of 4 linear layers in float8" in plan
             assert off(state) < 0.5 * off(bf16.model.state_dict()), parallel
+
+
+@pytest.mark.parametrize(
+    "more", [{"compile": {"backend": "aot_eager"}}, {"activation_checkpoint": {"patterns": ["a", "b"]}}], ids=str
+)
+def test_compiled_or_computed_again_it_is_the_same(more):
+    one, other = make_engine(fp8()), make_engine(fp8() | more)
+    assert train(one) == train(other)
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
