@@ -118,9 +118,10 @@ def _plan(config: Config, world_size: int) -> dict[str, Any]:
     from ..key_checks import recipe_of
     from ..mesh_picture import mesh_sizes
 
+    recipe = recipe_of(config)
     return {
         "mode": config.precision.label if config.precision else None,
-        "dtype": str(recipe_of(config).compute_dtype).removeprefix("torch."),
+        "dtype": str(recipe.compute_dtype).removeprefix("torch.") + (", products in float8" if recipe.linear else ""),
         "mesh": mesh_sizes(config, world_size),
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,
