@@ -47,9 +47,9 @@ class FSDPReducer(Reducer):
         self._is_broken = False
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
-    def _note_grad(self, shard: ParamShard) -> None:
-        """The parameter of `shard` got a gradient on this rank."""
-        self._used.add(id(shard))
+    def _note_grad(self, shard: int) -> None:
+        """The parameter of the shard with that id got a gradient on this rank."""
+        self._used.add(shard)
         self.stale = self._finished
 
     def cover(self, shards: Sequence[ParamShard]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -132,15 +134,23 @@ def prefetch(units: Sequence[FSDPModule], count: int) -> None:
 
 
 def watch_grads(
-    units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], ParamShard], note: Callable[[ParamShard], None]
+    units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], ParamShard], note: Callable[[int], None]
 ) -> None:
-    """Call `note` with a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros to the others.)
+    """Call `note`, a method, with the id of a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros to
+    the others.)
 
     The hooks are on the parameters that FSDP2 computes with, which it gathers for that; all ranks call this together.
 
     Args:
         shards: of this rank, by the parameters' modules and names.
     """
+    # The hooks must not keep the object, which may keep the parameters: torch's garbage cannot be collected then.
+    method = WeakMethod(note)
+
+    def call(key: int, _: torch.Tensor) -> None:
+        if (alive := method()) is not None:
+            alive(key)
+
     for unit in units:
         unit.unshard()
         for module in unit.modules():
@@ -150,7 +160,7 @@ def watch_grads(
                     continue
                 trained = param.requires_grad
                 param.requires_grad_(True)  # for those that are unfrozen later, too
-                param.register_post_accumulate_grad_hook(lambda _, shard=shard: note(shard))
+                param.register_post_accumulate_grad_hook(partial(call, id(shard)))
                 param.requires_grad_(trained)
         unit.reshard()
 
