@@ -136,15 +136,15 @@ def prefetch(units: Sequence[FSDPModule], count: int) -> None:
 def watch_grads(
     units: Sequence[Any], shards: Mapping[tuple[nn.Module, str], ParamShard], note: Callable[[int], None]
 ) -> None:
-    """Call `note`, a method, with the id of a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros to
-    the others.)
+    """Call `note`, a method, with the id of a shard when its parameter got a gradient on this rank. (FSDP2 gives zeros
+    to the others.)
 
     The hooks are on the parameters that FSDP2 computes with, which it gathers for that; all ranks call this together.
 
     Args:
         shards: of this rank, by the parameters' modules and names.
     """
-    # The hooks must not keep the object, which may keep the parameters: torch's garbage cannot be collected then.
+    # The hooks must not keep the object, which keeps parameters: Python's garbage collector does not see such a cycle.
     method = WeakMethod(note)
 
     def call(key: int, _: torch.Tensor) -> None:
