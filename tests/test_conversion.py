@@ -197,7 +197,7 @@ def test_misuse():
         ({"mode": "apx"}, ConfigError, "mode='apx' is not a registered mode; allowed: 'torch', 'naive', 'apex'"),
         ({"amp_config": {"init_scal": 2.0}}, ConfigError, "fp16.init_scal: unknown key; did you mean 'init_scale'?"),
         ({"mode": "apex", "dtype": "bfloat16"}, IncompatibleConfigError, "apex has no bf16; use bf16 = dict(mode="),
-        ({"dtype": "fp16"}, InputError, "dtype='fp16' is not a half precision; allowed: 'float16', 'bfloat16'"),
+        ({"dtype": "fp16"}, InputError, "dtype='fp16' is not the dtype of a precision; allowed: 'float16', 'bfloat16'"),
         ({"dtype": "bfloat16", "amp_config": {"init_scale": 2.0}}, ConfigError, "the loss is not scaled; remove init"),
         ({"model": 3}, InputError, "model: a torch.nn.Module (or a callable that returns one) is needed, but a int"),
         ({"optimizer": None}, InputError, "optimizer: a torch.optim.Optimizer over model.parameters()"),
