@@ -58,7 +58,7 @@ class TorchSchedule:
         interleaves: each rank runs several stages in turn.
         splits_backward: see `Schedule`.
         is_v: each rank has two stages: the second ones lie in the opposite order, so rank 0 has the first and the last.
-        waits: how long the ranks wait for each of the others in a step, in forwards and backwards of a stage.
+        waits: of a step, how long a rank waits for each other rank; 1 is a forward and backward of one stage.
     """
 
     name: str
