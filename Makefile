@@ -6,6 +6,8 @@
 #   make test-all   the slow ones, too: what CI runs
 #   make test-composition   all cells of the composition table's product: 40 minutes or so
 #   make test-kills   training is killed 50 times, and resumes: benchmarks/results/kills.md, in 5 minutes or so
+#   make simulated-gpu   the tests of GPUs and of ranks on a host that says it is 8 GPUs, with a build of torch without CUDA
+#                 (TESTS=tests/gpu: those only)
 #   make bench    beside hand-written loops and other engines: benchmarks/RESULTS.md, in 15 minutes or so
 #   make bench-gpu   the same on one CUDA device: benchmarks/results/gpu.md
 #   make bench-pipeline   how long ranks wait under each schedule, and what they keep
@@ -25,7 +27,7 @@ WORKERS ?= 2
 # One thread per process: there are several processes, and they share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all test-composition test-kills bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
+.PHONY: demo test test-all test-composition test-kills simulated-gpu bench bench-gpu bench-pipeline bench-overlap soak docs names lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_vit.py \
@@ -45,6 +47,21 @@ test-composition: $(INSTALLED)
 
 test-kills: $(INSTALLED)
 	KILLS=50 $(BIN)/python -m pytest tests/faults/test_kills.py
+
+# Its kernels are slow: the slow tests are left out.
+WITHOUT_CUDA := .venv-without-cuda
+TESTS ?= $(shell grep -rlE "run_ranks|mark\.gpu" tests --include="test_*.py")
+simulated-gpu: $(WITHOUT_CUDA)/.installed
+	$(WITHOUT_CUDA)/bin/python -m tests.simulated_gpu.build $(CURDIR)/build/simulated_gpu
+	PYTHONPATH=$(CURDIR)/tests/simulated_gpu/at_start:$(CURDIR) RANKS_ON=nccl \
+	  SIMULATED_GPU=$(CURDIR)/build/simulated_gpu/simulated_gpu.so \
+	  $(WITHOUT_CUDA)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
+
+$(WITHOUT_CUDA)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv $(WITHOUT_CUDA)
+	$(WITHOUT_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.13.0+cpu torchvision==0.28.0 ninja setuptools --editable '.[examples,dev]'
+	@touch $@
 
 # DeepSpeed by itself: it builds a part at installation, which fails on some machines; the page says so then.
 bench: $(INSTALLED)

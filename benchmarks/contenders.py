@@ -27,7 +27,7 @@ class Setup:
         precision: "fp32", "bf16" or "fp16".
         clip: the largest norm of the gradients; 0 for no clipping.
         masters: half-precision weights with fp32 masters (mode NAIVE), in place of autocast (mode TORCH).
-        compiled: with torch.compile.
+        compiled: with torch.compile; a dict has its arguments.
     """
 
     work: Work
@@ -37,11 +37,11 @@ class Setup:
     y: torch.Tensor
     device: torch.device
     masters: bool = False
-    compiled: bool = False
+    compiled: bool | dict[str, Any] = False
 
     @classmethod
     def of(
-        cls, work: Work, precision: str, clip: float = 0.0, device: str = "cpu", seed: int = 1, **options: bool
+        cls, work: Work, precision: str, clip: float = 0.0, device: str = "cpu", seed: int = 1, **options: Any
     ) -> Setup:
         x, y = work.batch(seed)
         return cls(work, precision, clip, x.to(device), y.to(device), torch.device(device), **options)
@@ -65,7 +65,8 @@ class Setup:
     def forward(self, model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Forward and loss, with autocast in half precision. (A disabled autocast costs something, too.)"""
         x, y, criterion, dtype, device = self.x, self.y, self.work.criterion, self.dtype, self.device.type
-        called = torch.compile(model) if self.compiled else model
+        options = self.compiled if isinstance(self.compiled, dict) else {}
+        called = torch.compile(model, **options) if self.compiled else model
 
         def plain() -> torch.Tensor:
             return criterion(called(x), y)

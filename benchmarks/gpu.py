@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from halfmesh.debug.flops import FlopCounter
 from halfmesh.trainer.peaks import least_seconds
 
 from .contenders import Setup, make_halfmesh, make_loop
-from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers, ratio, settle, take_turns, time_step
+from .harness import AGAIN, FUSED, HALFMESH, LOOP, Contender, Makers, Row, ratio, settle, take_turns, time_step
 from .machine import describe, publish, table
 from .works import Work, class_loss, make_transformer, token_loss, tokens
 
@@ -35,6 +37,8 @@ TOLERANCE = 0.02
 """Of the first loss, relative: NAIVE rounds more than autocast does, but does not compute another model."""
 STEPS = 4
 """Of each contender in a round."""
+BYTES_A_PARAMETER = 24
+"""About what a contender keeps: weights, gradients and two moments in fp32, half-precision copies, activations."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
@@ -158,7 +162,9 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def measure(work: Work, mode: Mode, compiled: bool, device: torch.device, rounds: int, bandwidth: float) -> list[Any]:
+def measure(
+    work: Work, mode: Mode, compiled: bool | dict[str, Any], device: torch.device, rounds: int, bandwidth: float
+) -> list[Any]:
     """The rows of a case, one for each contender.
 
     Raises:
@@ -179,26 +185,45 @@ def measure(work: Work, mode: Mode, compiled: bool, device: torch.device, rounds
     least = least_seconds(device, counter.flops)
     del plain
     peaks = [measure_peak(make, device) for _, make in making]
+    together = BYTES_A_PARAMETER * parameters * len(making) < memory_of(device)
+    turns = [making] if together else [[one] for one in making]
+    measured = [row for some in turns for row in measure_together(some, work.warm, rounds, device)]
+    losses, waits, steps, updates = zip(*measured, strict=True)
+    if not all(abs(loss - losses[0]) <= TOLERANCE * abs(losses[0]) for loss in losses):
+        raise RuntimeError(f"the losses of the first step differ: {losses}")
+    rows = []
+    for peak, wait, step, update in zip(peaks, waits, steps, updates, strict=True):
+        seconds, tail = statistics.median(step.seconds), statistics.median(update.seconds)
+        bound = update_bytes(parameters, mode.masters and step.name == HALFMESH) / bandwidth
+        ratios = [str(ratio(steps, step.name, base)) for base in (LOOP, FUSED)]
+        used = "-" if least is None else f"{least / seconds:.1%}"
+        times = [f"{1000 * seconds:.3g}", f"{1000 * tail:.3g}", f"{tail / bound:.3g}"]
+        rows.append([step.name, *ratios, *times, wait, peak, used])
+    return rows
+
+
+def measure_together(makers: Makers, warm: int, rounds: int, device: torch.device) -> list[tuple[float, str, Row, Row]]:
+    """For each contender its first loss, its waits in a step, and the seconds of its steps and updates. They take
+    turns, so all of them are on the device."""
     contenders, losses = [], []
-    for _, make in making:
+    for _, make in makers:
         contenders.append(make())
         loss = contenders[-1].run(1)
         losses.append(float("nan") if loss is None else float(loss.detach()))
-        contenders[-1].run(work.warm)
-    if not all(abs(loss - losses[0]) <= TOLERANCE * abs(losses[0]) for loss in losses):
-        raise RuntimeError(f"the losses of the first step differ: {losses}")
+        contenders[-1].run(warm)
     steps = take_turns(contenders, rounds, STEPS)
     updates = take_turns(contenders, rounds, 1, time_step)
-    rows = []
-    for contender, peak, step, update in zip(contenders, peaks, steps, updates, strict=True):
-        seconds, tail = statistics.median(step.seconds), statistics.median(update.seconds)
-        bound = update_bytes(parameters, mode.masters and contender.name == HALFMESH) / bandwidth
-        ratios = [str(ratio(steps, contender.name, base)) for base in (LOOP, FUSED)]
-        used = "-" if least is None else f"{least / seconds:.1%}"
-        times = [f"{1000 * seconds:.3g}", f"{1000 * tail:.3g}", f"{tail / bound:.3g}"]
-        rows.append([contender.name, *ratios, *times, count_waits(contender, device), peak, used])
+    waits = [count_waits(contender, device) for contender in contenders]
+    for contender in contenders:
         contender.close()
-    return rows
+    del contenders
+    free()
+    return list(zip(losses, waits, steps, updates, strict=True))
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes; of a CPU, where models are tiny, as many as they like."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 COLUMNS = ["model", "mode", "compile", "", "against the default loop", "against fused=True", "ms a step"]
@@ -212,8 +237,59 @@ and APEX stand beside the autocast loop of the same dtype. With compile, the loo
   (`gpu.update_bytes`), over the bandwidth of a copy on the same device. 1 is the best.
 - **Waits**: {", ".join(WAITS)}, as torch.profiler counts them.
 - **Peak bytes** are torch.cuda.max_memory_allocated within a step, less what was there before the model was.
+- Models of which the contenders do not fit on the device together are measured one contender after the other: their
+  ratios have no A/A to be held against.
 - **MFU** is the least time that the products of a step take on the device (`halfmesh.trainer.peaks`), over the time of
   the step."""
+
+
+def run(
+    works: Sequence[Work],
+    modes: Sequence[Mode],
+    compiled: Sequence[bool | dict[str, Any]],
+    device: torch.device,
+    rounds: int,
+    out: Path | None = None,
+    only: str = "",
+    seconds: float = math.inf,
+    done: Callable[[list[list[Any]]], None] = lambda rows: None,
+) -> None:
+    """Measure all cases, and write the page after each.
+
+    Args:
+        compiled: values of the key `compile`; the loops have it or have it not.
+        only: cases with this in their name.
+        seconds: no case begins later than this.
+        done: called with the rows of each case.
+    """
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU: a rehearsal"
+    until = time.monotonic() + seconds
+    bandwidth = measure_bandwidth(device)
+    machine = {"device": name, "bandwidth of a copy": f"{bandwidth / 1e9:.0f} GB/s"} | describe()
+    about = "\n".join(f"- {key}: {value}" for key, value in machine.items())
+    rows: list[list[Any]] = []
+    for work, mode, how in itertools.product(works, modes, compiled):
+        shown = ", ".join(map(str, how.values())) if isinstance(how, dict) else "yes" if how else "no"
+        case = [work.title, mode.name, shown]
+        if only not in ", ".join(case):
+            continue
+        try:
+            if time.monotonic() > until:
+                raise TimeoutError(f"the {seconds:g} s are over")
+            measured = measure(work, mode, how, device, rounds, bandwidth)
+        except Exception as error:  # the next case may do better: nothing of an hour is thrown away
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            measured = [[f"not measured: {reason}", *[""] * (len(COLUMNS) - 4)]]
+        found = [[*case, *row] for row in measured]
+        rows += found
+        free()
+        torch.compiler.reset()
+        print(f"{', '.join(case)}: done", flush=True)
+        if out is not None:
+            publish(out, DEFINITIONS, about, table(COLUMNS, rows))
+        done(found)
+    if out is None:
+        publish(None, DEFINITIONS, about, table(COLUMNS, rows))
 
 
 def main() -> None:
@@ -223,34 +299,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name: '124 M', 'NAIVE'")
     parser.add_argument("--no-compile", action="store_true", help="leave out the rows with compile=True")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than this")
     chosen = parser.parse_args()
-    device = torch.device(chosen.device)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here: nothing was measured")
-    name = torch.cuda.get_device_name() if chosen.device == "cuda" else "the CPU: a rehearsal"
-    bandwidth = measure_bandwidth(device)
-    machine = {"device": name, "bandwidth of a copy": f"{bandwidth / 1e9:.0f} GB/s"} | describe()
-    about = "\n".join(f"- {key}: {value}" for key, value in machine.items())
-    rows: list[list[Any]] = []
-    for work in WORKS if chosen.device == "cuda" else TINY:
-        for mode in MODES:
-            for compiled in (False,) if chosen.no_compile else (False, True):
-                case = [work.title, mode.name, "yes" if compiled else "no"]
-                if chosen.only not in ", ".join(case):
-                    continue
-                try:
-                    measured = measure(work, mode, compiled, device, chosen.rounds, bandwidth)
-                except Exception as error:  # the next case may do better: nothing of an hour is thrown away
-                    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                    measured = [[f"not measured: {reason}", *[""] * (len(COLUMNS) - 4)]]
-                rows += [[*case, *row] for row in measured]
-                free()
-                torch.compiler.reset()
-                print(f"{', '.join(case)}: done", flush=True)
-                if chosen.out is not None:
-                    publish(chosen.out, DEFINITIONS, about, table(COLUMNS, rows))
-    if chosen.out is None:
-        publish(None, DEFINITIONS, about, table(COLUMNS, rows))
+    works, compiled = WORKS if chosen.device == "cuda" else TINY, (False,) if chosen.no_compile else (False, True)
+    device = torch.device(chosen.device)
+    run(works, MODES, compiled, device, chosen.rounds, chosen.out, chosen.only, chosen.seconds)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Fully sharded data parallelism (FSDP2), in bf16: weights, gradients and optimizer state in parts.
+"""Fully sharded data parallelism (FSDP2), in bf16: weights, gradients and optimizer state are sharded.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/fsdp.py
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/fsdp.py --set parallel.data=zero1
 
 For models of which one device cannot hold weights and optimizer state. The loop, and the weights after training, are
-those of plain data parallelism. Mode NAIVE gathers weights in half precision, and the parts are the fp32 masters. See
+those of plain data parallelism. Mode NAIVE gathers weights in half precision, and the shards are the fp32 masters. See
 docs/sharding.md.
 """
 
@@ -12,7 +12,7 @@ from halfmesh import AMP_TYPE
 
 bf16 = dict(mode=AMP_TYPE.NAIVE)
 
-# zero1 is the smaller step: weights and gradients stay whole on each rank, of Adam's state a rank has one part.
+# zero1 is the smaller step: only the optimizer state is sharded; weights and gradients stay whole on each rank.
 parallel = dict(
     data=dict(
         strategy="fsdp",

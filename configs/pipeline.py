@@ -1,12 +1,12 @@
-"""Pipeline parallelism, in bf16: the model is cut into 2 stages of whole layers, one after the other.
+"""Pipeline parallelism, in bf16: the model is split into 2 stages of whole layers, one after the other.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/pipeline.py
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --config configs/pipeline.py \
         --set parallel.pipeline.schedule=interleaved --set parallel.pipeline.chunks=2
 
 For models that are too large for one device. 2 ranks hold one copy of the model, half of the blocks each; 4 ranks
-hold two such copies, and each copy sees its own part of the data. The interleaved schedule cuts each rank's part in
-two (chunks): less waiting, more messages. --set bf16=null trains in fp32.
+hold two such copies, and each copy sees its own shard of the data. The interleaved schedule gives each rank two
+smaller stages (chunks): less waiting, more messages. --set bf16=null trains in fp32.
 """
 
 from halfmesh import AMP_TYPE
@@ -17,7 +17,7 @@ bf16 = dict(mode=AMP_TYPE.TORCH)
 parallel = dict(
     pipeline=dict(
         size=2,  # ranks that share one copy
-        # A batch goes through the stages in so many parts: while rank 1 works on one, rank 0 works on the next. More
+        # A batch goes through the stages in so many pieces: while rank 1 works on one, rank 0 works on the next. More
         # of them shorten the waiting, of (size - 1) / (chunks * microbatches + size - 1) of a step; here 1/5. It has
         # to divide the batch.
         microbatches=4,

@@ -1,10 +1,10 @@
-"""Tensor parallelism, in bf16: the large layers are divided, and 2 ranks compute each of them together.
+"""Tensor parallelism, in bf16: the large layers are sharded over 2 ranks, which compute each of them together.
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/tensor.py
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/tensor.py --set parallel.tensor=4
 
-For models that are too large for one device. 2 ranks hold one copy of the model, divided; 4 ranks hold two such
-copies, and each copy sees its own part of the data. --set bf16=null trains in fp32, --set bf16.mode=naive with half
+For models that are too large for one device. 2 ranks hold one copy of the model, sharded; 4 ranks hold two such
+copies, and each copy sees its own shard of the data. --set bf16=null trains in fp32, --set bf16.mode=naive with half
 the memory.
 """
 
@@ -16,7 +16,7 @@ bf16 = dict(mode=AMP_TYPE.TORCH)
 parallel = dict(
     tensor=dict(
         size=2,  # ranks that share one copy; it has to divide attention heads, features, and words of an embedding
-        sequence_parallel=False,  # True: what lies between the divided layers is divided, too, along the sequence
+        sequence_parallel=False,  # True: activations between sharded layers are sharded, too, along the sequence
     ),
 )
 

@@ -1,11 +1,11 @@
-"""Data, pipeline and tensor parallelism in 3D, in bf16: 2 copies of 2 stages, each layer divided in 2.
+"""Data, pipeline and tensor parallelism in 3D, in bf16: 2 copies of 2 stages, each layer sharded over 2 ranks.
 
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --config configs/three_d.py
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --config configs/three_d.py \
         --set parallel.data.size=null
 
 Ranks 0 to 3 hold the first stage, ranks 4 to 7 the second; of each four the first two are one copy's. Neighbours
-divide the layers of one stage: they have the most to send to each other.
+share the layers of one stage: they have the most to send to each other.
 """
 
 from halfmesh import AMP_TYPE

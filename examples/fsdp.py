@@ -1,4 +1,4 @@
-"""FSDP: each data rank keeps its part of weights, gradients and optimizer state, and gathers a layer when it needs it.
+"""FSDP: each data rank keeps its shard of weights, gradients and optimizer state, and gathers a layer when it needs it.
 
     python examples/fsdp.py                                              # one rank keeps all
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py

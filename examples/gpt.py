@@ -1,4 +1,4 @@
-"""A small GPT over bytes, how halfmesh divides it over a tensor group, and how it cuts it into stages."""
+"""A small GPT over bytes, how halfmesh shards it over a tensor group, and splits it into stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Attention(nn.Module):
     """Causal self-attention, [batch, length, width] to the same.
 
     Attributes:
-        num_heads: the heads computed here. A tensor group divides them, with the weights of qkv and out.
+        num_heads: the heads computed here. A tensor group shards them, with the weights of qkv and out.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
@@ -88,19 +88,24 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight  # tied: one table turns bytes into features, and back
         self._initialise(width)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the next byte, [batch, length, 256], for bytes `ids`: int64 [batch, length], length <= context."""
-        x = self.embed(ids)
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the next byte, [batch, length, 256], for bytes `ids`: int64 [batch, length], length <= context.
+
+        `positions`: of the bytes, int64 [batch, length]; by default they count from 0. halfmesh passes them where each
+        rank of a context group has some of the bytes (parallel.context).
+        """
+        x = self.embed(ids, positions)
         for block in self.blocks:
             x = block(x)
         return self.predict(x)
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Features of each byte at its place, [batch, length, width]."""
         length = ids.shape[1]
         if length > self.context:
             raise ValueError(f"{length} bytes are more than the context of {self.context}; give the last ones only")
-        features: torch.Tensor = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
+        positions = torch.arange(length, device=ids.device) if positions is None else positions
+        features: torch.Tensor = self.drop(self.tokens(ids) + self.positions(positions))
         return features
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,8 +124,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
-# How a tensor group divides these layers (parallel.tensor in the config). `styles`: who holds what of the weights.
-# `sequence`: what sequence_parallel=True adds, where each rank has a part of the sequence between the divided layers.
+# How a tensor group shards these layers (parallel.tensor in the config). `styles`: who holds what of the weights.
+# `sequence`: what sequence_parallel=True adds, where each rank has a shard of the sequence between the sharded layers.
 # override: a notebook may run this twice.
 TENSOR_PLANS.register(
     "gpt",
@@ -137,7 +142,7 @@ TENSOR_PLANS.register(
         layers=(Block,),
         styles={
             "attention": "heads(num_heads)",
-            "attention.qkv": "fused_colwise(3)",  # three projections in one weight, each divided by itself
+            "attention.qkv": "fused_colwise(3)",  # three projections in one weight, each sharded by itself
             "attention.out": "rowwise",
             "mlp.up": "colwise",
             "mlp.down": "rowwise",

@@ -1,4 +1,4 @@
-"""Hugging Face: a Llama that computes its own loss, divided by the plan that it brings. Nothing is downloaded.
+"""Hugging Face: a Llama that computes its own loss, sharded by the plan that it brings. Nothing is downloaded.
 
     python examples/huggingface.py
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py

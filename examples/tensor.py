@@ -1,6 +1,6 @@
-"""Tensor parallelism: each layer is divided over all ranks, which compute every batch together.
+"""Tensor parallelism: each layer is sharded over all ranks, which compute every batch together.
 
-    python examples/tensor.py                                            # one rank: nothing to divide
+    python examples/tensor.py                                            # one rank: nothing to shard
     torchrun --standalone --nproc-per-node 2 examples/tensor.py
 
 Prints what each rank holds, and losses, which are the same on any number of ranks.
@@ -33,7 +33,7 @@ parallel = dict(
     tensor=dict(
         size=int(os.environ.get("WORLD_SIZE", 1)),  # all ranks; with fewer, data parallelism takes those that are left
         plan={  # timm's and Hugging Face's transformers need none: plan="auto", the default, knows them
-            "*.up": "colwise",  # divides its output features, which stay divided ...
+            "*.up": "colwise",  # shards its output features, which stay sharded ...
             "*.down": "rowwise",  # ... until this layer takes them, and sums up
         },
     )

@@ -1,7 +1,7 @@
 """Three dimensions at once: tensor x pipeline x data parallelism.
 
     python examples/three_d.py                                           # one rank
-    torchrun --standalone --nproc-per-node 4 examples/three_d.py         # 2 stages, each layer divided in 2
+    torchrun --standalone --nproc-per-node 4 examples/three_d.py         # 2 stages, each layer sharded over 2 ranks
     torchrun --standalone --nproc-per-node 8 examples/three_d.py         # two copies of that, on different data
 
 Prints the place of each rank in the mesh, and losses, which are the same in all three.
@@ -37,7 +37,7 @@ config = dict(
     parallel=dict(
         tensor=dict(size=2, plan={"*.up": "colwise", "*.down": "rowwise"}),
         pipeline=dict(size=2, microbatches=2),
-        data=dict(strategy="zero1"),  # each copy keeps the optimizer's state of its part; or "replicate", "fsdp"
+        data=dict(strategy="zero1"),  # each copy keeps the optimizer's state of its shard; or "replicate", "fsdp"
     ),
     clip_grad_norm=1.0,
 )

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses import fake_tensor
 
@@ -43,6 +46,53 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     for pair in dict.fromkeys(pairs):
         places = [place for place, other in enumerate(pairs) if other == pair]
         torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
+
+
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+"""Functions of torch.distributed: torch 2.14 warns of the older names."""
+
+
+def all_gather(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+    """Fill `output` with the ranks' `x`, one after the other along dim 0."""
+    return getattr(dist, ALL_GATHER)(output, x, **options)
+
+
+def reduce_scatter(output: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+    """Fill `output` with this rank's part, along dim 0, of the sum of the ranks' `x`."""
+    return getattr(dist, REDUCE_SCATTER)(output, x, **options)
+
+
+_IS_TRIAL = ContextVar("_IS_TRIAL", default=False)
+
+
+@contextmanager
+def on_trial() -> Iterator[None]:
+    """Computations within are no part of training, and not counted."""
+    token = _IS_TRIAL.set(True)
+    try:
+        yield
+    finally:
+        _IS_TRIAL.reset(token)
+
+
+def is_on_trial() -> bool:
+    """Whether this is within `on_trial`."""
+    return _IS_TRIAL.get()
+
+
+BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+"""Functions that a TorchFunctionMode sees, and that call autograd."""
+
+
+def without_override(func: FunctionType) -> FunctionType:
+    """A copy of a Python function of torch that does not ask for overrides of itself: a TorchFunctionMode can call it
+    and see each function that it calls."""
+    asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:

@@ -79,12 +79,12 @@ def initialize(
     """Make a model, an optimizer and a config into an engine.
 
     Everything is checked first: a refusal names all problems and leaves the arguments untouched. Then the model moves
-    to the device, takes rank 0's weights, and is divided and cast in place; the optimizer steps fp32 masters where the
+    to the device, takes rank 0's weights, and is sharded and cast in place; the optimizer steps fp32 masters where the
     mode keeps them.
 
     Args:
         model: in fp32 (NAIVE also takes its own half precision), or a callable that builds it, of which only this
-            rank's part is materialised (as of a model built under `halfmesh.deferred_init`).
+            rank's shard is materialised (as of a model built under `halfmesh.deferred_init`).
         optimizer: a torch optimizer over `model.parameters()`, or a callable `params -> Optimizer`.
         criterion: called as `engine.criterion(...)`; usually (outputs, targets) -> scalar loss.
         dataloader: training DataLoader, with the batch size of one data rank; it is sharded over the data ranks.
@@ -95,7 +95,7 @@ def initialize(
 
     Raises:
         ConfigError: mistakes in the config.
-        IncompatibleConfigError: a combination that cannot be right, or does not fit model or device.
+        IncompatibleConfigError: an unsupported combination, or one that does not fit model or device.
         InputError: arguments of the wrong kind.
     """
     with recorded_for_torchrun():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,9 @@ class Division:
         self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
-        self.random = CommonRandom(model_seed(config.seed, context), context.device) if context.size > 1 else None
+        apart = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).draws_alike]
+        seed = model_seed(config.seed, context, apart)
+        self.random = CommonRandom(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Those of python and numpy that stages of a pipeline draw, one more or less often than others."""
         self.axes: dict[str, AppliedAxis] = {}
@@ -116,6 +118,7 @@ class Division:
             options=self._config.parallel.data,
             reduce=reduce_options(self._config, context.dp_size),
             param_dtype=recipe.param_dtype,
+            casts={} if recipe.linear is None else recipe.linear.cast_before_gather(model),
             blocks=plans.blocks,
             not_called=None if plans.partition is None else {n for n, _ in plans.partition.not_called(model)},
             tied={param for axis in self.axes.values() for param in axis.ties},
@@ -133,7 +136,7 @@ class Division:
     @property
     def divides_model(self) -> bool:
         """Whether the model has this rank's part of the parameters only."""
-        return bool(self.axes) or self.data.shards_model
+        return any(axis.splits or axis.first_names is not None for axis in self.axes.values()) or self.data.shards_model
 
     def placement(self, shard: ParamShard) -> Placement:
         """Where in the whole model's parameter the numbers of `shard`, one of those made here, lie."""
@@ -174,6 +177,25 @@ class Division:
     def same(self) -> list[SameCalls]:
         """They compare what ranks are given that compute the same; one for each such axis."""
         return [axis.same for axis in self.axes.values() if axis.same is not None]
+
+    def call(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The output of the whole model; `forward` computes what this rank has of it."""
+        for axis in self.axes.values():
+            forward = partial(_call, axis, model, forward)
+        return forward(*args, **kwargs)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around criterion and backward."""
+        with ExitStack() as scopes:
+            for axis in self.axes.values():
+                scopes.enter_context(axis.scope())
+            yield
+
+    def check_loss(self, loss: Any) -> None:
+        """Raise InputError if `loss` should be the same on other ranks, and is not."""
+        for axis in self.axes.values():
+            axis.check_loss(loss)
 
     def settle(self) -> None:
         """A forward or backward may have ended early."""
@@ -250,3 +272,7 @@ class Division:
             self.data.undo()
             for axis in reversed(self.axes.values()):
                 axis.undo()
+
+
+def _call(axis: AppliedAxis, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return axis.call(model, forward, args, kwargs)

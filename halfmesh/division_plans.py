@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """How a model will be divided over each axis larger than 1, in the order in which that is done; and what is
+    """How a model will be sharded over each axis larger than 1, in the order in which that is done; and what is
     compiled and recomputed, if anything."""
 
     axes: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def make_plans(
     """How the config shards and compiles `model` on this many ranks.
 
     Raises:
-        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be divided so, or the model
+        IncompatibleConfigError: the model, the optimizer or the loader's batches cannot be sharded so, or the model
             cannot be compiled.
     """
     problems: list[str] = []

@@ -66,7 +66,7 @@ class Engine:
             hook(args, kwargs)
         try:
             with parts.guard.own_call():
-                return parts.executor.forward(*args, **kwargs)
+                return parts.division.call(self.model, parts.executor.forward, args, kwargs)
         except RuntimeError as error:
             parts.division.explain(error)
             raise
@@ -79,7 +79,8 @@ class Engine:
         parts = self._parts
         if parts.criterion is None:
             raise InputError("no criterion was given to initialize; pass one, or compute the loss in the loop")
-        return parts.executor.criterion(parts.criterion, *args, **kwargs)
+        with parts.division.scope():
+            return parts.executor.criterion(parts.criterion, *args, **kwargs)
 
     def backward(self, loss: Any, loss_id: int = 0, *, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, a scalar tensor (or (sum, weight) with `loss_reduction="weighted"`).
@@ -100,12 +101,14 @@ class Engine:
         loader = parts.dataloader
         is_last_batch = loader is not None and loader.at_end
         try:
-            parts.accumulation.backward(
-                parts.executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
-            )
+            with parts.division.scope():
+                parts.accumulation.backward(
+                    parts.executor, loss, is_last_batch=is_last_batch, retain_graph=retain_graph, loss_id=loss_id
+                )
         except RuntimeError as error:
             parts.division.explain(error)
             raise
+        parts.division.check_loss(loss)
         for hook in self._after_backward:
             hook(loss)
         if loader is not None:
@@ -464,11 +467,11 @@ class Engine:
         """End training: release hooks, locks, buckets and, if the engine made it, the process group.
 
         A model that this rank holds whole is restored to its own dtype, with the trained weights; the
-        optimizer holds its parameters again. What is divided over ranks stays in parts, which are of no more use, and
-        nothing is sent: save before. `restore` has no meaning where nothing is divided.
+        optimizer holds its parameters again. What is sharded over ranks stays so, is of no more use, and nothing is
+        sent: save before. `restore` has no meaning where nothing is sharded.
 
         Args:
-            restore: give a divided model and its optimizer back whole, on the CPU of every rank, whose memory has to
+            restore: give a sharded model and its optimizer back whole, on the CPU of every rank, whose memory has to
                 hold both; one tensor is gathered at a time. All ranks together.
 
         Raises:

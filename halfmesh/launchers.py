@@ -17,12 +17,14 @@ from .compat import get_layout
 from .errors import LaunchError
 from .launching.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
 from .launching.failures import recorded_for_torchrun
-from .launching.process_group import Address, OwnedGroup, make_group
+from .launching.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
 from .log import get_logger
 
 if TYPE_CHECKING:
     from .config.load import Config
 
+GLOO_NCCL = "cpu:gloo,cuda:nccl"
+"""The backend of groups that send from the host, too."""
 _shared: list[OwnedGroup] = []
 """The group that the engines of this process share, if one of them made it: torch has one for a process, too."""
 
@@ -140,9 +142,19 @@ def ensure_process_group(
 
     Args:
         timeout_s: seconds that a collective may take.
+        backend: what `choose_backend` says.
         sizes: of the axes besides dp, by which messages about failed ranks name their places.
+
+    Raises:
+        LaunchError: the group of the user's own cannot do what the config needs.
     """
     if dist.is_initialized():
+        wait_for_threads_at_exit()
+        if backend == GLOO_NCCL and dist.get_world_size() > 1 and "cpu:" not in (there := dist.get_backend_config()):
+            raise LaunchError(
+                "parallel.data.cpu_offload sums gradients in host memory, which the process group that exists does not "
+                f"({there}): make it with init_process_group({GLOO_NCCL!r}), or leave that to initialize"
+            )
         return next((group for group in _shared if group.is_there), None)
     place = find_place()
     group = make_group(place, None, device, timeout_s, backend, RankNames(place.world_size, sizes or {}))
@@ -153,7 +165,7 @@ def ensure_process_group(
 def choose_backend(config: Config, device: torch.device) -> str | None:
     """The backend that the config needs, or None for the usual one of `device`."""
     # Gradients and norms of shards in host memory are reduced there.
-    return "cpu:gloo,cuda:nccl" if config.parallel.data.cpu_offload and device.type == "cuda" else None
+    return GLOO_NCCL if config.parallel.data.cpu_offload and device.type == "cuda" else None
 
 
 def expected_world_size() -> int:

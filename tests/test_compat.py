@@ -22,7 +22,12 @@ def find(raw, world_size=1, device="cpu"):
 @pytest.mark.parametrize("row", get_rows(), ids=str)
 def test_check_agrees_with_the_table(row, column):
     two_stages = {"pipeline": {"size": 2, "microbatches": 2}}
-    parallel = {"tensor": {"tensor": 2}, "pipeline": two_stages}.get(column, {"data": column})
+    parallel = {
+        "tensor": {"tensor": 2},
+        "context": {"context": 2},
+        "expert": {"expert": 2},
+        "pipeline": two_stages,
+    }.get(column, {"data": column})
     found = find({"parallel": parallel} | ({row.key: {"mode": row.mode}} if row.key else {}), 2)
     assert ("refused" if found else "yes") == composition_table()[str(row)][column]
 
@@ -31,15 +36,18 @@ def test_the_tables_refusals():
     table = composition_table()
     modes = [f"{mode} {key}" for mode in ("torch", "naive", "apex") for key in ("fp16", "bf16", "fp8")]
     assert list(table) == ["none", *modes]
-    assert set(table["none"]) == {"tensor", "pipeline", "replicate", "zero1", "fsdp"}
+    assert set(table["none"]) == {"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"}
     refused = {(row, column) for row, cells in table.items() for column, cell in cells.items() if cell == "refused"}
-    apex = {("apex fp16", column) for column in ("tensor", "pipeline", "zero1", "fsdp")}
+    apex = {("apex fp16", column) for column in ("tensor", "pipeline", "context", "expert", "zero1", "fsdp")}
     without = {(row, column) for row in ("apex bf16", "apex fp8", "naive fp8") for column in table["none"]}
     assert refused == apex | without
     lines = render_table().splitlines()
-    assert lines[0] == "| | tensor | pipeline | replicate | zero1 | fsdp |"
-    assert lines[2] == "| none | yes | yes | yes | yes | yes |"
-    assert lines[9] == "| apex fp16 | **refused** | **refused** | yes | **refused** | **refused** |"
+    assert lines[0] == "| | tensor | pipeline | context | expert | replicate | zero1 | fsdp |"
+    assert lines[2] == "| none | yes | yes | yes | yes | yes | yes | yes |"
+    assert (
+        lines[9]
+        == "| apex fp16 | **refused** | **refused** | **refused** | **refused** | yes | **refused** | **refused** |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,6 +256,7 @@ def test_refusals_are_raised_together():
     ("raw", "data", "expected"),
     [
         ({}, {}, ["parallel.data.param_dtype: weights are gathered in float32"]),
+        ({"fp8": {"mode": "torch"}}, {}, ["parallel.data.param_dtype: weights that are not gathered in float8 are"]),
         ({"bf16": {"mode": "naive"}}, {}, []),
         ({"bf16": {"mode": "torch"}}, {"param_dtype": "bfloat16"}, []),
         (

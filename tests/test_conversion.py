@@ -24,7 +24,7 @@ from tests.support.models import (
     reference,
     sgd,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 FULL, HALF = torch.float32, torch.float16
 
@@ -37,13 +37,13 @@ def split(name):
 
 def converted(name, make_optimizer=sgd, **given):
     mode, keys, dtype = split(name)
-    model = MLP()
+    model = here(MLP())
     optimizer = make_optimizer(model.parameters())
     return convert_to_amp(model, optimizer, nn.functional.cross_entropy, mode, keys | given, dtype=dtype)
 
 
 def batches(count=10):
-    x, y = make_data(8 * count)
+    x, y = here(make_data(8 * count))
     return list(zip(x.split(8), y.split(8), strict=True))
 
 

@@ -4,6 +4,7 @@ Read in this order:
     recipe          a precision mode as plain values
     plugin          what a mode is; naive_amp, torch_amp, apex_amp: the three; apex_backend: casts of an installed apex
     precision       runs model and criterion in a recipe's formats; o1: apex's lists for that
+    float8          products of linear layers in float8; float8_weight: a weight that comes in float8
     convert         applies a recipe to a model and its optimizer, and takes it back; in between, state dicts have
                     full precision
     optimizer       the path of an update, from a loss to new weights. Below it:

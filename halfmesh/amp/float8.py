@@ -1,7 +1,8 @@
 """fp8: the products of linear layers in float8, by torchao's training functions. All else is computed in bfloat16.
 
-Both factors of a product are scaled to float8's range and cast when it is computed, in forward and in backward.
-Weights, gradients and activations stay what they are, so checkpoints know nothing of it.
+Both factors of a product are scaled to float8's range and cast when it is computed, in forward and in backward; a
+weight that ranks gather, before it is sent. Weights, gradients and activations stay what they are, so checkpoints know
+nothing of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 from .._torch import has_no_memory
 from ..errors import did_you_mean, shorten
+from ..shard import GatherCast
 
 Scaling = Literal["tensorwise", "rowwise"]
 Emulate = Literal["auto", True, False]
@@ -67,6 +69,36 @@ class Float8Product:
                 continue
             is_filtered = any(fnmatchcase(name, pattern) for pattern in patterns)
             yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
+
+    def cast_before_gather(self, model: nn.Module) -> dict[nn.Parameter, GatherCast]:
+        """The weights that may be cast before ranks gather them, with what casts them: those that nothing but products
+        in float8 computes with. None under rowwise scales: forward has one for each row of a weight, and backward one
+        for each column."""
+        if self.scaling != "tensorwise":
+            return {}
+        layers = {layer for _, layer, in_float8 in self.layers(model) if in_float8}
+        held = [
+            (module in layers and name == "weight", param)
+            for module in model.modules()
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        others = {param for is_multiplied, param in held if not is_multiplied}
+        return {param: self for is_multiplied, param in held if is_multiplied and param not in others}
+
+    def pack(self, part: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `halfmesh.shard.GatherCast`: the same numbers as the product's own cast of the whole weight."""
+        from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+
+        dtype = _torchao(self.scaling, True)[1][1].cast_config_weight.target_dtype
+        scale = amax_to_scale(largest, dtype)
+        return to_fp8_saturated(part.float() * scale, dtype).view(torch.uint8), scale
+
+    def unpack(self, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `halfmesh.shard.GatherCast`."""
+        from .float8_weight import Float8Weight
+
+        options, config = _torchao(self.scaling, self._emulates(data.device))[1]
+        return Float8Weight.of(data.view(config.cast_config_weight.target_dtype), scale, dtype, options)
 
     def install(self, model: nn.Module) -> None:
         """Let the layers of `model` compute so, or those of a part of it that this rank has."""
@@ -142,7 +174,8 @@ def _torchao(scaling: Scaling, emulate: bool) -> tuple[Any, tuple[Any, Any]]:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
-    config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate)
+    # The kernels take multiples of 16 only: rows of a batch, over which the weight's gradient sums, are filled up.
+    config = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate, pad_inner_dim=not emulate)
     with torch.device("meta"):
         options = Float8Linear(MULTIPLE, MULTIPLE, config=config).linear_mm_config
     return matmul_with_hp_or_float8_args.apply, (options, config)

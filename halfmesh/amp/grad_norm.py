@@ -11,6 +11,7 @@ import torch
 from ..errors import InputError
 from ..shard import ParamShard, Ranks
 from ..tensors import in_memory_order
+from .master_weights import bucket_bytes, by_bytes
 
 Grads = Mapping[ParamShard, torch.Tensor]
 """Local gradients, of any dtype."""
@@ -140,11 +141,13 @@ def _chunks(grad: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _count_zeros(grads: Grads, device: torch.device) -> torch.Tensor:
     """The elements of this rank (0-dim float64) that are zero, each counted with its shard's weight."""
-    nonzeros: dict[float, list[torch.Tensor]] = {}
-    for shard, grad in grads.items():
-        counted = torch.linalg.vector_norm(grad, 0, dtype=torch.float64)  # a single launch
-        nonzeros.setdefault(shard.weight, []).append(counted.to(device))
     total = torch.full((), sum(s.weight * g.numel() for s, g in grads.items()), dtype=torch.float64, device=device)
-    for weight, counts in nonzeros.items():
-        total -= weight * torch.stack(counts).sum()
+    alike: dict[tuple[float, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for shard, grad in grads.items():
+        alike.setdefault((shard.weight, grad.dtype, grad.device), []).append(grad)
+    for (weight, _, place), same in alike.items():
+        limit = bucket_bytes(place, sum(grad.numel() for grad in same))
+        for bucket in by_bytes(same, limit, torch.Tensor.numel):  # copied, so that a few launches count them
+            joined = torch.cat([in_memory_order(grad).reshape(-1) for grad in bucket])
+            total -= weight * torch.count_nonzero(joined).to(device)
     return total

@@ -11,7 +11,7 @@ from torch import nn, optim
 from .._torch import edit_stamps, foreach_copy_
 from ..errors import InputError, shorten
 from ..shard import ParamShard, foreign_params
-from .originals import Originals, current_value
+from .originals import Originals, current_value, current_values
 from .recipe import HALF
 
 _MIB = 2**20
@@ -129,7 +129,9 @@ class MasterWeights:
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """The masters by the parameter's name, with what others have written into the model."""
-        return {s.name: current_value(s.param, self.masters[s.param]) for s in self.trained if s.param in self.masters}
+        held = [shard for shard in self.trained if shard.param in self.masters]
+        values = current_values([(shard.param, self.masters[shard.param]) for shard in held])
+        return {shard.name: value for shard, value in zip(held, values, strict=True)}
 
     @torch.no_grad()
     def load(self, values: Mapping[str, torch.Tensor]) -> None:

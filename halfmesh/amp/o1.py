@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from .._torch import edit_stamp
+from .._torch import BACKWARD, edit_stamp, without_override
 from ..errors import InputError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -191,7 +191,6 @@ def _marked(function: _Function, cast: Cast) -> _Function:
 
 # -- the scope -------------------------------------------------------------------------------------------------
 
-_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _DATA: Any = torch.Tensor.data
 _FUSED_STEPS = frozenset(getattr(torch, n) for n in dir(torch) if n.startswith("_fused_") and n.endswith("_"))
 """What fused optimizers step with. Neither these nor writes through `param.data` count as changes of a tensor."""
@@ -239,7 +238,7 @@ class O1Casts(TorchFunctionMode):
                 args, kwargs = self._apply(cast, func, args, kwargs)
             with self:
                 return func.__wrapped__(*args, **kwargs)
-        if in_python and func in _BACKWARD:
+        if in_python and func in BACKWARD:
             with torch.autocast(self._device_type, enabled=False):
                 return self._run_inlined(func, args, kwargs)
         if not active or (cast is None and isinstance(func, _TORCH_OPS)):
@@ -259,18 +258,11 @@ class O1Casts(TorchFunctionMode):
         return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
     def _run_inlined(self, func: FunctionType, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a Python function of torch so that this mode sees each function that it calls.
-
-        It runs as a copy that does not ask for overrides of itself, which would bring it back here.
-        """
-        asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-        names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
-        copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-        copy.__kwdefaults__ = func.__kwdefaults__
+        """Run a Python function of torch so that this mode sees each function that it calls, but not itself again."""
         self._inlined.add(func)  # some call themselves in another way
         try:
             with self:
-                return copy(*args, **kwargs)
+                return without_override(func)(*args, **kwargs)
         finally:
             self._inlined.discard(func)
 

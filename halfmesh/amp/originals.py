@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .._torch import has_no_memory
@@ -62,8 +64,19 @@ class Originals:
             self.keep(tensor, value)
 
 
-@torch.no_grad()
 def current_value(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """`full`, or a copy with those elements of `tensor` that are not its rounded ones: others wrote them."""
-    changed = tensor != full.to(tensor.dtype)
-    return torch.where(changed, tensor.float(), full) if bool(changed.any()) else full.detach()
+    return current_values([(tensor, full)])[0]
+
+
+@torch.no_grad()
+def current_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """`current_value` of each pair. The host reads once for all of them."""
+    if not pairs:
+        return []
+    place = pairs[0][0].device
+    changed = torch.stack([(tensor != full.to(tensor.dtype)).any().to(place) for tensor, full in pairs]).cpu().tolist()
+    return [
+        torch.where(tensor != full.to(tensor.dtype), tensor.float(), full) if is_changed else full.detach()
+        for (tensor, full), is_changed in zip(pairs, changed, strict=True)
+    ]

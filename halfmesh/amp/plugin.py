@@ -45,7 +45,7 @@ class Composes:
     """For a refused axis, data strategy, device or dtype: the reason and what to use instead."""
 
 
-ALL_PARALLEL = frozenset({"tensor", "pipeline", "replicate", "zero1", "fsdp"})
+ALL_PARALLEL = frozenset({"tensor", "pipeline", "context", "expert", "replicate", "zero1", "fsdp"})
 """All that halfmesh brings, for modes that work with all of it."""
 
 

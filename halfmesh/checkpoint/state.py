@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..amp.optimizer import MixedPrecisionOptimizer
-from ..amp.originals import current_value
 from ..division import Division
 from ..errors import InputError, shorten
 from ..parallel.shard_spec import Placement, Shape, whole
@@ -118,11 +117,11 @@ class ShardedState:
         """The model's parameters and buffers in full precision: masters where there are any, others in the dtype that
         they came with. Copied only where that is not what is held."""
         state = self.model.state_dict()
-        masters = self.update.master_weights.masters
+        masters = self.update.master_weights.by_name()
         found: Shards = {}
         for shard, name in self.names():
-            if shard.param in masters:
-                value = current_value(shard.param, masters[shard.param])
+            if shard.name in masters:
+                value = masters[shard.name]
             elif shard.source is None and isinstance(state.get(shard.name), torch.Tensor):
                 value = state[shard.name]
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -34,11 +35,10 @@ def run(
         raise typer.BadParameter(f"{script}: there is no such file")
     if nnodes > 1 and rdzv_endpoint is None:
         raise typer.BadParameter("--nnodes needs --rdzv-endpoint host:port, the same on all nodes")
-    found = find_options(context.args, "--config")
-    config = found[-1] if found else None
+    config, overrides = read_options(context.args)
     if config is None:
         print(f"halfmesh run: no --config after {script}, so no config is checked", file=sys.stderr)
-    elif problems := find_problems(Path(config), nproc * nnodes, device, find_options(context.args, "--set")):
+    elif problems := find_problems(Path(config), nproc * nnodes, device, overrides):
         print(f"{config}: cannot run on {nproc * nnodes} rank(s)", file=sys.stderr)
         for problem in problems:
             print(f"  - {problem}", file=sys.stderr)
@@ -51,15 +51,13 @@ def run(
     os.execv(sys.executable, command)
 
 
-def find_options(arguments: Sequence[str], option: str) -> list[str]:
-    """The values that a script is given for `option`, in order."""
-    found = []
-    for place, argument in enumerate(arguments):
-        if argument.startswith(f"{option}="):
-            found.append(argument.removeprefix(f"{option}="))
-        elif argument == option and place + 1 < len(arguments):
-            found.append(arguments[place + 1])
-    return found
+def read_options(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The `--config` and the `--set`s among the arguments of a script."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--set", action="append", default=[])
+    found, _ = parser.parse_known_args(arguments)
+    return found.config, found.set
 
 
 def find_problems(config: Path, world_size: int, device: str | None, overrides: Sequence[str] = ()) -> list[str]:

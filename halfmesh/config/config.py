@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,4 +121,6 @@ def _plain(value: Any) -> Any:
         return {"mode": value.mode, **_changed(value.options)}
     if isinstance(value, Options):
         return _changed(value) or (True if isinstance(value, CompileConfig) else {})
+    if value == math.inf:  # as a user writes norm_type; JSON has no infinite numbers
+        return "inf"
     return dict(value) if isinstance(value, dict) else value

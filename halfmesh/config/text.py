@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import re
 from collections.abc import Mapping
 from keyword import iskeyword
@@ -56,6 +57,8 @@ def as_python(value: Any) -> str:
     """`value` as a literal for a .py config; a dict of names becomes dict(...)."""
     if type(value) is dict and value and all(isinstance(key, str) and _is_name(key) for key in value):
         return f"dict({', '.join(f'{key}={as_python(item)}' for key, item in value.items())})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
     return repr(value)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from .._torch import has_no_memory, is_in_backward
+from .._torch import has_no_memory, is_in_backward, is_on_trial
 from ..errors import InputError
 from ..loop.parts import EngineHook, EngineParts
 from .probes import eager
@@ -63,7 +63,8 @@ class FlopCounter(TorchDispatchMode, EngineHook):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._is_over or (is_in_backward() and torch.is_grad_enabled()):  # with gradients, backward computes again
+        again = is_in_backward() and torch.is_grad_enabled()  # with gradients, backward computes again
+        if self._is_over or again or is_on_trial():
             return result
         packet = func.overloadpacket
         formula = self._formulas.get(packet)
@@ -87,14 +88,16 @@ def counted(parts: EngineParts, counter: FlopCounter) -> Iterator[dict[str, int]
         this data rank's batch.
 
     Raises:
-        InputError: with tensor parallelism, where several ranks compute the same layers; an operator has no formula.
+        InputError: with an axis that shards parameters, where several ranks may compute the same; an operator has no
+            formula.
     """
     flops: dict[str, int] = {}
     context = parts.context
     with eager(parts), counter:
         yield flops
-    if any(axis.splits for axis in parts.division.axes.values()):
-        raise InputError("FLOPs are not counted under tensor parallelism; count them with tensor=1")
+    for name, axis in parts.division.axes.items():
+        if axis.splits:
+            raise InputError(f"FLOPs are not counted under {name} parallelism; count them with {name}=1")
     everyone = context.everyone((context.dp_rank, counter.flops, counter.unknown))
     if unknown := sorted({name for *_, theirs in everyone for name in theirs}):
         raise InputError(

@@ -37,7 +37,7 @@ class OwnedGroup:
 
     def __init__(self, watch: FailureWatch) -> None:
         self._watch = watch
-        self._group = dist.group.WORLD
+        self._group: dist.ProcessGroup | None = dist.group.WORLD
         self._users: set[object] = set()
 
     @property
@@ -68,6 +68,7 @@ class OwnedGroup:
             self._watch.remove()
             if self.is_there:
                 dist.destroy_process_group()
+            self._group = None  # the last reference to it ends its threads
 
 
 def make_group(
@@ -90,11 +91,9 @@ def make_group(
     Raises:
         LaunchError: no group within `timeout_s`, or no such backend.
     """
-    if dist.is_initialized() or place.world_size > 1:
-        atexit.unregister(let_threads_finish)
-        atexit.register(let_threads_finish)
     if dist.is_initialized() or place.world_size == 1:
         return None
+    wait_for_threads_at_exit()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -119,7 +118,14 @@ def make_group(
     return OwnedGroup(FailureWatch(statuses, place.rank, names, host, timeout_s))
 
 
-def let_threads_finish() -> None:
+def wait_for_threads_at_exit() -> None:
+    """For a program with a process group, whoever made it. Its threads may outlive `destroy_process_group`: a group
+    made before the first optimizer is kept by torch, as a default argument of functions that are imported then."""
+    atexit.unregister(_let_threads_finish)
+    atexit.register(_let_threads_finish)
+
+
+def _let_threads_finish() -> None:
     """Before the interpreter shuts down: let gloo's threads drop the tensors that they still hold.
 
     A thread that asks for Python's lock during the shutdown is ended, which C++ answers by aborting the process

@@ -18,7 +18,7 @@ from .accumulation import Accumulation
 _log = get_logger(__name__)
 
 _PARTS = (
-    "%s.state_dict() has this rank's part of the %s only, which is divided over the ranks; to save all of it call "
+    "%s.state_dict() has this rank's part of the %s only, which is sharded over the ranks; to save all of it call "
     "engine.save(path) on every rank, or engine.save_weights(path) for the model's weights alone, before the engine is "
     "closed; engine.close(restore=True) gives all of it back on every rank"
 )

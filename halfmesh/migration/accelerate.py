@@ -1,6 +1,6 @@
 """accelerate's default_config.yaml, and the arguments of `Accelerator`."""
 
-from .table import AS_HERE, FSDP, OFFLOAD, TENSOR, ZERO, Origin, Values, done, lost, no, on, to
+from .table import AS_HERE, CONTEXT, FSDP, OFFLOAD, TENSOR, ZERO, Origin, Values, done, lost, no, on, to
 
 _OFF = {"no": AS_HERE, False: AS_HERE}  # YAML reads a plain no as False
 _KEPT = FSDP | {"parallel.data.reshard_after_forward": False}
@@ -50,7 +50,7 @@ ACCELERATE = Origin(
         "dynamo_config.dynamo_backend dynamo_backend": {**_OFF, "*": to({"compile.enabled": True})},
         "parallelism_config.parallelism_config_tp_size": TENSOR,
         "parallelism_config.parallelism_config_dp_shard_size": {1: AS_HERE, "*": to(FSDP, _HYBRID)},
-        "parallelism_config.parallelism_config_?p_size": lost("parallel.tensor.sequence_parallel is nearest"),
+        "parallelism_config.parallelism_config_cp_size parallelism_config.parallelism_config_sp_size": CONTEXT,
         "fsdp_plugin deepspeed_plugin* megatron_lm_plugin torch_tp_plugin": lost("write its parallel keys by hand"),
         "*_config.* log_with device_placement project_* *_plugin kwargs* tpu_* downcast_bf16": no("no such key here"),
         "split_batches": on(no("the batch size is that of each data rank: divide it by their number")),

@@ -1,9 +1,9 @@
 """Colossal-AI's legacy config.py, and apex's arguments of `amp.initialize`."""
 
-from .table import AS_HERE, FSDP, MICROBATCHES, OFFLOAD, STAGES, TENSOR, ZERO, Origin, Values, done, lost, no, to
+from .table import AS_HERE, CONTEXT, FSDP, MICROBATCHES, OFFLOAD, STAGES, TENSOR, ZERO, Origin, Values, lost, no, to
 
 _NAIVE = to({"fp16.mode": "naive"}, "the loss scale begins at 2**16, not 2**32, from where 20 updates or so are lost")
-_RING = lost("there is no ring attention here; nearest is parallel.tensor = dict(size=..., sequence_parallel=True)")
+_OWN_LAYERS = "take Colossal-AI's own layers out of the model"
 
 
 def _static(value: bool, values: Values) -> object:
@@ -35,10 +35,12 @@ COLOSSAL = Origin(
         "fp16.*": "fp16.*",
         "parallel.pipeline parallel.pipeline.size": (STAGES, "the loop stays as it is: there is no execute_schedule"),
         "NUM_MICRO_BATCHES schedule.num_microbatches": _microbatches,
-        "parallel.tensor parallel.tensor.size": (TENSOR, "take Colossal-AI's own layers out of the model"),
-        "parallel.tensor.mode": {"1d": AS_HERE, "sequence": _RING, "*": no("'1d' here: the same results")},
-        "parallel.sequence.*": _RING,
-        "parallel.data parallel.data.size": {-1: done("the ranks that are left, as here"), "*": "parallel.data.size"},
+        "parallel.tensor parallel.tensor.size": lambda value, values: (
+            CONTEXT if values.get("parallel.tensor.mode") == "sequence" else (TENSOR, _OWN_LAYERS)
+        ),
+        "parallel.tensor.mode": {"1d": AS_HERE, "sequence": AS_HERE, "*": no("'1d' here: the same results")},
+        "parallel.sequence.*": lost("write parallel = dict(context=...), see docs/context-parallel.md"),
+        "parallel.data parallel.data.size": {-1: AS_HERE, "*": "parallel.data.size"},
         "zero.level": ZERO,
         "zero.model_config.tensor_placement_policy": OFFLOAD | {"cuda": AS_HERE, "auto": no("see cpu_offload")},
         "zero.optimizer_config.gpu_margin_mem_ratio zero.model_config.*": no("fsdp keeps each block's shards by rows"),

@@ -45,6 +45,9 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
         return Outcome("not understood", {}, f"{origin.title} has no such key that is known{did_you_mean(name, rows)}")
     if value is None or value == {}:
         return done("nothing to write: it is off, or as by default")
+    is_off = value is False or value == "" or (type(value) is int and value <= 1)
+    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value knows what it means
+        return done("off")
     for keys, other, wanted, default in origin.needs:
         if name != other and matches(name, keys) and (given := values.get(other, default)) != wanted:
             return no(f"it counts only beside {other} = {wanted!r}, which is {given!r}")
@@ -57,8 +60,7 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
 def _follow(row: Any, name: str, value: Any, values: Values) -> Outcome:
     """From a row to an outcome."""
     if isinstance(row, Outcome):
-        is_off = value is False or value == "" or (type(value) is int and value <= 1)
-        return done("off") if row.kind == "lost" and is_off else row
+        return row
     if isinstance(row, Mapping):
         given = value.lower() if isinstance(value, str) else value
         if given not in row and "*" not in row:

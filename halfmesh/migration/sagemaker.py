@@ -1,6 +1,6 @@
 """The parameters of SageMaker's model parallel library, and of its optimizer's loss scale."""
 
-from .table import AS_HERE, FSDP, MICROBATCHES, STAGES, TENSOR, ZERO1, Origin, Values, done, lost, no, on, to
+from .table import AS_HERE, CONTEXT, FSDP, MICROBATCHES, STAGES, TENSOR, ZERO1, Origin, Values, done, lost, no, on, to
 
 _SHARDED = to(FSDP, "with more data ranks than this, write parallel.data.hybrid: that many ranks share the weights")
 _SCHEDULE = "parallel.pipeline.schedule"
@@ -56,7 +56,8 @@ SAGEMAKER = Origin(
         "sdp_gradient_clipping": "clip_grad_norm",
         "offload_activations sm_activation_offloading": "activation_offload",
         "random_seed": "seed",
-        "expert_parallel_degree context_parallel_degree": lost("parallel.tensor.sequence_parallel is nearest"),
+        "context_parallel_degree": CONTEXT,
+        "expert_parallel_degree": ("parallel.expert.size", "multiply the loader's batch size by it"),
         "optimize prescaled_batch placement_strategy memory_weight active_* activation_loading_horizon contiguous "
         "horovod *_partition ddp_* trace_* deterministic_server static_mode fast_mode partition_file sdp_* "
         "skip_tracing _sharded_data_parallel delayed_param*": no("there is no such choice here; see docs/memory.md"),

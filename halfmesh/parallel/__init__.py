@@ -6,11 +6,15 @@ axis, data_strategy      the two contracts: what shards a model, and what data r
 rng                random numbers that ranks share, and those that differ
 shard_spec         which boxes of the whole tensor a rank holds
 gradient_sums      reductions of gradients: over data ranks (reducer, buckets) and other axes
+collectives        sums and exchanges that autograd can run backward
 registries         axes, data strategies, tensor styles and plans, partitioners, schedules
 replica_checks     comparisons of what ranks should have in common
 optimizer_checks   whether an optimizer may step shards
 
 tensor/            layers sharded over a tensor group
+batch_shard/       batches that the ranks of an axis share: what context_parallel and expert build on
+context_parallel/  sequences sharded over ranks
+expert/            experts of mixture-of-experts layers, one group on each rank
 pipeline/          stages, and microbatches that go through them
 sharding/          weights, gradients and optimizer state sharded over the data ranks: zero1 and fsdp
 activations/       recomputed in backward, or kept on the host

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -146,6 +146,19 @@ class AppliedAxis:
         """The reduction that `shards` need over the axis; None: their gradients are complete. All ranks together."""
         return None
 
+    def call(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The output of the whole `model` for these arguments. `forward` computes what this rank has of it."""
+        return forward(*args, **kwargs)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context of the criterion, and of backward, with what it computes again."""
+        return nullcontext()
+
+    def check_loss(self, loss: Any) -> None:
+        """Raise InputError if `loss`, after its backward, is not the one that the ranks of the axis should have."""
+
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """The context of a forward of the whole model; `default` draws the model's own random numbers."""
         return default
@@ -205,6 +218,7 @@ class Axis:
         options: its keys; `size` is one of them, and 1 by default.
         modes: the AMP modes that it works with, besides those that name it in their `composes`.
         splits_params: a rank may hold a shard of a parameter, which needs an elementwise optimizer.
+        draws_alike: its ranks compute the same, with the same random numbers.
         takes_modules: a rank has only some modules. Such an axis is outermost in the mesh and is applied last.
         splits_batch: the key, beside `size`, that says into how many microbatches the axis splits a data rank's batch;
             "" if it does not.
@@ -215,6 +229,7 @@ class Axis:
     options: ClassVar[type[Options]]
     modes: ClassVar[Collection[str]] = ()
     splits_params: ClassVar[bool] = True
+    draws_alike: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = False
     splits_batch: ClassVar[str] = ""
     cost: ClassVar[str] = ""

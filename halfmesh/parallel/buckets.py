@@ -79,10 +79,9 @@ class Bucket:
         """Set each shard's gradient from the reduced flat tensor, as a view where the dtype allows."""
         assert self.flat is not None
         flags = self.flat[-len(self.shards) :].tolist() if self.absent else []
-        for index, (shard, view) in enumerate(zip(self.shards, self.views(self.flat), strict=True)):
-            if index in self.absent and flags[index] == 0:
-                continue
-            give_grad(shard.param, view)
+        nowhere = {index for index in self.absent if flags[index] == 0}
+        views = enumerate(zip(self.shards, self.views(self.flat), strict=True))
+        give_grads([(shard.param, view) for index, (shard, view) in views if index not in nowhere])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each shard's part of `flat`, with its parameter's strides: fused optimizers need equal ones."""
@@ -95,10 +94,20 @@ class Bucket:
         return views
 
 
-def give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """Make `grad`, which was reduced, the gradient of `param`: in its own dtype, or that of a wider parameter."""
-    half = param.dtype.itemsize < torch.float32.itemsize  # bf16 and fp16 do not fit into each other either
-    set_grad(param, grad if half else grad.to(param.dtype))
+def give_grads(given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Make what was reduced the gradients of the parameters: in its own dtype, or that of a wider parameter."""
+    narrow = []
+    for param, grad in given:
+        # bf16 and fp16 do not fit into each other either
+        if grad.dtype == param.dtype or param.dtype.itemsize < torch.float32.itemsize:
+            set_grad(param, grad)
+        else:
+            narrow.append((param, torch.empty_like(grad, dtype=param.dtype), grad))
+    if narrow:
+        params, wide, grads = zip(*narrow, strict=True)
+        foreach_copy_(wide, grads)
+        for param, grad in zip(params, wide, strict=True):
+            set_grad(param, grad)
 
 
 def reduce_dtype_of(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 from .._torch import move_module
-from ..shard import ParamShard, Publisher
+from ..shard import GatherCast, ParamShard, Publisher
 from .context import ParallelContext
 from .reducer import ReduceOptions, Reducer
 from .shard_spec import Placement
@@ -33,6 +33,7 @@ class StrategyInputs:
         options: the config's `parallel.data`.
         reduce: how gradients are reduced.
         param_dtype: that the mode gives all parameters; None: each has its own.
+        casts: of weights that may be cast before they are gathered.
         blocks: names of the model's repeated blocks; a rank may not have all of them.
         not_called: under a pipeline, names of the modules that stages do not call as a whole.
         tied: parameters that other pipeline ranks hold, too.
@@ -47,6 +48,7 @@ class StrategyInputs:
     options: Any
     reduce: ReduceOptions
     param_dtype: torch.dtype | None
+    casts: Mapping[nn.Parameter, GatherCast]
     blocks: Sequence[str]
     not_called: Collection[str] | None
     tied: Collection[nn.Parameter]

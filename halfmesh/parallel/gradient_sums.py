@@ -33,13 +33,18 @@ class SharedGradients(Reducer):
 
     Args:
         shards: of the parameters that are trained.
+        mean: divide the sum by the number of ranks.
     """
 
     def __init__(
-        self, params: Collection[nn.Parameter], group: dist.ProcessGroup, shards: Sequence[ParamShard]
+        self,
+        params: Collection[nn.Parameter],
+        group: dist.ProcessGroup,
+        shards: Sequence[ParamShard],
+        mean: bool = False,
     ) -> None:
         self._params = params
-        super().__init__(shards, {}, group, ReduceOptions(mean=False))
+        super().__init__(shards, {}, group, ReduceOptions(mean=mean))
 
     def open(self, last: bool) -> None:
         super().open(last=False)  # nothing is sent before the data ranks have their sums

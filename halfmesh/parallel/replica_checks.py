@@ -66,13 +66,17 @@ class SameCalls:
 
     @torch.compiler.disable
     @torch.no_grad()
-    def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
-        """Raise InputError on all ranks if they differ; messages call them `of`."""
+    def are_same(self, tree: Any, of: str, training: bool = True) -> bool:
+        """Whether all ranks have the same tensors in `tree`; True where this call, of its kind, is not looked at."""
         if self._alone:
-            return
+            return True
         self._inputs_seen[training, of] += 1
         looks = is_looked_at(self._inputs_seen[training, of])
-        if looks and len(set(gather_objects(digest(tensors_of((args, kwargs))), self._group))) > 1:
+        return not looks or len(set(gather_objects(digest(tensors_of(tree)), self._group))) == 1
+
+    def compare_inputs(self, training: bool, args: Any, kwargs: Any, of: str = "inputs") -> None:
+        """Raise InputError on all ranks if they differ; messages call them `of`."""
+        if not self.are_same((args, kwargs), of, training):
             raise InputError(
                 f"the {self._group.size()} ranks of a {self._what} were given different {of}, but they compute one "
                 "batch together; iterate engine.dataloader, or shard a loader of your own by engine.context.dp_rank of "

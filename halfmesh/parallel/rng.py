@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,9 +108,13 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def model_seed(seed: int, context: ParallelContext) -> int:
-    """The seed of the model's random numbers: one for each data rank and stage, the same in a tensor group."""
-    return seed + context.dp_rank + context.dp_size * context.pp_rank
+def model_seed(seed: int, context: ParallelContext, apart: Iterable[str] = ()) -> int:
+    """The seed of the model's random numbers: one for each data rank and stage, and for each rank of the axes `apart`;
+    the same in a tensor group."""
+    place = 0
+    for axis in apart:
+        place = place * context.sizes[axis] + context.place(axis)
+    return seed + context.dp_rank + context.dp_size * (context.pp_rank + context.sizes["pp"] * place)
 
 
 class CommonRandom:

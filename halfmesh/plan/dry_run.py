@@ -138,7 +138,7 @@ class _Simulated:
 
 
 def find_model_problems(config: Config, world_size: int, model: str) -> list[str]:
-    """Why the model cannot be divided as `config` says."""
+    """Why the model cannot be sharded as `config` says."""
     try:
         with dry_run_mode(), Tracker():
             return find_plan_problems(config, world_size, build_model(model).model)

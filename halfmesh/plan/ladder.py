@@ -90,7 +90,7 @@ class _Climb:
         self._splits_batches = True
         self._least: dict[str, tuple[int, int, int]] = {}
         """By data strategy: what each rank needed in the simplest layout, how much of it was state, and among how many
-        ranks the axes divided the model there."""
+        ranks the axes sharded the model there."""
 
     def simulate(self, rungs: Sequence[Rung]) -> list[Rung]:
         """The same with their dry runs, or what these refuse."""
@@ -149,12 +149,15 @@ class _Climb:
         rungs = [make_rung(asked, update, *key) for key in tried]
         call = ([rung.config for rung in rungs], asked.world_size, asked.model)
         ((has_batch_norm, problems),) = self._workers.run(_look_at, [call])
+        left_out: dict[str, list[str]] = {}  # by reason: an axis of any size may have the same
         for (changes, kind, _), rung, reasons in zip(tried, rungs, problems, strict=True):
             if reasons := [*rung.refused.splitlines(), *reasons]:
                 change = f"activation_checkpoint={kind}" if kind else changes[0]
                 self._refused.add(change)
                 reason = textwrap.shorten(reasons[0].splitlines()[0], _REASON, placeholder=" ...")
-                self.ladder.notes.append(f"{change} is left out: {reason}")
+                left_out.setdefault(reason, []).append(change)
+        for reason, names in left_out.items():
+            self.ladder.notes.append(f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} left out: {reason}")
         self._recompute = [k for k in kinds if f"activation_checkpoint={k}" not in self._refused]
         if has_batch_norm:
             self._splits_batches = False
@@ -226,22 +229,22 @@ class _Climb:
 
     def _is_hopeless(self, changes: Changes) -> bool:
         """Whether a layout cannot fit, because a simpler one with the same data strategy needs too much even if the
-        axes divided everything evenly."""
+        axes sharded everything evenly."""
         parallel = load_config(self._asked.config, changes).parallel
         if parallel.data.strategy not in self._least:
             return False
         needs, state, ranks = self._least[parallel.data.strategy]
         part = ranks / math.prod(parallel.sizes.values())
         shared = DATA_STRATEGIES.get(parallel.data.strategy).shards_model and parallel.data.hybrid is None
-        least = max(needs * part, state if shared else state * part)  # if shared, all ranks divide it already
+        least = max(needs * part, state if shared else state * part)  # if shared, it is sharded over all ranks already
         if least > self._asked.room:
-            evenly = f"at best {readable(least)}, if the axes divided everything evenly"
+            evenly = f"at best {readable(least)}, if the axes sharded everything evenly"
             self.ladder.notes.append(f"{' '.join(changes)} is left out: {evenly}")
         return least > self._asked.room
 
 
 def _look_at(configs: Sequence[Config], world_size: int, model: str) -> tuple[bool, list[list[str]]]:
-    """Whether a model has BatchNorm, and why it cannot be divided as each of the configs says."""
+    """Whether a model has BatchNorm, and why it cannot be sharded as each of the configs says."""
     with dry_run_mode(), Tracker():
         given = build_model(model).model
         has_batch_norm = any(isinstance(module, BATCH_NORMS) for module in given.modules())

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
 
+from .._torch import has_no_memory
 from ..assembly import initialize
 from ..compat import get_layout
 from ..data.global_batch import accumulate
 from ..errors import InputError
-from ..parallel.buckets import give_grad
+from ..parallel.buckets import give_grads
 from ..parallel.registries import AXES
 from ..tensors import map_tensors, tensors_of
 from .model_spec import build_model
@@ -95,7 +97,8 @@ def simulate_rank(
         length = config.gradient_accumulation
         left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
         config = config.model_copy(update={"gradient_accumulation": min(length, 2), **left_out})
-        engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
+        with FewChunks():
+            engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
         return _Simulation(engine, given, tracker, length).run(limit)
 
 
@@ -111,6 +114,7 @@ class _Simulation:
 
     def __init__(self, engine: Engine, given: ModelSpec, tracker: Tracker, length: int) -> None:
         self._engine = engine
+        self._update = engine._parts.update  # whose masters and state are counted
         self._length = length
         self._given = given
         self._tracker = tracker
@@ -156,7 +160,7 @@ class _Simulation:
     def _label_held(self) -> dict[str, int]:
         """Tell the tracker what is kept from one update to the next. Returns the bytes of it."""
         tracker, engine = self._tracker, self._engine
-        tracker.label(engine._parts.update.master_weights.masters.values(), "masters")
+        tracker.label(self._update.master_weights.masters.values(), "masters")
         tracker.label([*self._params, *engine.model.buffers()], "parameters")
         state = [value for entry in engine.optimizer.state.values() for value in entry.values()]
         tracker.label([value for value in state if isinstance(value, torch.Tensor)], "optimizer")
@@ -178,7 +182,7 @@ class _Simulation:
         self._forward_and_backward()
         for hook in hooks:
             hook.remove()
-        trained = engine._parts.update.master_weights.trained
+        trained = self._update.master_weights.trained
         tracker.label([shard.param.grad for shard in trained], "gradients")
 
     def _traffic(self) -> dict[str, Traffic]:
@@ -191,12 +195,11 @@ class _Simulation:
     def _make_state(self) -> None:
         """Make the optimizer's state, by a step whose gradients are zeros: later steps find it."""
         engine = self._engine
-        update, data = engine._parts.update, engine.config.parallel.data
-        reduced = getattr(torch, data.reduce_dtype) if engine.context.dp_size > 1 else None
-        for shard in update.master_weights.trained:
+        reduced = getattr(torch, engine.config.parallel.data.reduce_dtype) if engine.context.dp_size > 1 else None
+        for shard in self._update.master_weights.trained:
             if shard.param.requires_grad:
-                give_grad(shard.param, torch.zeros_like(shard.param, dtype=reduced))
-        update.step()
+                give_grads([(shard.param, torch.zeros_like(shard.param, dtype=reduced))])
+        self._update.step()
         engine.zero_grad()
 
     def _forward_and_backward(self) -> None:
@@ -214,6 +217,26 @@ class _Simulation:
             raise InputError(
                 f"--model: calling the model with {words} raised {type(error).__name__}: {error}"
             ) from error
+
+
+class FewChunks(TorchFunctionMode):
+    """Chunks of equal size are one tensor. To be used where no values and no graph tell them apart.
+
+    FSDP2 splits each parameter into the shards of all ranks and keeps one: on 512 ranks that was most of a dry run.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and args and has_no_memory(args[0]) and args[0].is_leaf and args[0].numel():
+            return _chunk(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:
+    whole = tensor.shape[dim]
+    size = -(-whole // chunks)
+    count, rest = divmod(whole, size)
+    alike = [tensor.narrow(dim, 0, size)] * count
+    return [*alike, tensor.narrow(dim, whole - rest, rest)] if rest else alike
 
 
 def _here(param: nn.Parameter) -> torch.Tensor:

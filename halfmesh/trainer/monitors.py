@@ -13,7 +13,6 @@ from ..report.run_files import replace_file
 from .hook import Hook
 
 if TYPE_CHECKING:
-    from ..amp.step_result import StepResult
     from .trainer import Trainer
 
 
@@ -155,43 +154,26 @@ class EarlyStopHook(Hook):
 
 
 class LRSchedulerHook(Hook):
-    """Advances the scheduler that was given to initialize. The config needs `lr_interval="manual"`, so that the engine
-    saves the scheduler and does not advance it.
+    """Advances a scheduler that follows a result of evaluation (ReduceLROnPlateau): the one that was given to
+    initialize, with `lr_interval="manual"` in the config. Other schedulers are advanced by the engine.
 
     Args:
-        interval: advance it after each "step" that was not skipped (this reads the device), after each "epoch", or
-            after each "eval", with one of its results (for ReduceLROnPlateau).
         monitor: the name of that result.
     """
 
-    def __init__(self, interval: Literal["step", "epoch", "eval"] = "epoch", monitor: str = "eval_loss") -> None:
-        if interval not in ("step", "epoch", "eval"):
-            raise InputError(f"interval={interval!r}: expected 'step', 'epoch' or 'eval'")
-        self._interval = interval
+    def __init__(self, monitor: str = "eval_loss") -> None:
         self._monitor = Monitor(monitor)
-        self._scheduler: Any = None
 
     def before_fit(self, trainer: Trainer) -> None:
         engine = trainer.engine
-        self._scheduler = engine.lr_scheduler
-        if self._scheduler is None:
+        if engine.lr_scheduler is None:
             raise InputError("LRSchedulerHook: there is no scheduler; give initialize an lr_scheduler")
         if engine.config.lr_interval != "manual":
             raise InputError(
                 "LRSchedulerHook: the engine advances the scheduler already (lr_interval="
                 f"{engine.config.lr_interval!r}); leave the hook out, or set lr_interval='manual' in the config"
             )
-        if self._interval == "eval":
-            self._monitor.require(trainer, self)
-
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._interval == "step" and not result.skipped:
-            self._scheduler.step()
-
-    def after_epoch(self, trainer: Trainer) -> None:
-        if self._interval == "epoch":
-            self._scheduler.step()
+        self._monitor.require(trainer, self)
 
     def after_eval(self, trainer: Trainer, results: Mapping[str, float]) -> None:
-        if self._interval == "eval":
-            self._scheduler.step(self._monitor.read(results))
+        trainer.engine.lr_scheduler.step(self._monitor.read(results))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import InputError
 from .hook import Hook, Record
@@ -14,33 +14,32 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-class Writer(Protocol):
-    """The interface that `WriterHook` needs from a tracker."""
-
-    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
-        """Log the numbers of `record`, measured after update `step`."""
-
-    def close(self) -> None:
-        """End the run; `sys.exception()` is the error that ended it, if any."""
-
-
 class WriterHook(Hook):
-    """Passes records to a writer that rank 0 opens when `fit` begins and closes when it ends."""
+    """Passes records to a tracker, which rank 0 opens when `fit` begins and closes when it ends."""
 
     package: ClassVar[str]
     """The package to install."""
 
-    _writer: Writer | None = None
+    _is_open = False
 
-    def open(self, step: int) -> Writer:
-        """Import the package, and make a writer for a run that has done `step` updates."""
+    def open(self, step: int) -> None:
+        """Import the package, and begin a run that has done `step` updates."""
+        raise NotImplementedError
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write the numbers of a record, measured after update `step`."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End the run; `sys.exception()` is the error that ended it, if any."""
         raise NotImplementedError
 
     def before_fit(self, trainer: Trainer) -> None:
         context, problem = trainer.engine.context, None
         if context.rank == 0:
             try:
-                self._writer = self.open(trainer.engine.global_step)
+                self.open(trainer.engine.global_step)
+                self._is_open = True
             except ImportError as error:
                 problem = f"needs {self.package} ({error}): pip install {self.package}"
             except Exception as error:  # the other ranks wait for the answer
@@ -50,14 +49,13 @@ class WriterHook(Hook):
             raise InputError(f"{type(self).__name__} {problem}")
 
     def write(self, trainer: Trainer, record: Record) -> None:
-        if self._writer is not None:
-            scalars = {name: value for name, value in record.items() if name != "step"}
-            self._writer.add_scalars(scalars, record["step"])
+        if self._is_open:
+            self.log({name: value for name, value in record.items() if name != "step"}, record["step"])
 
     def close(self, trainer: Trainer) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        if self._is_open:
+            self._is_open = False
+            self.end()
 
 
 class TensorBoardHook(WriterHook):
@@ -74,21 +72,16 @@ class TensorBoardHook(WriterHook):
     def __init__(self, log_dir: str | Path) -> None:
         self._log_dir = log_dir
 
-    def open(self, step: int) -> Writer:
-        return _TensorBoardWriter(self._log_dir, step)
-
-
-class _TensorBoardWriter:
-    def __init__(self, log_dir: str | Path, step: int) -> None:
+    def open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(log_dir, purge_step=step + 1)
+        self._events = SummaryWriter(self._log_dir, purge_step=step + 1)
 
-    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
-        for name, value in record.items():
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
             self._events.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._events.close()
 
 
@@ -108,22 +101,17 @@ class WandbHook(WriterHook):
     def __init__(self, **options: Any) -> None:
         self._options = options
 
-    def open(self, step: int) -> Writer:
-        return _WandbWriter(self._options)
-
-
-class _WandbWriter:
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def open(self, step: int) -> None:
         import wandb
 
         before = wandb.run
-        self._run = wandb.init(**options) if options or before is None else before
+        self._run = wandb.init(**self._options) if self._options or before is None else before
         self._is_ours = self._run is not before  # with options, init may give the active one back
 
-    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(record), step=step)
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
 
-    def close(self) -> None:
+    def end(self) -> None:
         if self._is_ours:
             self._run.finish(exit_code=0 if sys.exception() is None else 1)
 
@@ -144,22 +132,17 @@ class MLflowHook(WriterHook):
     def __init__(self, **options: Any) -> None:
         self._options = options
 
-    def open(self, step: int) -> Writer:
-        return _MLflowWriter(self._options)
-
-
-class _MLflowWriter:
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def open(self, step: int) -> None:
         import mlflow
 
         self._mlflow = mlflow
-        self._is_ours = bool(options) or mlflow.active_run() is None
+        self._is_ours = bool(self._options) or mlflow.active_run() is None
         if self._is_ours:
-            mlflow.start_run(**options)
+            mlflow.start_run(**self._options)
 
-    def add_scalars(self, record: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(record), step=step)
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics(dict(scalars), step=step)
 
-    def close(self) -> None:
+    def end(self) -> None:
         if self._is_ours:
             self._mlflow.end_run("FINISHED" if sys.exception() is None else "FAILED")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfmesh.errors import InputError
 from tests.support.models import MLP, make_data, make_engine, sgd
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -214,7 +214,7 @@ def losses_on_ranks(rank, world_size):
     for opt_level in ("O0", "O1", "O2"):
         config = apex(opt_level, loss_scale="dynamic", num_losses=2, max_loss_scale=64.0)
         engine = make_engine(config | {"gradient_accumulation": 2, "clip_grad_norm": 0.7}, criterion=None)
-        x, y = make_data(16 * world_size)
+        x, y = here(make_data(16 * world_size))
         exact = []
         for update in range(4):
             for micro in range(2):

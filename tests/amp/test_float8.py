@@ -12,7 +12,7 @@ import halfmesh
 from halfmesh import ConfigError, InputError
 from halfmesh.amp import float8
 from halfmesh.amp.float8 import Float8Product
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, ranks_on, run_ranks
 
 torchao = pytest.importorskip("torchao")
 
@@ -47,13 +47,13 @@ def make_engine(config, model=None, **keys):
     torch.manual_seed(0)
     model = model or Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu", **keys)
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device(), **keys)
 
 
 def train(engine, count=4):
     rank, size = engine.context.dp_rank, engine.context.dp_size
     losses = []
-    for x, y in (batches() * count)[:count]:
+    for x, y in here((batches() * count)[:count]):
         engine.zero_grad()
         loss = engine.criterion(engine(x[rank::size]), y[rank::size])
         engine.backward(loss)
@@ -206,15 +206,34 @@ def test_mistakes_with_the_model(monkeypatch):
 
 
 def test_what_is_used_of_torchao():
-    """Private names: float8.py's `_torchao` is the only place."""
+    """Private names: float8.py and float8_weight.py are the only places."""
     multiply, (options, config) = float8._torchao("rowwise", True)
     assert multiply.__self__.__name__ == "matmul_with_hp_or_float8_args"
     assert options.output.emulate
+    for scaling in ("tensorwise", "rowwise"):
+        assert float8._torchao(scaling, False)[1][0].grad_weight.pad_inner_dim, "kernels of a GPU sum over 16s"
     assert config.emulate
     x, weight = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(48, 32)
     exact = nn.functional.linear(x.float(), weight)
     off = (multiply(x, weight.t(), options, config).float() - exact).norm() / exact.norm()
     assert 1e-3 < off < 0.06, "float8 has 3 bits after the leading one"
+
+
+WEIGHTS = {"fp32": torch.randn(48, 32), "bf16": torch.randn(48, 32).bfloat16(), "zeros": torch.zeros(48, 32)}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+def test_a_weight_cast_in_parts_is_torchaos_of_the_whole(weight):
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    whole = hp_tensor_to_float8_dynamic(weight, torch.float8_e4m3fn, float8._torchao("tensorwise", True)[1][0])
+    parts = [Float8Product().pack(part, weight.abs().max()) for part in weight.split(16)]
+    assert all(torch.equal(scale, whole._scale) for _, scale in parts)
+    data = torch.cat([data for data, _ in parts])
+    assert torch.equal(data, whole._data.view(torch.uint8))
+    unpacked = Float8Product().unpack(data, parts[0][1], weight.dtype)
+    assert torch.equal(unpacked._data.view(torch.uint8), data)
+    assert unpacked.dtype == weight.dtype
 
 
 CLIP = {"clip_grad_norm": 1.0}
@@ -230,25 +249,32 @@ def train_sharded(rank, world_size, parallel):
     return engine.model.state_dict(), plan
 
 
+def train_whole(rank, world_size):
+    """The weights at the start, and after three updates in float8 and in bf16."""
+    torch.manual_seed(0)
+    states = [Net().state_dict()]
+    for config in (fp8(recipe="rowwise"), {"bf16": {"mode": "torch"}}):
+        engine = make_engine(config | CLIP)
+        train(engine, 3)
+        states.append(engine.model.state_dict())
+    return states
+
+
 @pytest.mark.distributed
 def test_sharded_layers_compute_in_float8():
     """Scales of rows that are powers of two round alike in the parts: the weights end nearer to those of one process
     than bf16's do."""
-    torch.manual_seed(0)
-    start = Net().state_dict()
-    whole, bf16 = make_engine(fp8(recipe="rowwise") | CLIP), make_engine({"bf16": {"mode": "torch"}} | CLIP)
-    train(whole, 3)
-    train(bf16, 3)
-    expected = whole.model.state_dict()
+    [(start, expected, bf16)] = run_ranks(train_whole, 1)
 
     def off(state):
         ways = ((state[n] - expected[n]).norm() / (expected[n] - start[n]).norm() for n in ("a.weight", "b.weight"))
         return max(way.item() for way in ways)
 
+    share = 0.5 if ranks_on() == "gloo-cpu" else 0.6  # CUDA's autocast has norms give fp32
     for parallel in ({"tensor": {"size": 2, "plan": PLAN}}, {"data": "zero1"}, {"data": "fsdp"}):
         for state, plan in run_ranks(train_sharded, 2, parallel):
             assert "2 of 4 linear layers in float8" in plan
-            assert off(state) < 0.5 * off(bf16.model.state_dict()), parallel
+            assert off(state) < share * off(bf16), parallel
 
 
 @pytest.mark.parametrize(

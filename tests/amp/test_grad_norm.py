@@ -82,3 +82,14 @@ def test_sparse_gradients_are_refused_where_a_norm_is_needed():
     param.grad = grad
     with pytest.raises(InputError, match=r"gradient of 'p0' is sparse .*sparse=False"):
         update.step()
+
+
+def test_zeros_are_counted_in_every_layout_and_beside_nan():
+    recipe = Recipe(torch.float32, torch.float32, count_zeros=True)
+    wide = torch.ones(300, 400).t()
+    wide[:7, 3] = 0
+    bad = torch.tensor([0.0, -0.0, math.nan, math.inf])
+    grads = wide, torch.zeros(()), bad, torch.empty(0), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert step_with(*grads, recipe=recipe, on_nonfinite="skip").num_zeros == 7 + 1 + 2
+    large = torch.zeros(7_000_000), torch.ones(7_000_000)  # each more than one bucket
+    assert step_with(*large, recipe=recipe).num_zeros == 7_000_000

@@ -63,6 +63,6 @@ def test_the_committed_page_is_what_its_figures_render_to():
     page = Path(run.__file__).with_name("RESULTS.md")
     text = page.read_text()
     machine = dict(re.findall(r"^- ([A-Za-z-]+): (.*)$", text.partition("\n| ")[0], re.MULTILINE))
-    notes = text.partition(run.LIMITS)[2].strip().removeprefix("- ").split("\n- ")
+    notes = re.findall(r"^- (.*)$", text.partition(run.LIMITS)[2], re.MULTILINE)
     assert set(run.rows_of(page, machine["halfmesh"])) >= {case.name for case in run.CASES}
     assert "\n\n".join(run.render(run.rows_of(page, machine["halfmesh"]), machine, notes)) + "\n" == text

@@ -67,7 +67,9 @@ def in_cells(rank, world_size, cells, folder):
     "cells",
     [
         [("zero1", "naive"), ("tp2", "none")],
-        pytest.param([("dp2", "none"), ("fsdp", "torch"), ("pp2", "none")], marks=pytest.mark.slow),
+        pytest.param(
+            [("dp2", "none"), ("fsdp", "torch"), ("pp2", "none")], marks=[pytest.mark.slow, pytest.mark.sends]
+        ),
     ],
 )
 def test_what_is_written_on_two_ranks(cells, tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import halfmesh
 from tests.support.checkpoint_runs import FP16, LAYOUTS, PIPE, Net, differing, make_engine, train, whole_state
 from tests.support.models import CLASSES, FEATURES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 pytestmark = pytest.mark.distributed
 TOLERANCES = {"none": 1e-5, "torch": 2e-4, "naive": 4e-4}
@@ -67,7 +67,7 @@ def on_ranks(fn, cells, layout_of, *args):
     found = {}
     for ranks in sorted({LAYOUTS[layout_of(cell)][0] for cell in cells}):
         mine = [cell for cell in cells if LAYOUTS[layout_of(cell)][0] == ranks]
-        results = [fn(0, 1, mine, *args)] if ranks == 1 else run_ranks(fn, ranks, mine, *args, timeout=200)
+        results = run_ranks(fn, ranks, mine, *args, timeout=200, init=ranks > 1)
         found |= {key: [result[key] for result in results] for key in results[0]}
     return found
 
@@ -88,6 +88,7 @@ def compare(cells, folder):
     return wrong
 
 
+@pytest.mark.sends
 def test_a_checkpoint_goes_from_layout_to_layout(tmp_path):
     """Each of them loads once and is loaded once, in changing precisions; the rest is in the slow tests."""
     cells = [
@@ -96,6 +97,7 @@ def test_a_checkpoint_goes_from_layout_to_layout(tmp_path):
     assert compare([*itertools.pairwise(cells), (cells[-1], cells[0])], str(tmp_path)) == {}
 
 
+@pytest.mark.sends
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["torch", "naive"])
 def test_every_layout_loads_what_every_other_saved(mode, tmp_path):
@@ -103,6 +105,7 @@ def test_every_layout_loads_what_every_other_saved(mode, tmp_path):
     assert compare(cells, str(tmp_path)) == {}
 
 
+@pytest.mark.sends
 @pytest.mark.slow
 def test_every_mode_loads_what_every_other_saved(tmp_path):
     """And full precision in other layouts."""
@@ -144,14 +147,14 @@ PARALLEL["pp2_zero1"] = STAGES | {"data": "zero1"}
 def odd(rank, world_size, layouts, folder, sources=None):
     """Saves it in each of the layouts; or loads all `sources` into each. The states that come of it."""
     found = {}
-    x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8)
+    x, y = here((torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8)))
     for layout, source in itertools.product(layouts, sources or [None]):
         engine = halfmesh.initialize(
             odd_model(4 if sources else 3),
             lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
             nn.functional.cross_entropy,
             config={**FP16["naive"], "parallel": PARALLEL[layout]},
-            device="cpu",
+            device=rank_device(),
         )
         if sources:
             engine.load(f"{folder}/{source}")
@@ -163,6 +166,7 @@ def odd(rank, world_size, layouts, folder, sources=None):
     return found
 
 
+@pytest.mark.sends
 @pytest.mark.parametrize(
     "layouts",
     [
@@ -202,7 +206,7 @@ def samples_seen(rank, world_size, layout, folder, save_at=None, batch=8):
         nn.functional.cross_entropy,
         DataLoader(Numbered(), batch // 2 if layout == "dp2" else batch, shuffle=True),
         {"parallel": parallel},
-        device="cpu",
+        device=rank_device(),
     )
     masks, seen = [], []
     engine.model.drop.register_forward_hook(lambda *given: masks.append((given[2] == 0).tolist()))
@@ -240,7 +244,7 @@ def test_an_epoch_goes_on_at_the_same_sample_in_every_layout(tmp_path):
 
     def run(layout, *how):
         ranks = ONE_ORDER[layout]
-        return [samples_seen(0, 1, layout, *how)] if ranks == 1 else run_ranks(samples_seen, ranks, layout, *how)
+        return run_ranks(samples_seen, ranks, layout, *how, init=ranks > 1)
 
     whole, dropped = None, {}
     for source in ONE_ORDER:

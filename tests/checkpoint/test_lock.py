@@ -14,7 +14,7 @@ import pytest
 
 from halfmesh.errors import CheckpointError
 from tests.support.checkpoint_runs import make_engine, make_small, train
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, here, run_ranks
 
 
 def second_job(rank, world_size, folder):
@@ -27,7 +27,7 @@ def second_job(rank, world_size, folder):
     engine.close()
     engine = make_engine("dp2", "none", checkpoint=folder, resume="auto")
     engine.eval()
-    engine(next(iter(engine.dataloader.loader.given))[0])  # an evaluation is none of a job that saves
+    engine(here(next(iter(engine.dataloader.loader.given))[0]))  # an evaluation is none of a job that saves
     with pytest.raises(CheckpointError) as told:
         train(engine, 1)
     words.append(str(told.value))

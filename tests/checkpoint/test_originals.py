@@ -63,6 +63,7 @@ def test_in_one_process(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends  # whole weights go to the rank that writes them
 @pytest.mark.parametrize(
     "layout", ["zero1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp2", "fsdp", "tp2", "pp2"))]
 )

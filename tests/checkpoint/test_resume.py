@@ -60,6 +60,7 @@ FOUR = [("tp2_fsdp2", "naive"), ("pp2_zero1", "naive")]
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize(
     ("ranks", "cells"),
     [(2, TWO), pytest.param(2, MORE, marks=pytest.mark.slow), pytest.param(4, FOUR, marks=pytest.mark.slow)],

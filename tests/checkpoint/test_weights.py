@@ -23,7 +23,7 @@ from tests.support.checkpoint_runs import (
     whole_state,
 )
 from tests.support.models import MLP
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 BOTH = {"tensor": 2, "pipeline": {"size": 2, "microbatches": 2}}
@@ -37,9 +37,9 @@ def trained(rank, world_size, model, mode, folder):
         lambda params: torch.optim.SGD(params, lr=0.05),
         criterion,
         config={**FP16[mode], "parallel": BOTH},
-        device="cpu",
+        device=rank_device(),
     )
-    x, y = (tensor[:8] for tensor in workload.data())
+    x, y = here([tensor[:8] for tensor in workload.data()])
     engine.backward(engine.criterion(engine(x), y))
     engine.step()
     engine.save_weights(f"{folder}/weights.safetensors")
@@ -70,6 +70,7 @@ def read_by_transformers(folder, fresh):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize(
     ("model", "mode", "library"),
     [
@@ -110,6 +111,7 @@ def loaded(rank, world_size, cells, path):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [

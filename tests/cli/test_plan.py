@@ -18,8 +18,9 @@ def run(*args, model=SMALL):
 
 def test_a_config_that_fits_is_written_and_drawn(tmp_path):
     config, out, picture = (tmp_path / name for name in ("config.py", "fits.py", "mesh.svg"))
-    config.write_text('bf16 = dict(mode="torch")\nactivation_checkpoint = "selective"\nNUM_EPOCHS = 3\n')
-    args = (config, "--set", "activation_checkpoint=false", "--set", "clip_grad_norm=1.0", *ARGS, "10MiB")
+    config.write_text('bf16 = dict(mode="torch")\nactivation_checkpoint = "selective"\nLIMIT = float("inf")\n')
+    clip = "clip_grad_norm={max_norm: 1.0, norm_type: inf}"
+    args = (config, "--set", "activation_checkpoint=false", "--set", clip, *ARGS, "10MiB")
     result = run(*args, "--out", out, "--picture", picture)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -28,7 +29,9 @@ def test_a_config_that_fits_is_written_and_drawn(tmp_path):
     assert lines[2].startswith("     fits: rank 0 needs ")
     assert lines[-1] == f"written: {out}"
     assert out.read_text() == "\n".join([*lines[lines.index("") + 1 : -1], ""])
-    assert load_config(out) == load_config(config, ["activation_checkpoint=false", "clip_grad_norm=1.0"])
+    assert load_config(out) == load_config(config, ["activation_checkpoint=false", clip])
+    assert "norm_type='inf'" in out.read_text()
+    assert "LIMIT = float('inf')" in out.read_text()
     assert "rank 0" in picture.read_text()
     refused = run(*args, "--out", out)
     assert refused.exit_code == 2

@@ -119,10 +119,12 @@ class Cell:
     reduce_dtype: str = "float32"
     pipeline: Pipe = NO_PIPE
     strategy: str = "replicate"
+    context: int = 1
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pipeline.size * self.data * self.tensor
+        return self.pipeline.size * self.data * self.context * self.expert * self.tensor
 
     @property
     def scaled(self) -> bool:
@@ -136,6 +138,8 @@ class Cell:
                 "tensor": {"size": self.tensor, "plan": workload.plan, "sequence_parallel": self.sequence_parallel},
                 "data": {"strategy": self.strategy, "size": self.data, "reduce_dtype": self.reduce_dtype},
                 **self.pipeline.config(workload.partition(self.pipeline.stages)),
+                **({"context": self.context} if self.context > 1 else {}),
+                **({"expert": self.expert} if self.expert > 1 else {}),
             },
             "gradient_accumulation": self.gradient_accumulation,
             "clip_grad_norm": workload.max_norm if self.clip_grad_norm else 0.0,
@@ -150,12 +154,16 @@ class Cell:
 
     @property
     def divides_unknown_sequence(self) -> bool:
-        """Whether it asks for sequence parallelism of a model whose plan does not say where."""
-        return self.sequence_parallel and not find_workload(self.model).sequence
+        """Whether it asks for sequence parallelism of a model whose plan does not say where, or for sequences of a
+        model that has none."""
+        workload = find_workload(self.model)
+        return (self.sequence_parallel and not workload.sequence) or (self.context > 1 and not workload.tokens)
 
     def __str__(self) -> str:
         words = [self.mode, self.model, f"tp{self.tensor}", f"dp{self.data}"]
         words += [str(self.pipeline)] * (self.pipeline.size > 1)
+        words += [f"cp{self.context}"] * (self.context > 1)
+        words += [f"ep{self.expert}"] * (self.expert > 1)
         words += ["sp"] * self.sequence_parallel + [f"x{self.gradient_accumulation}"] + ["clip"] * self.clip_grad_norm
         words += [f"reduce_{self.reduce_dtype}"] * (self.reduce_dtype != "float32")
         return "-".join(words + [self.strategy] * (self.strategy != "replicate"))
@@ -172,8 +180,21 @@ AXES: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": ("float32", "bfloat16", "float16"),
     "pipeline": PIPES,
     "strategy": tuple(DATA_STRATEGIES.names()),
+    "context": (1, 2, 4),
+    "expert": (1,),  # of one model only: `EXPERTS`
 }
 assert list(AXES) == [field.name for field in fields(Cell)]
+
+
+EXPERTS = (
+    Cell("none", "mixtral", data=2, clip_grad_norm=True, strategy="fsdp", expert=2),
+    Cell("torch_fp16", "mixtral", tensor=2, gradient_accumulation=2, expert=2),
+    Cell("torch_bf16", "mixtral", data=2, strategy="zero1", expert=4),
+    Cell("torch_fp8", "mixtral", clip_grad_norm=True, expert=2),
+    Cell("naive_fp16", "mixtral", tensor=2, data=2, strategy="fsdp", expert=2),
+    Cell("naive_bf16", "mixtral", data=2, reduce_dtype="bfloat16", gradient_accumulation=2, expert=2),
+)
+"""The cells with experts; all are among those that stand for the others."""
 
 
 @cache
@@ -219,8 +240,8 @@ def is_3d(cell: Cell) -> bool:
 
 
 def is_plain(cell: Cell) -> bool:
-    """Whether no pipeline cuts the model, and the data ranks have whole copies."""
-    return cell.pipeline == NO_PIPE and cell.strategy == "replicate"
+    """Whether no pipeline cuts the model, ranks have whole sequences, and data ranks whole copies."""
+    return cell.pipeline == NO_PIPE and cell.context == 1 and cell.strategy == "replicate"
 
 
 @cache
@@ -236,7 +257,7 @@ def covering() -> tuple[Cell, ...]:
         found |= {("data", cell.mode, cell.strategy)} if cell.data > 1 else set()
         return found | ({("3d", cell.mode)} if is_3d(cell) else set())
 
-    return _choose(product(), wanted)
+    return tuple(sorted((*_choose(product(), wanted), *EXPERTS), key=lambda cell: cell.world_size))
 
 
 @cache
@@ -245,7 +266,7 @@ def thorough() -> tuple[Cell, ...]:
     possible three values of three axes occur."""
     others = tuple(cell for cell in product() if not is_plain(cell))
     chosen = [*filter(is_plain, product()), *_choose(others, lambda cell: groups(cell, 3))]
-    return tuple(sorted(chosen, key=lambda cell: cell.world_size))
+    return tuple(sorted((*chosen, *EXPERTS), key=lambda cell: cell.world_size))
 
 
 def _choose(cells: Sequence[Cell], wanted: Callable[[Cell], set[tuple[Any, ...]]]) -> tuple[Cell, ...]:

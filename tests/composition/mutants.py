@@ -16,16 +16,22 @@ from halfmesh.amp.master_weights import MasterWeights
 from halfmesh.amp.optimizer import MixedPrecisionOptimizer
 from halfmesh.division import Division
 from halfmesh.loop.lr import LRAdvance
+from halfmesh.parallel import collectives
+from halfmesh.parallel.batch_shard import losses
+from halfmesh.parallel.batch_shard.calls import SharesBatch
+from halfmesh.parallel.batch_shard.shard import BatchShard
 from halfmesh.parallel.context import ParallelContext
+from halfmesh.parallel.context_parallel import attention
+from halfmesh.parallel.context_parallel.calls import ContextParallel
 from halfmesh.parallel.gradient_sums import SharedGradients
 from halfmesh.parallel.pipeline.executor import Pipeline
 from halfmesh.parallel.pipeline.stage import StageModule
 from halfmesh.parallel.pipeline.stage_params import StageParameters
 from halfmesh.parallel.reducer import Reducer
-from halfmesh.parallel.tensor import collectives
 from halfmesh.parallel.tensor.gradients import TensorGradients
 from halfmesh.parallel.tensor.layers import RowwiseLinear, VocabEmbedding
 from halfmesh.shard import OneRank
+from tests.support.ranks import rank_device
 
 from .cells import Cell, Pipe
 from .overflows import overflow
@@ -161,6 +167,64 @@ def weight_gradients_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StageModule, "parameters", lambda self, recurse=True: iter(()))
 
 
+def mask_shifted(patch: pytest.MonkeyPatch) -> None:
+    """Each token sees the one after it, too, where keys are gathered."""
+
+    def causal(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+        return torch.ones(queries, keys, device=device).tril(keys - queries + 1) > 0
+
+    patch.setattr(attention, "_causal", causal)
+
+
+def border_label_lost(patch: pytest.MonkeyPatch) -> None:
+    """The last token of each rank has no target."""
+    inner = losses._own_targets
+
+    def own(shard: BatchShard, outputs: int, target: torch.Tensor) -> torch.Tensor:
+        found = inner(shard, outputs, target).clone()
+        found.view(-1, shard.own)[:, -1] = -100
+        return found
+
+    patch.setattr(losses, "_own_targets", own)
+
+
+def positions_off_by_a_shard(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's tokens have the positions of the rank before it; that of the trial is right."""
+    inner = ContextParallel.prepare
+
+    def prepare(self: ContextParallel, model: Any, given: dict[str, Any], shard: BatchShard) -> Any:
+        shift = shard.own if model.training else 0
+        places = (torch.arange(shard.whole, device=rank_device()) - shift).clamp_min(0).expand(shard.rows, -1)
+        return inner(self, model, given | {self._positions: places}, shard)
+
+    patch.setattr(ContextParallel, "prepare", prepare)
+
+
+def tokens_not_summed(patch: pytest.MonkeyPatch) -> None:
+    """Each rank learns from its own tokens."""
+    patch.setattr(SharedGradients, "finish", lambda self: None)
+
+
+def experts_of_the_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """Tokens come to the experts before theirs."""
+    inner = collectives.send_rows
+
+    def send(x: torch.Tensor, sent: Any, received: Any, group: Any) -> torch.Tensor:
+        rows = inner(x, sent, received, group)
+        return (rows + 1) % 2 if x.dim() == 1 else rows  # their numbers among the two of a rank
+
+    patch.setattr(collectives, "send_rows", send)
+
+
+def experts_summed(patch: pytest.MonkeyPatch) -> None:
+    """The gradients of experts are summed over ranks that have others."""
+
+    def make(self: SharesBatch, shards: Any) -> SharedGradients:
+        return SharedGradients({shard.model_param for shard in shards}, self.group, shards)
+
+    patch.setattr(SharesBatch, "make_reduction", make)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A fault.
@@ -208,6 +272,13 @@ MUTANTS = (
     Mutant(norm_of_every_stage, Cell("none", "gpt", pipeline=PIPE, clip_grad_norm=True), NORM),
     Mutant(reduced_too_early, Cell("none", "mlp", data=2, pipeline=PIPE), "arrived twice"),
     Mutant(weight_gradients_lost, Cell("none", "mlp", pipeline=Pipe(2, "zbv", 4, 2)), MOVED),
+    Mutant(mask_shifted, Cell("none", "gpt", tensor=2, context=4), "differs by"),
+    Mutant(border_label_lost, Cell("none", "gpt", context=2), WEIGHT),
+    Mutant(positions_off_by_a_shard, Cell("none", "gpt", context=2), WEIGHT),
+    Mutant(positions_off_by_a_shard, Cell("naive_bf16", "llama", context=2), MOVED),
+    Mutant(tokens_not_summed, Cell("torch_bf16", "gpt", context=2), "other weights than rank 0"),
+    Mutant(experts_of_the_neighbours, Cell("none", "mixtral", expert=2), WEIGHT),
+    Mutant(experts_summed, Cell("none", "mixtral", expert=2), WEIGHT),
     Mutant(norm_of_parts_as_copies, Cell("none", "mlp", data=2, clip_grad_norm=True, strategy="zero1"), NORM),
     Mutant(norm_of_parts_as_copies, Cell("none", "gpt", data=2, clip_grad_norm=True, strategy="fsdp"), NORM),
     Mutant(gradients_of_the_neighbours, Cell("none", "mlp", data=2, strategy="zero1"), WEIGHT),

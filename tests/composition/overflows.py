@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import halfmesh
+from tests.support.ranks import here
 
 from .cells import Cell
 from .training import digest, make_engine
@@ -71,7 +72,7 @@ def overflow(rank: int, world_size: int, cell: Cell) -> tuple[list[Overflow], st
 
 def _any_rank(mine: bool) -> bool:
     """Whether it is true on any rank."""
-    found = torch.tensor([mine], dtype=torch.int32)
+    found = here(torch.tensor([mine], dtype=torch.int32))
     dist.all_reduce(found)
     return bool(found)
 

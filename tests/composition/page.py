@@ -9,7 +9,7 @@ from pathlib import Path
 from halfmesh.compat import render_table
 from tests.support.models import COMPUTE_DTYPES, TOLERANCES
 
-from .cells import MODES, MOST_RANKS, covering, product, thorough
+from .cells import EXPERTS, MODES, MOST_RANKS, covering, product, thorough
 from .mutants import MUTANTS
 from .overflows import KINDS
 from .parity import MOVEMENT, NORM
@@ -47,9 +47,9 @@ def _trained() -> Iterator[str]:
     modes = [mode for mode in MODES if mode in TOLERANCES]
     yield "## What is trained"
     yield _fill(
-        f"""The cells of `tests/composition/cells.py` combine mode, model, tensor ranks (up to 4), data ranks and
-        strategy, pipeline (up to 4 ranks), sequence parallelism, accumulation, clipping and `reduce_dtype`.
-        {len(product()):,} are
+        f"""The cells of `tests/composition/cells.py` combine mode, model, tensor and context ranks (up to 4 of each),
+        data ranks and strategy, pipeline (up to 4 ranks), sequence parallelism, accumulation, clipping and
+        `reduce_dtype`. {len(product()):,} are
         allowed on up to {MOST_RANKS} ranks. `make test` runs {len(covering())} of them: every pair of values, each
         mode with each model on a tensor group and on a pipeline, and each mode where pipeline, data and tensor
         parallelism meet. `make test-composition` runs {len(thorough()):,}: all without a pipeline, and every triple of
@@ -78,6 +78,7 @@ def _trained() -> Iterator[str]:
         f"""an inf in one rank's gradient of one parameter, of each kind ({", ".join(KINDS)}), on each rank in turn:
         every rank skips, and nothing changes;""",
         "norms of type 2, 3 and inf, to 1e-6 of those of one process: replicated tensors count once;",
+        f"""experts of mixture-of-experts layers (Mixtral) on 2 and 4 ranks: {len(EXPERTS)} cells, each mode in one;""",
         "parameters without gradients: frozen layers, layers that only one data rank uses, layers that nobody uses;",
         f"""that these tests can fail: {len(faults)} faults put into the engine on purpose
         (`tests/composition/mutants.py`), such as a loss scale updated too early, or a norm that counts replicated

@@ -7,6 +7,9 @@ from collections import defaultdict
 from halfmesh.compat import Row, check, get_columns, get_rows
 from halfmesh.config.load import load_config
 from halfmesh.key_checks import Finding
+from halfmesh.parallel.axis import PlanInputs
+from halfmesh.parallel.context_parallel.axis import ContextOptions, ContextParallelism
+from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
 from halfmesh.parallel.tensor.checks import resolve
 
 from .cells import Cell, every
@@ -15,7 +18,9 @@ from .workloads import find_workload
 
 def findings_of_table(row: Row, column: str) -> list[Finding]:
     """What halfmesh has against the smallest config with this row and column of the composition table."""
-    axes = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": {"size": 2, "microbatches": 2}}}
+    axes = {name: {name: 2} for name in ("tensor", "context", "expert")} | {
+        "pipeline": {"pipeline": {"size": 2, "microbatches": 2}}
+    }
     config = {"parallel": axes.get(column, {"data": column})} | ({row.key: {"mode": row.mode}} if row.key else {})
     return check(load_config(config), 2, "cpu")
 
@@ -23,7 +28,13 @@ def findings_of_table(row: Row, column: str) -> list[Finding]:
 def problems_with_sequence(cell: Cell) -> list[str]:
     """What it has against dividing the sequence of a cell's model."""
     workload = find_workload(cell.model)
-    _, problems = resolve(workload.build(), cell.tensor, workload.plan, sequence_parallel=True)
+    model, problems = workload.build(), list[str]()
+    if cell.sequence_parallel:
+        problems += resolve(model, cell.tensor, workload.plan, sequence_parallel=True)[1]
+    if cell.expert > 1:
+        problems += ExpertParallelism.plan(PlanInputs(model, None, None, None, ExpertOptions(size=cell.expert)))[1]
+    if cell.context > 1:
+        problems += ContextParallelism.plan(PlanInputs(model, None, None, None, ContextOptions(size=cell.context)))[1]
     return problems
 
 
@@ -37,7 +48,11 @@ def messages() -> dict[str, list[str]]:
     for finding in everything:
         if finding.where not in found[finding.message]:
             found[finding.message].append(finding.where)
-    unknown = next(cell for cell in every() if cell.divides_unknown_sequence and not cell.findings())
-    for problem in problems_with_sequence(unknown):
-        found[problem].append(f"model {unknown.model} x sequence_parallel")
+    for cell, key in {
+        Cell(model="mlp", tensor=2, sequence_parallel=True): "sequence_parallel",
+        Cell(model="mlp", context=2): "context",
+        Cell(model="mlp", expert=2): "expert",
+    }.items():
+        for problem in problems_with_sequence(cell):
+            found[problem].append(f"model {cell.model} x {key}")
     return dict(found)

@@ -12,11 +12,10 @@ import torch
 
 from halfmesh._torch import is_compiled
 from tests.support import compiling
-from tests.support.ranks import run_ranks
 
 from .cells import Cell, Pipe
 from .parity import find_problems
-from .training import Outcome, digest, make_engine, train
+from .training import Outcome, digest, make_engine, run_cell, train
 from .workloads import UPDATES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -72,7 +71,7 @@ def train_compiled(rank: int, world_size: int, cell: CompiledCell) -> tuple[Outc
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_trains_to_parity(cell):
-    result = run_ranks(train_compiled, cell.world_size, cell, timeout=120)
+    result = run_cell(cell, train_compiled, cell, timeout=120)
     assert not find_problems(cell, [outcome for outcome, *_ in result])
     for _, compiled, breaks in result:
         microbatches = UPDATES * cell.gradient_accumulation * cell.pipeline.microbatches
@@ -108,9 +107,8 @@ def with_dropout(rank: int, world_size: int, cell: Cell) -> tuple[str, dict[str,
 )
 def test_dropout_drops_the_same(layout):
     """Random numbers are drawn in the same order, from the sequences in common and from each rank's own."""
-    world_size = Cell(**layout).world_size
     cells = Cell("none", "gpt", **layout), CompiledCell("none", "gpt", **layout)
-    plain, compiled = (run_ranks(with_dropout, world_size, cell, timeout=120) for cell in cells)
+    plain, compiled = (run_cell(cell, with_dropout, cell, timeout=120) for cell in cells)
     for result in (plain, compiled):
         assert len({text for text, _ in result}) == 1, "the ranks end with the same weights"
     torch.testing.assert_close(compiled[0][1], plain[0][1], rtol=0, atol=1e-5)
@@ -134,4 +132,4 @@ def average(rank: int, world_size: int, cell: CompiledCell) -> bool:
 
 def test_copies_of_a_divided_model():
     cell = CompiledCell("naive_bf16", "gpt", tensor=2, pipeline=PIPE)
-    assert run_ranks(average, cell.world_size, cell) == [True] * 4
+    assert run_cell(cell, average, cell) == [True] * 4

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import halfmesh
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 from .cells import Cell, Pipe
-from .training import make_optimizer
+from .training import make_optimizer, run_cell
 from .workloads import SAMPLES, criterion, find_workload
 
 pytestmark = pytest.mark.distributed
@@ -38,7 +38,7 @@ def measured(rank: int, world_size: int, cell: Cell, norm_type: float) -> list[f
     optimizer = make_optimizer(model.parameters(), workload.lr)
     config = cell.config() | {"clip_grad_norm": {"max_norm": 1e6, "norm_type": norm_type}}
     loader = DataLoader(workload.dataset, SAMPLES // cell.data)
-    engine = halfmesh.initialize(model, optimizer, criterion, loader, config, device="cpu")
+    engine = halfmesh.initialize(model, optimizer, criterion, loader, config, device=rank_device())
     norms = []
     for x, y in engine.dataloader:
         engine.backward(engine.criterion(engine(x), y))
@@ -49,11 +49,11 @@ def measured(rank: int, world_size: int, cell: Cell, norm_type: float) -> list[f
     return norms
 
 
-def expected(name: str, norm_type: float) -> list[float]:
+def expected(rank: int, world_size: int, name: str, norm_type: float) -> list[float]:
     workload = find_workload(name)
-    model = workload.build()
+    model = here(workload.build())
     optimizer = make_optimizer(model.parameters(), workload.lr)
-    x, y = workload.data()
+    x, y = here(workload.data())
     norms = []
     for inputs, targets in list(zip(x.split(SAMPLES), y.split(SAMPLES), strict=True))[:UPDATES]:
         optimizer.zero_grad()
@@ -71,6 +71,6 @@ def expected(name: str, norm_type: float) -> list[float]:
 )
 def test_norm_is_one_processs(case):
     cell, norm_type = case
-    results = run_ranks(measured, 4, cell, norm_type)
+    results = run_cell(cell, measured, cell, norm_type)
     assert all(norms == results[0] for norms in results)
-    assert results[0] == pytest.approx(expected(cell.model, norm_type), rel=1e-6)
+    assert results[0] == pytest.approx(run_ranks(expected, 1, cell.model, norm_type)[0], rel=1e-6)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import run_ranks
-
 from .cells import Cell, Pipe
 from .overflows import KINDS, find_overflow_problems, overflow
+from .training import run_cell
 
 pytestmark = pytest.mark.distributed
 
@@ -28,6 +27,6 @@ CELLS = [
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_every_rank_skips(cell):
-    results = run_ranks(overflow, 4, cell)
+    results = run_cell(cell, overflow, cell)
     assert not find_overflow_problems(results)
     assert {update.kind for update in results[0][0]} == {*KINDS, ""}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import run_ranks
-
 from .parity import find_problems
-from .test_parity import CELLS
-from .training import train
+from .test_parity import CELLS, run_cell
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.world_size == 8], ids=str)
 def test_trains_to_parity(cell):
-    assert not find_problems(cell, run_ranks(train, 8, cell))
+    assert not find_problems(cell, run_cell(cell))

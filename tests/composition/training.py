@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import optim
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,8 +16,9 @@ from torch.utils.data import DataLoader
 
 import halfmesh
 from tests.support.models import MatmulDtypes
+from tests.support.ranks import find_obstacle, rank_device, run_ranks
 
-from .cells import Cell
+from .cells import NO_PIPE, Cell
 from .workloads import SAMPLES, criterion, find_workload
 
 OVERFLOW_AT = 1
@@ -69,7 +71,7 @@ def make_engine(cell: Cell, rank: int, **options: Any) -> halfmesh.Engine:
     loader = DataLoader(workload.dataset, SAMPLES // (cell.data * cell.gradient_accumulation))
     scheduler = LambdaLR(optimizer, decay)
     return halfmesh.initialize(
-        model, optimizer, Criterion(), loader, cell.config(**options), lr_scheduler=scheduler, device="cpu"
+        model, optimizer, Criterion(), loader, cell.config(**options), lr_scheduler=scheduler, device=rank_device()
     )
 
 
@@ -110,8 +112,15 @@ def train(rank: int, world_size: int, cell: Cell, watch: Any = None) -> Outcome:
         if result is not None:
             steps.append(Step(result.skipped, result.loss_scale, result.grad_norm, result.lr))
     engine.close(restore=True)
-    weights = {name: value.detach().clone() for name, value in engine.model.state_dict().items()}
+    weights = {name: value.detach().cpu().clone() for name, value in engine.model.state_dict().items()}
     return Outcome(steps, losses, watch.dtypes, digest(weights), weights if rank == 0 else None)
+
+
+def run_cell(cell: Cell, job: Any, *args: Any, **options: Any) -> Any:
+    """What `job` returns on the ranks of `cell`, where it can run."""
+    if obstacle := find_obstacle(cell.world_size, sends=cell.pipeline != NO_PIPE):
+        pytest.skip(obstacle)
+    return run_ranks(job, cell.world_size, *args, **options)
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
@@ -119,5 +128,5 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     hashed = hashlib.sha256()
     for name, value in weights.items():
         hashed.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        hashed.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        hashed.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()

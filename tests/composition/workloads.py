@@ -75,6 +75,7 @@ class Workload:
         max_norm: clips some of the updates, not all.
         plan: `parallel.tensor.plan`.
         sequence: whether the plan says how the sequence is divided.
+        tokens: whether it takes tokens, [batch, sequence].
         points: `parallel.pipeline.partition` for each number of stages; elsewhere "auto".
     """
 
@@ -84,6 +85,7 @@ class Workload:
     max_norm: float
     plan: str | Mapping[str, str] = "auto"
     sequence: bool = True
+    tokens: bool = False
     points: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def partition(self, stages: int) -> str | tuple[str, ...]:
@@ -152,6 +154,24 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=WORDS,
+        num_local_experts=4,
+        num_experts_per_tok=4,  # all, with weights of their own: which are chosen is no matter of rounding
+        use_cache=False,
+        initializer_range=0.2,
+    )
+    return MixtralForCausalLM(config)
+
+
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -209,13 +229,14 @@ WORKLOADS = {
     "mlp": Workload(
         MLP, lambda: _labelled(8), lr=0.05, max_norm=0.79, plan=MLP_PLAN, sequence=False, points=MLP_POINTS
     ),
-    "gpt": Workload(_gpt, _text, lr=0.05, max_norm=1.9),
+    "gpt": Workload(_gpt, _text, lr=0.05, max_norm=1.9, tokens=True),
     "vit": Workload(_vit, lambda: _labelled(1, 8, 8), lr=0.006, max_norm=4.0),
-    "llama": Workload(_llama, _text, lr=0.01, max_norm=3.45),
+    "llama": Workload(_llama, _text, lr=0.01, max_norm=3.45, tokens=True),
 }
 """The values of the axis `model`."""
 
 SPECIAL = {
+    "mixtral": Workload(_mixtral, _text, lr=0.01, max_norm=3.0, tokens=True),
     "gpt2": Workload(_gpt2, _text, lr=0.02, max_norm=3.0),
     "branching": Workload(Branching, _every_other, lr=0.05, max_norm=0.79, plan=BRANCHING_PLAN, sequence=False),
     "frozen_gpt": Workload(_frozen_gpt, _text, lr=0.05, max_norm=1.2),

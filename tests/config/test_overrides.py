@@ -3,7 +3,7 @@
 import pytest
 
 import halfmesh
-from halfmesh.cli.run import find_options
+from halfmesh.cli.run import read_options
 
 BASE = {"fp16": {"mode": "torch"}, "parallel": {"tensor": 2}, "clip_grad_norm": 1.0, "NUM_EPOCHS": 9}
 
@@ -52,5 +52,5 @@ def test_mistakes_are_told_as_those_in_a_file(override, message):
 def test_the_parser_and_halfmesh_run_collect_them():
     words = ["--config", "a.py", "--set", "parallel.tensor=4", "--set=seed=7"]
     args = halfmesh.get_default_parser().parse_args(words)
-    assert args.overrides == find_options(words, "--set") == ["parallel.tensor=4", "seed=7"]
-    assert find_options(words, "--config") == ["a.py"]
+    assert args.overrides == ["parallel.tensor=4", "seed=7"]
+    assert read_options(["-v", *words, "--depth", "2", "--configs", "b.py"]) == ("a.py", args.overrides)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import halfmesh
 from tests.support.checkpoint_runs import LAYOUTS, Net
 from tests.support.models import make_data, make_engine, make_loader, sgd
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 SAMPLES, BATCH, EPOCHS = 16, 4, 3
 
@@ -198,9 +198,9 @@ def losses(rank: int, world_size: int, layout: str) -> tuple[list[float], torch.
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "fsdp"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", pytest.param("pp2", marks=pytest.mark.sends), "fsdp"])
 def test_losses_are_those_of_one_process_with_the_whole_batch(layout):
-    expected, weight = losses(0, 1, "one")
+    ((expected, weight),) = run_ranks(losses, 1, "one", init=False)
     results = run_ranks(losses, 2, layout)
     means = torch.tensor([seen for seen, _ in results]).mean(0)
     torch.testing.assert_close(means, torch.tensor(expected), rtol=1e-5, atol=1e-6)
@@ -230,6 +230,10 @@ def test_seed_decides_what_batches_are_fetched_with():
     assert not set(first["dp2"][0]) & set(second["dp2"][0])
 
 
+def draw() -> float:
+    return torch.rand((), device=rank_device()).item()
+
+
 class Drawn(nn.Module):
     """A model that says what it draws."""
 
@@ -239,7 +243,7 @@ class Drawn(nn.Module):
         self.seen: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(torch.rand(()).item())
+        self.seen.append(draw())
         return self.layer(x)
 
 
@@ -249,22 +253,25 @@ def model_draws(rank: int, world_size: int) -> dict[Any, Any]:
         with engine_of("dp2" if world_size == 2 else "one", None, model=Drawn(), config={"seed": seed}) as engine:
             in_loop = []
             for _ in range(3):
-                in_loop.append(torch.rand(()).item())
-                engine.backward(engine(torch.ones(2, 2) * (rank + 1)).sum())
+                in_loop.append(draw())
+                engine.backward(engine(here(torch.ones(2, 2) * (rank + 1))).sum())
                 engine.step()
             engine.eval()
-            engine(torch.ones(2, 2))
+            engine(here(torch.ones(2, 2)))
             found.setdefault("model", []).append(engine.model.seen[:3])
             found.setdefault("loop", []).append([*in_loop, engine.model.seen[3]])
     return found
 
 
+def draws_alone(rank: int, world_size: int) -> tuple[list[float], dict[Any, Any]]:
+    seed_all()
+    return [draw() for _ in range(7)], model_draws(0, 1)
+
+
 @pytest.mark.distributed
 def test_a_model_draws_from_its_own_sequence_on_several_ranks():
     """Dropout differs between data ranks that were seeded alike, and what the loop draws is the user's."""
-    seed_all()
-    expected = [torch.rand(()).item() for _ in range(7)]
-    alone = model_draws(0, 1)
+    ((expected, alone),) = run_ranks(draws_alone, 1, init=False)
     assert (alone["loop"][0], alone["model"][0]) == ([*expected[:6:2], expected[6]], expected[1:6:2]), (
         "as in a plain loop"
     )
@@ -294,11 +301,11 @@ def own_batches(rank: int, world_size: int) -> dict[str, list[str]]:
     }
     said: dict[str, list[str]] = {}
     for name, (loader, batches) in loops.items():
-        engine = halfmesh.initialize(Net(), sgd, nn.functional.cross_entropy, loader, {}, device="cpu")
+        engine = halfmesh.initialize(Net(), sgd, nn.functional.cross_entropy, loader, {}, device=rank_device())
         with warnings() as said[name]:
             for _ in range(2):
                 for inputs, targets in engine.dataloader if batches is None else batches():
-                    engine.backward(engine.criterion(engine(inputs), targets))
+                    engine.backward(engine.criterion(engine(here(inputs)), here(targets)))
                     engine.step()
         engine.close()
     return said

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import halfmesh
 from tests.support.checkpoint_runs import LAYOUTS, Net
 from tests.support.models import FEATURES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 SAMPLES = 20
 
@@ -74,14 +74,14 @@ def engine_of(kind, layout="one", **config):
         None,
         LOADERS[kind](),
         {"parallel": LAYOUTS[layout][1], **config},
-        device="cpu",
+        device=rank_device(),
     )
 
 
 def train_on(engine):
     """Training draws random numbers, too."""
     torch.rand(3), random.random(), np.random.rand()
-    engine.backward(engine(torch.zeros(2, FEATURES)).sum())
+    engine.backward(engine(here(torch.zeros(2, FEATURES))).sum())
     engine.step()
 
 

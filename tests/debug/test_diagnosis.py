@@ -8,7 +8,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.models import make_data
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 RAISE = {"on_nonfinite": "raise", "debug": "nonfinite"}
 TORCH = {"fp16": {"mode": "torch", "init_scale": 16.0}, **RAISE}
@@ -59,9 +59,9 @@ def cross_entropy(output, y):
 def fail(model, config, *, x=None, y=None, criterion=cross_entropy, loss=None, before=None, batches=1):
     """The error of a run whose batches are all the same."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = halfmesh.initialize(model, optimizer, criterion, config=config, device="cpu")
+    engine = halfmesh.initialize(model, optimizer, criterion, config=config, device=rank_device())
     samples, labels = make_data(4)
-    x, y = samples if x is None else x, labels if y is None else y
+    x, y = here((samples if x is None else x, labels if y is None else y))
     if before is not None:
         with torch.no_grad():
             before(engine.model)
@@ -271,6 +271,7 @@ def on_stages(rank, world_size):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_the_stage_of_a_pipeline_is_told_by_all():
     (early, late), other = run_ranks(on_stages, 2, timeout=60)
     assert [early, late] == other

@@ -13,7 +13,7 @@ import halfmesh
 from halfmesh.hooks import ThroughputHook
 from tests.support.checkpoint_runs import FP16, differing, make_engine, whole_state
 from tests.support.models import CLASSES, FEATURES, make_data
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 FP32 = "torch.float32"
 WIDTH, LENGTH, DEPTH = 16, 8, 2
@@ -33,10 +33,11 @@ def make_gpt(**options):
 
 def engine_of(model, criterion=nn.functional.cross_entropy, **config):
     params = [param for param in model.parameters() if param.requires_grad]
-    return halfmesh.initialize(model, torch.optim.SGD(params, lr=0.1), criterion, config=config, device="cpu")
+    return halfmesh.initialize(model, torch.optim.SGD(params, lr=0.1), criterion, config=config, device=rank_device())
 
 
 def counted(engine, inputs, target):
+    inputs, target = here((inputs, target))
     try:
         with engine.count_flops() as flops:
             engine.backward(engine.criterion(engine(inputs), target))
@@ -145,6 +146,7 @@ def measured(rank, world_size, cells):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_every_layout_has_those_of_one_process():
     """To the last operation, for each sample."""
     cells = [("dp2", "torch"), ("fsdp", "none"), ("pp2", "none")]
@@ -183,6 +185,7 @@ def with_and_without(rank, world_size, cells):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_training_is_the_same_to_the_bit():
     assert with_and_without(0, 1, [("one", mode) for mode in FP16]) == []
     cells = [("tp2", "torch"), ("pp2", "naive"), ("fsdp", "none")]

@@ -114,6 +114,7 @@ def reports_of(rank, world_size, layouts):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_have_the_same_report(ranks):
     layouts = [layout for layout, (size, _) in LAYOUTS.items() if size == ranks]

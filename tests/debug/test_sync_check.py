@@ -10,9 +10,9 @@ from torch import nn
 
 from halfmesh.errors import SyncError
 from tests.support.checkpoint_runs import LAYOUTS, PIPE, TENSOR, make_engine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 MORE = {
     "pp2_dp2": (4, {"pipeline": PIPE}),
     "pp2_tp2": (4, {"pipeline": PIPE, "tensor": TENSOR}),
@@ -106,7 +106,7 @@ def state(engine):
 
 def draw(engine):
     """After the last dropout, so that nothing else comes of it in this step."""
-    engine.model.head.register_forward_hook(lambda *_: (torch.rand(1), None)[1])
+    engine.model.head.register_forward_hook(lambda *_: (torch.rand(1, device=rank_device()), None)[1])
 
 
 def master(engine):

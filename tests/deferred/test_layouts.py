@@ -9,7 +9,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.llama import Llama
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device, run_ranks
 
 LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
@@ -57,7 +57,7 @@ def make(rank, world_size, cases, from_rank0=False):
             assert any(p.is_meta or type(p) is not nn.Parameter for p in built.parameters()) == (rank > 0)
         else:
             built = MODELS[model]
-        engine = halfmesh.initialize(built, sgd, nn.CrossEntropyLoss(), config=config, device="cpu")
+        engine = halfmesh.initialize(built, sgd, nn.CrossEntropyLoss(), config=config, device=rank_device())
         engine.close(restore=True)
         found[name] = {key: value.clone() for key, value in engine.model.state_dict().items()}
     return found

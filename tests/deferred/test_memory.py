@@ -11,7 +11,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.llama import Llama
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device, run_ranks
 from tests.support.real_memory import RealTracker
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -53,7 +53,7 @@ def measure(rank, world_size, layouts, how):
             else:
                 model = wide if how == "deferred" else wide()
             config = {"parallel": parallel}
-            engine = halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), config=config, device="cpu")
+            engine = halfmesh.initialize(model, sgd, nn.CrossEntropyLoss(), config=config, device=rank_device())
             del model
             found[name] = tracker.settled() - before, tracker.peak - before
         engine.close()

@@ -13,7 +13,7 @@ from torch import nn
 import halfmesh
 from halfmesh import InputError
 from tests.support.models import said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import MODES, batch
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -40,13 +40,13 @@ def start(model, given="optimizer", **config):
     if optimizer is None:
         optimizer = torch.optim.AdamW(groups(model), lr=0.01)
         assert len(optimizer.param_groups[0]["params"]) == 1
-    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device="cpu")
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
 
 
 def losses(engine, rank, steps=4):
     found = []
     for step in range(steps):
-        inputs, targets = batch(rank, step)
+        inputs, targets = here(batch(rank, step))
         engine.zero_grad()
         loss = engine.criterion(engine(inputs), targets)
         engine.backward(loss)
@@ -62,7 +62,7 @@ def deferred():
 
 def compare(rank, world_size, parallel, modes):
     """Losses and weights of a model with the values of a deferred one, and of that one."""
-    with halfmesh.initialize(deferred(), sgd, config={}, device="cpu") as engine:
+    with halfmesh.initialize(deferred(), sgd, config={}, device=rank_device()) as engine:
         values = engine.model.state_dict()
     for mode in modes:
         ordinary, runs = build(), []
@@ -79,7 +79,13 @@ def compare(rank, world_size, parallel, modes):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "parallel", [{"data": "fsdp"}, {"data": "zero1"}, {"pipeline": {"size": 2, "microbatches": 2}}], ids=str
+    "parallel",
+    [
+        {"data": "fsdp"},
+        {"data": "zero1"},
+        pytest.param({"pipeline": {"size": 2, "microbatches": 2}}, marks=pytest.mark.sends),
+    ],
+    ids=str,
 )
 def test_training_is_that_of_a_model_with_the_same_values(parallel):
     run_ranks(compare, 2, parallel, ["fp32", "torch_fp16", "naive_bf16"], timeout=120)
@@ -293,14 +299,14 @@ DIFFERENT = {
 def build_apart(rank, world_size):
     """What is said of ranks that build other models; and a weight of an unseeded one, which is no problem."""
     torch.manual_seed(rank)
-    engine = halfmesh.initialize(unseeded, sgd, config={}, device="cpu")
+    engine = halfmesh.initialize(unseeded, sgd, config={}, device=rank_device())
     weight = engine.model.weight.detach().clone()
     engine.close()
     found = {}
     for how in DIFFERENT:
         torch.manual_seed(rank if how == "torch" else 0), np.random.seed(rank)
         model = {"torch": asks, "numpy": drawn}.get(how) or {"some": whole, "from_rank0": larger}[how](rank)
-        found[how] = said(halfmesh.initialize, model, sgd, config={}, device="cpu")
+        found[how] = said(halfmesh.initialize, model, sgd, config={}, device=rank_device())
     return weight, found
 
 

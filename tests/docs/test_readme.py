@@ -36,7 +36,7 @@ def test_the_loop(folder, capsys):
     assert re.fullmatch(r"12 updates, \d of them skipped, loss scale \d+\n", capsys.readouterr().out)
     assert names["engine"].config.fp16.mode == "naive"
     assert names["model"][0].weight.dtype == torch.float32, "the engine is closed: the model is as it came"
-    assert not torch.equal(names["model"][0].weight, before)
+    assert not torch.equal(names["model"][0].weight.cpu(), before)
     assert names["loss"] < 0.5
 
 
@@ -113,15 +113,13 @@ def find_losses(printed):
     return [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
 
 
-def test_the_mistakes_of_the_quickstart(run):
+def test_the_mistake_of_the_quickstart(run):
     run("quickstart.md", files=("config.py",))
-    names, told = {}, find_blocks(read_page("quickstart.md"), "")
+    names, (told,) = {}, find_blocks(read_page("quickstart.md"), "")
     exec(snippet("quickstart.md", "train.py").replace("engine.close()", ""), names)
-    habit, twice = snippet("quickstart.md", "habit.py"), snippet("quickstart.md", "twice.py")
-    for code, message in zip((habit, twice), told, strict=True):
-        with pytest.raises(halfmesh.InputError, match=re.escape(message.strip())):
-            exec(code, names)
-        names["engine"].close()
+    with pytest.raises(halfmesh.InputError, match=re.escape(told.strip())):
+        exec(snippet("quickstart.md", "habit.py"), names)
+    names["engine"].close()
 
 
 # --- CONTRIBUTING ---------------------------------------------------------------------------------------------------

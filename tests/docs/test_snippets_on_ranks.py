@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from tests.support import nano_gpt
 from tests.support.pages import find_rows, import_snippet, read_page, snippet, stand_ins
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import free_port, here, rank_device, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -72,7 +72,7 @@ def make_engine(model, **pipeline):
         loader,
         {"parallel": {"pipeline": {"size": 2, "microbatches": 4} | pipeline}},
         eval_dataloader=loader,
-        device="cpu",
+        device=rank_device(),
     )
 
 
@@ -92,22 +92,23 @@ def run_loop(rank, world_size):
     return names["total"], int(names["hits"]), part, [p.detach() for p in engine.model.parameters()]
 
 
-def run_alone():
-    model = make_tower(3)
+def run_alone(rank, world_size):
+    model = here(make_tower(3))
     optimizer, total = torch.optim.SGD(model.parameters(), lr=0.1), 0.0
-    for x, y in zip(*(part.split(8) for part in samples(24)), strict=True):
+    for x, y in zip(*(part.split(8) for part in here(samples(24))), strict=True):
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         total += loss.item()
-    x, y = samples(24)
+    x, y = here(samples(24))
     halfmesh.PARTITIONERS.unregister("tower")
     return total, int((model(x).argmax(1) == y).sum()), [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.sends
 def test_the_loop_under_a_pipeline_is_that_of_one_process():
-    total, hits, params = run_alone()
+    ((total, hits, params),) = run_ranks(run_alone, 1)
     for rank, found in enumerate(run_ranks(run_loop, 2)):
         assert found[0] == pytest.approx(total, rel=1e-6)
         assert found[1] == hits
@@ -119,7 +120,7 @@ def test_the_loop_under_a_pipeline_is_that_of_one_process():
 def provoke(rank, world_size):
     """What each row of the table is told."""
     engine = make_engine(make_tower(3))
-    images, labels = samples(8)
+    images, labels = here(samples(8))
     output = engine(images)
     loss = engine.criterion(output, labels)
     told = {
@@ -135,10 +136,11 @@ def provoke(rank, world_size):
     told["the same after backward"] = say(lambda: output.argmax(1))
     engine.close()
     engine = make_engine(make_tower(3))
-    told["different images on the stages of one replica"] = say(lambda: engine(samples(8, seed=rank)[0]))
+    told["different images on the stages of one replica"] = say(lambda: engine(here(samples(8, seed=rank)[0])))
     return told
 
 
+@pytest.mark.sends
 def test_the_table_of_messages():
     rows = dict(find_rows(read_page("pipeline.md"), "what you write"))
     for told in run_ranks(provoke, 2):
@@ -159,14 +161,15 @@ def cut(rank, world_size):
         if name == "points":
             halfmesh.PARTITIONERS.unregister("tower")
             changes = run(snippet("pipeline.md", "split_config.py"))["parallel"]["pipeline"]
-        x, _ = samples(8)
-        expected = model.eval()(x).detach()
+        x, _ = here(samples(8))
+        expected = here(model).eval()(x).detach()
         with make_engine(model, **changes) as engine:
             assert torch.allclose(engine.eval()(x), expected, atol=1e-6)
             found[name] = {key.rpartition(".")[0] for key in engine.model.state_dict()}
     return found
 
 
+@pytest.mark.sends
 def test_its_partitions():
     first, second = run_ranks(cut, 2)
     half = {"embed", "layers.0", "layers.1"}
@@ -210,7 +213,7 @@ def count_activations(rank, world_size):
     for name in WHOLE_BACKWARDS:
         chunks = 2 if name == "interleaved" else 1
         engine = make_engine(nn.Sequential(*(Counted() for _ in range(2 * chunks))), schedule=name, chunks=chunks)
-        x, y = samples(8)
+        x, y = here(samples(8))
         loss = engine.criterion(engine(x), y)
         Counted.alive = Counted.most = 0
         engine.backward(loss)
@@ -219,11 +222,43 @@ def count_activations(rank, world_size):
     return found
 
 
+@pytest.mark.sends
 def test_the_activations_that_a_schedule_keeps():
     numbers = {"p": 2, "m": 4, "v": 2}
     rows = rows_of_schedules()
     expected = {name: eval(rows[name][3].partition(",")[0], numbers) for name in WHOLE_BACKWARDS}
     assert run_ranks(count_activations, 2)[0] == expected == {"gpipe": 4, "1f1b": 2, "interleaved": 2.5}
+
+
+# --- docs/context-parallel.md ---------------------------------------------------------------------------------------
+
+
+def train_decoder(rank, world_size):
+    names = run(snippet("context-parallel.md", "decoder.py"))
+    torch.manual_seed(0)
+    run(snippet("context-parallel.md", "train.py"), names)
+    assert names["logits"].shape == (4, 8, 32)
+    return names["loss"].item()
+
+
+@pytest.mark.on_cpu("the snippet names the CPU")
+def test_a_decoder_trains_on_sharded_sequences():
+    one, other = run_ranks(train_decoder, 2)
+    assert one == other < 3.0
+
+
+# --- docs/expert-parallel.md ----------------------------------------------------------------------------------------
+
+
+def train_experts(rank, world_size):
+    torch.manual_seed(0)
+    return run(snippet("expert-parallel.md", "train.py"))["loss"].item()
+
+
+@pytest.mark.on_cpu("the snippet names the CPU")
+def test_mixtral_trains_with_sharded_experts():
+    one, other = run_ranks(train_experts, 2)
+    assert one == other < 2.5
 
 
 # --- docs/tensor-parallel.md ----------------------------------------------------------------------------------------
@@ -246,9 +281,10 @@ class Layers(nn.Module):
 
 def divide(model, parallel, x):
     """Shapes after initialize. The output is that of one process."""
-    expected = model.eval()(x)
+    x = here(x)
+    expected = here(model).eval()(x)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with halfmesh.initialize(model, sgd, config={"parallel": parallel}, device="cpu") as engine:
+    with halfmesh.initialize(model, sgd, config={"parallel": parallel}, device=rank_device()) as engine:
         assert torch.allclose(engine.eval()(x), expected, atol=1e-6)
         return {name: tuple(param.shape) for name, param in engine.model.named_parameters()}
 
@@ -280,6 +316,7 @@ def compare_with_one_process(rank, world_size, folder):
     run(snippet("tensor-parallel.md", "parity.py"))
 
 
+@pytest.mark.on_cpu("the snippet names the CPU")
 def test_the_parity_script_of_the_plan(tmp_path):
     run_ranks(compare_with_one_process, 2, tmp_path, fresh=True)  # the plan is registered twice else
 
@@ -296,6 +333,7 @@ def train_bert(rank, world_size):
     return names["engine"].global_step, names["loss"].item()
 
 
+@pytest.mark.sends
 def test_a_model_of_transformers_under_a_pipeline():
     pytest.importorskip("transformers")
     first, second = run_ranks(train_bert, 2)

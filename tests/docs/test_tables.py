@@ -16,25 +16,39 @@ from halfmesh.amp.recipe import FP32
 from halfmesh.cli import app
 from halfmesh.config.activations import CheckpointConfig
 from halfmesh.config.automatic import AutomaticConfig
-from halfmesh.config.schema import ClipConfig, CompileConfig, DataConfig, PipelineConfig, Settings, TensorConfig
+from halfmesh.config.schema import (
+    ClipConfig,
+    CompileConfig,
+    DataConfig,
+    PipelineConfig,
+    Settings,
+    TensorConfig,
+    parallel_config,
+)
 from halfmesh.options import Options
+from halfmesh.parallel.context_parallel.axis import ContextOptions
 from halfmesh.report.run_files import FILES
 from tests.support.models import make_engine
 from tests.support.pages import defaults, find_rows, read_page, stand_ins
 
 AMP = halfmesh.AMP_PLUGINS
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", None: "fp32"}
+PARALLEL = parallel_config({"context", "expert"})
+"""It gets these fields when a config has the keys, as those of axes of other packages."""
 SHORT_FORMS = {
     "activation_checkpoint": "enabled",
     "compile": "enabled",
     "parallel.tensor": "size",
     "parallel.pipeline": "size",
+    "parallel.context": "size",
+    "parallel.expert": "size",
     "parallel.data": "strategy",
     "clip_grad_norm": "max_norm",
 }
 TABLES_OF_DEFAULTS = {  # page, header: what has these defaults
     ("config.md", "key of parallel.tensor"): TensorConfig,
     ("config.md", "key of parallel.pipeline"): PipelineConfig,
+    ("config.md", "key of parallel.context"): ContextOptions,
     ("config.md", "key of parallel.data"): DataConfig,
     ("config.md", "key of clip_grad_norm"): ClipConfig,
     ("config.md", "key of activation_checkpoint"): CheckpointConfig,
@@ -60,7 +74,7 @@ def test_the_tables_of_defaults(table):
 def default_of(path):
     model, value = Settings, None
     for part in path.split("."):
-        value = model.model_fields[part].get_default()
+        value = PARALLEL() if part == "parallel" else model.model_fields[part].get_default()
         model = type(value) if isinstance(value, Options) else model
     return getattr(value, SHORT_FORMS[path]) if path in SHORT_FORMS else value
 
@@ -68,7 +82,7 @@ def default_of(path):
 def test_the_table_of_all_config_keys():
     found = defaults("config.md", "key")
     assert {key.partition(".")[0] for key in found} == set(Settings.model_fields)
-    within = {f"parallel.{name}" for name in type(Settings().parallel).model_fields}
+    within = {f"parallel.{name}" for name in PARALLEL.model_fields}
     assert {key for key in found if key.startswith("parallel.")} == within
     assert found == {key: default_of(key) for key in found}
 

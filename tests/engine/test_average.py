@@ -23,7 +23,7 @@ from tests.support.models import (
     said,
     step_on,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 from tests.support.updates import CountReads
 
 X, Y = make_data(16)
@@ -268,7 +268,7 @@ def in_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str]
             weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
             with torch.no_grad(), average.applied():
                 engine.eval()
-                engine(X)
+                engine(here(X))
                 engine.train()
             assert equal(engine.model.state_dict(), weights), case
             advance(engine, STEPS - UNTIL, first=UNTIL)
@@ -284,6 +284,7 @@ def in_layouts(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str]
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_every_layout_averages_as_one_process_and_goes_on_bit_for_bit(tmp_path):
     expected, until = by_hand(), by_hand(UNTIL)
     found, _ = run_ranks(in_layouts, 2, tmp_path, timeout=200)

@@ -29,7 +29,7 @@ from tests.support.models import (
     said,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +51,7 @@ def parity(rank: int, world_size: int, modes: list[str], accumulation: int) -> d
         config |= {"gradient_accumulation": accumulation, "clip_grad_norm": 0.7}
         engine = make_engine(config, loader=make_loader(world_size * 4 * 7, 4), model=MLP(seed=rank))
         if rank != 0:  # weights must have come from rank 0
-            torch.testing.assert_close(engine.model.first.bias, MLP().first.bias.to(engine.model.first.bias.dtype))
+            torch.testing.assert_close(engine.model.first.bias, MLP().first.bias.to(engine.model.first.bias))
         steps = [(r.skipped, r.grad_norm, r.loss_scale, r.lr) for r in train(engine) if r is not None]
         results[mode] = full_weights(engine), steps
         engine.close()
@@ -74,9 +74,9 @@ def test_equals_one_process_on_the_joined_batch(world_size, accumulation, modes)
 def against_ddp(rank: int, world_size: int) -> float:
     engine = make_engine(optimizer=adamw, loader=make_loader(64, 4))
     train(engine)
-    ddp = DistributedDataParallel(MLP())
+    ddp = DistributedDataParallel(here(MLP()))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, fused=True)
-    x, y = make_data(64)
+    x, y = here(make_data(64))
     for begin in range(0, 64, 4 * world_size):
         part = slice(begin + rank, begin + 4 * world_size, world_size)
         optimizer.zero_grad()
@@ -183,7 +183,7 @@ def two_backwards(rank: int, world_size: int) -> list:
                 criterion=lambda o, t: nn.functional.cross_entropy(o, t, reduction="sum") / 4,
                 optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
             )
-            x, y = make_data(16)
+            x, y = here(make_data(16))
             x, y = x[rank::2], y[rank::2]
             for _ in range(2):
                 for half in (slice(0, 8),) if parts == 1 else (slice(0, 4), slice(4, 8)):
@@ -203,7 +203,7 @@ def test_two_backwards_before_a_step_in_every_reduction():
 
 def outside_backward(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], list[str]]:
     """A backward that does not go through the engine, after the engine has reduced."""
-    x, y = make_data(16)
+    x, y = here(make_data(16))
     x, y = x[rank::2], y[rank::2]
     engine = make_engine(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     engine.backward(engine.criterion(engine(x), y))

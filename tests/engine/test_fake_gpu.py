@@ -49,7 +49,7 @@ def steps(gpu, config, optimizer, capturing=False):
             engine.backward(engine.criterion(output, y), loss_id, retain_graph=True)
         engine.step()
 
-    with give_gradients(engine.model.parameters):
+    with give_gradients(gpu, engine.model.parameters):
         for _ in range(3):
             step()
         with gpu.watch(capturing):
@@ -89,3 +89,13 @@ def test_step_counters_are_where_they_are_read():
         optimizer.state = {p: {"step": torch.ones((), device="cuda")} for p in engine.model.parameters()}
         engine.close()
         assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
+def test_a_save_compares_all_masters_by_one_read():
+    with fake_gpu() as gpu:
+        engine = steps(gpu, MODES["naive_fp16"], adamw)
+        gpu.found.clear()
+        with gpu.watch(False):
+            found = engine._parts.update.master_weights.by_name()
+    assert len(found) > 3
+    assert len([what for what in gpu.found if " reads" in what or "cpu" in what]) == 1, gpu.found

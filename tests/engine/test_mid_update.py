@@ -8,7 +8,7 @@ from torch import nn, optim
 
 from halfmesh.errors import InputError
 from tests.support.models import MODES, make_engine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 TWO_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O1", "num_losses": 2, "max_loss_scale": 256.0}}
 O2_LOSSES = {"fp16": {"mode": "apex", "opt_level": "O2", "num_losses": 2, "max_loss_scale": 256.0}}
@@ -74,14 +74,14 @@ def test_unscaled_gradients_of_two_losses(level):
 
 def one_sided(rank, world_size):
     """Loss 1 is used on rank 0 alone, and overflows in the second update."""
-    results = []
+    results, x = [], here(X)
     for config in (TWO_LOSSES, O2_LOSSES):
         engine = pair_engine(config)
         scales = []
         for update in range(3):
-            engine.backward(engine(X), loss_id=0)
+            engine.backward(engine(x), loss_id=0)
             if rank == 0:
-                engine.backward(engine(X) * (math.inf if update == 1 else 1.0), loss_id=1)
+                engine.backward(engine(x) * (math.inf if update == 1 else 1.0), loss_id=1)
             step = engine.step()
             scales.append((step.skipped, step.loss_scale, engine.loss_scales))
         state = engine.state_dict()

@@ -195,6 +195,7 @@ def asks_for_states(rank, world_size, folder):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_states_that_are_parts_are_told_once(tmp_path):
     found = run_ranks(asks_for_states, 2, str(tmp_path))[0]
     expected = {layout: (0, [int(model), int(optimizer)], 0) for layout, (_, model, optimizer) in LAYOUTS.items()}

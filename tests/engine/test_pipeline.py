@@ -12,9 +12,9 @@ from torch import nn
 from halfmesh.tensors import tensors_of
 from tests.support.models import CLASSES, FEATURES, difference, make_data, said, sgd
 from tests.support.pipeline_parts import Deep, make, pipe, step, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 
 def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -155,8 +155,8 @@ def named_criterion(output: Any, target: torch.Tensor, weight: torch.Tensor | No
 def rows_of(name: str, begin: int, end: int) -> Any:
     value = GIVEN[name]
     if isinstance(value, Features):
-        return Features(value.x[begin:end])
-    return value if name in ("table", "scale") else value[begin:end]
+        return Features(here(value.x[begin:end]))
+    return here(value if name in ("table", "scale") else value[begin:end])
 
 
 def named(rank: int, world_size: int) -> dict[str, Any]:
@@ -164,16 +164,20 @@ def named(rank: int, world_size: int) -> dict[str, Any]:
     options = {"chunks": 2, "schedule": "interleaved", "keep_outputs": True, "non_split": ("table", "weight")}
     config = pipe(partition=("first", "middle", "last"), **options)
     engine = make(config, Named(), criterion=named_criterion)
-    y, seen = make_data(8)[1], []
+    y, seen = here(make_data(8)[1]), []
     for rows, args, kwargs, more in [*NAMED_CALLS, NAMED_CALLS[0]]:
         engine.zero_grad()
         output = engine(*(rows_of(n, 0, rows) for n in args), **{n: rows_of(n, 0, rows) for n in kwargs})
-        loss = engine.criterion(output, y[:rows], **more)
+        loss = engine.criterion(output, y[:rows], **here(more))
         engine.backward(loss)
         engine.step()
         seen.append((loss.item(), output.value()))
     engine.eval()
-    return {"seen": seen, "evaluated": engine(**{n: GIVEN[n] for n in NAMED_CALLS[0][1]}), "weights": whole(engine)}
+    return {
+        "seen": seen,
+        "evaluated": engine(**{n: rows_of(n, 0, 8) for n in NAMED_CALLS[0][1]}),
+        "weights": whole(engine),
+    }
 
 
 def test_inputs_of_all_kinds_and_arguments_that_are_not_split():
@@ -206,7 +210,7 @@ def test_inputs_of_all_kinds_and_arguments_that_are_not_split():
 def evaluations(rank: int, world_size: int, outputs: str) -> tuple[Any, Any]:
     """An output, or what is said of it; and the criterion of it."""
     engine = make(pipe(eval_outputs=outputs))
-    x, y = make_data(5)
+    x, y = here(make_data(5))
     engine.eval()
     found = []
     for use in (lambda output: output.argmax(1), lambda output: engine.criterion(output, y)):

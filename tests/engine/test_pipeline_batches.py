@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.support.models import CLASSES, FEATURES, make_data, make_loader, said
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe, step, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 
 class Recorded(nn.Dropout):
@@ -38,7 +38,7 @@ def masks_of(config: Any, rank: int) -> list[torch.Tensor]:
     torch.manual_seed(7)
     for _ in range(2):
         if rank == 1:
-            torch.rand(5)
+            torch.rand(5, device=rank_device())
         step(engine, *make_data(8))
     return (model[1] if engine.context.pp_rank == 0 else model[3]).masks
 
@@ -46,7 +46,9 @@ def masks_of(config: Any, rank: int) -> list[torch.Tensor]:
 def masks(rank: int, world_size: int) -> dict[str, Any]:
     """2 stages x 2 data ranks, each with dropout of the same shape."""
     found = masks_of(pipe(partition=("2",)) | {"seed": 3}, rank)
-    return {"masks": found, "outside": torch.rand(3)}
+    outside = torch.rand(3, device=rank_device())
+    torch.manual_seed(7)
+    return {"masks": found, "as from the start": torch.equal(outside, torch.rand(3, device=rank_device()))}
 
 
 def test_every_microbatch_stage_and_data_rank_drops_otherwise():
@@ -55,9 +57,7 @@ def test_every_microbatch_stage_and_data_rank_drops_otherwise():
     assert len(flat) == 4 * 2 * 2
     assert all(first != second for i, first in enumerate(flat) for second in flat[:i])
     # What the user draws does not depend on the model.
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    assert [torch.equal(result["outside"], expected) for result in results] == [True, False, True, True]
+    assert [result["as from the start"] for result in results] == [True, False, True, True]
     again = run_ranks(masks, 4)
     assert [m.tolist() for r in again for m in r["masks"]] == [m.tolist() for r in results for m in r["masks"]]
 
@@ -98,7 +98,7 @@ def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def draws(rank: int, world_size: int) -> dict[str, Any]:
     model = Deep(Jumps(0.1))
     engine = make(pipe() | {"seed": 7}, model, criterion=noisy)
-    x, y = make_data(8)
+    x, y = here(make_data(8))
     engine.model.eval()
     model[3].train()  # as Monte Carlo dropout
     with torch.no_grad():
@@ -108,7 +108,7 @@ def draws(rank: int, world_size: int) -> dict[str, Any]:
     for _ in range(3):
         step(engine, x, y)
     saved = engine.state_dict()["random"]["host"]
-    outside = torch.rand(2).tolist(), random.random(), float(np.random.rand())
+    outside = torch.rand(2, device=rank_device()).tolist(), random.random(), float(np.random.rand())
     return {"outside": outside, "seen": list(model[3].seen), "saved": saved is not None}
 
 

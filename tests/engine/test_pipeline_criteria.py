@@ -11,9 +11,10 @@ from torch import nn
 
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, said
 from tests.support.pipeline_parts import Deep, make, pipe, step
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
+from tests.support.tensor_parity import rng_state
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 WEIGHT = torch.linspace(1, 4, CLASSES)
 IGNORED = 1
@@ -27,7 +28,7 @@ def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def class_weights(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output, target, WEIGHT)
+    return F.cross_entropy(output, target, here(WEIGHT))
 
 
 def ignoring(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -36,13 +37,13 @@ def ignoring(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     output = F.normalize(output)
-    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+    return F.cross_entropy(output @ output.T, torch.arange(len(output), device=output.device))
 
 
 def weighted(output: torch.Tensor, target: torch.Tensor) -> Any:
     """What the message says."""
-    total = F.cross_entropy(output, target, WEIGHT, ignore_index=IGNORED, reduction="sum")
-    return total, WEIGHT[target[target != IGNORED]].sum()
+    total = F.cross_entropy(output, target, here(WEIGHT), ignore_index=IGNORED, reduction="sum")
+    return total, here(WEIGHT)[target[target != IGNORED]].sum()
 
 
 def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -111,16 +112,18 @@ def test_in_half_precision(told):
         assert "has to return (sum, weight)" in found["naive_fp16 class weights"]
 
 
+def values(rank: int, world_size: int) -> tuple[float, list[float], float]:
+    """Of one process: with class weights of the batch and of its halves, and without."""
+    model, x, y = here((Deep(), X, Y))
+    halves = [class_weights(model(a), b).item() for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+    return class_weights(model(x), y).item(), halves, F.cross_entropy(model(x), y).item()
+
+
 def test_the_values_are_those_of_one_process(told):
-    model = Deep()
-    whole, halves = (
-        class_weights(model(X), Y),
-        [class_weights(model(x), y) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)],
-    )
+    whole, halves, plain = run_ranks(values, 2)[0]
     message = told[0]["class weights"]
     assert f"gives {whole:.5f} for the whole batch, but its 2 microbatches make {sum(halves) / 2:.5f} (loss" in message
-    plain = F.cross_entropy(model(X), Y)  # as is the mean of the halves' means
-    message = told[0]["mean with a weight"]
+    message = told[0]["mean with a weight"]  # the mean of the batch is that of the halves' means
     assert (
         f"gives {plain / 8:.6f} for the whole batch, but its 2 microbatches make {2 * plain / 8:.6f} (loss" in message
     )
@@ -191,10 +194,10 @@ def later(rank: int, world_size: int) -> dict[str, Any]:
     """2 stages x 2 data ranks."""
     found: dict[str, Any] = {}
     engine = make(criterion=ignoring)
-    engine(X)  # without a backward it is no training batch
+    engine(here(X))  # without a backward it is no training batch
     found["batches"] = [said(step, engine, X, NONE_IGNORED if number < 4 else Y) for number in range(1, 11)]
     engine.close()
-    criterion = Counts()
+    criterion = here(Counts())
     engine = make(criterion=criterion)
     for rows in (8, 8, 2):
         step(engine, X[:rows], Y[:rows])
@@ -202,9 +205,9 @@ def later(rank: int, world_size: int) -> dict[str, Any]:
     found["last"] = engine.context.is_last_stage
     engine.close()
     engine = make(criterion=noisy)
-    drawn = torch.get_rng_state()
+    drawn = rng_state()
     step(engine, X, Y)
-    found["drawn"] = torch.equal(drawn, torch.get_rng_state())
+    found["drawn"] = torch.equal(drawn, rng_state())
     engine.close()
     return found
 

@@ -14,9 +14,9 @@ from torch import nn
 from halfmesh.errors import InputError
 from tests.support.models import CLASSES, FEATURES, make_data, said
 from tests.support.pipeline_parts import make, step
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, here, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 
 def deep(*more: nn.Module) -> nn.Module:
@@ -91,22 +91,22 @@ MODELS: dict[str, tuple[Any, str]] = {
 def misuse(rank: int, world_size: int) -> dict[str, str]:
     """Each mistake on both ranks; the engine works afterwards."""
     found: dict[str, str] = {}
-    x, y = make_data(8)
+    x, y = here(make_data(8))
     engine = make(model=deep())
     output = engine(x)
     loss = engine.criterion(output, y)
     found["step"] = said(engine.step)
-    found["tensor"] = said(engine.backward, torch.ones((), requires_grad=True))
+    found["tensor"] = said(engine.backward, here(torch.ones((), requires_grad=True)))
     found["output"] = said(engine.backward, output)
     found["own criterion"] = said(nn.functional.cross_entropy, output, y)
     found["own backward"] = said(loss.backward)
     found["read"] = said(lambda: loss.item())
     found["scaled"] = said(lambda: engine.backward(loss / 2))
     found["targets"] = said(engine.criterion, output, y[:5])
-    found["rows"] = said(engine, x, torch.ones(3, 2))
+    found["rows"] = said(engine, x, here(torch.ones(3, 2)))
     found["names"] = said(engine.criterion, output, y, [str(number) for number in range(8)])
-    found["numpy target"] = said(engine.criterion, output, y.numpy())
-    found["boxes"] = said(engine.criterion, output, [torch.ones(i % 3, 4) for i in range(8)])
+    found["numpy target"] = said(engine.criterion, output, y.cpu().numpy())
+    found["boxes"] = said(engine.criterion, output, here([torch.ones(i % 3, 4) for i in range(8)]))
     found["nothing"] = said(engine)
     found["model"] = said(engine.model, x)
     found["assigned"] = said(engine.model.load_state_dict, deep().state_dict(), assign=True)
@@ -225,7 +225,7 @@ def grows(rank: int, world_size: int) -> dict[str, str]:
     model = deep()
     engine = make(model=model)
     step(engine, x, y)
-    model.append(nn.Linear(CLASSES, CLASSES))
+    model.append(here(nn.Linear(CLASSES, CLASSES)))
     found["module"] = said(step, engine, x, y)
     engine.optimizer.add_param_group({"params": list(model[-1].parameters())})
     del model[-1]
@@ -271,7 +271,11 @@ def penalty(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
-        (goes_on, r"left this pipeline in the middle of a batch \(IndexError"),
+        pytest.param(
+            goes_on,
+            r"left this pipeline in the middle of a batch \(IndexError",
+            marks=pytest.mark.on_cpu("on a GPU a word that there is not ends the process"),
+        ),
         (list_made_before, "under a pipeline each rank has its stages only"),
         (penalty, "the criterion's loss depends on the model otherwise than through its output"),
     ],
@@ -308,7 +312,7 @@ def clips(rank: int, world_size: int) -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("halfmesh").addHandler(handler)
     engine = make()
-    x, y = make_data(8)
+    x, y = here(make_data(8))
     step(engine, x, y)
     engine.backward(engine.criterion(engine(x), y))
     nn.utils.clip_grad_norm_(engine.model.parameters(), 1e-3)

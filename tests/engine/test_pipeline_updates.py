@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.models import CLASSES, FEATURES, make_data
 from tests.support.pipeline_parts import Deep, make, pipe, step, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 
 def joins_later(start: Any) -> Any:
@@ -51,7 +51,7 @@ class Annealed(nn.Module):
 
 
 def anneals(start: Any) -> Any:
-    model, (x, y) = Annealed(), make_data(8)
+    model, (x, y) = Annealed(), here(make_data(8))
     engine = start(model)
     for number in range(6):
         model.alpha, model.doubles = 1 + number, number > 3
@@ -143,7 +143,7 @@ def residuals(rank: int, world_size: int, config: Any) -> dict[str, torch.Tensor
     engine = make(config, model)
     for _ in range(3):
         engine.zero_grad()
-        for x, y in zip(*(part.chunk(splits) for part in make_data(8)), strict=True):
+        for x, y in zip(*(part.chunk(splits) for part in here(make_data(8))), strict=True):
             engine.backward(engine.criterion(engine(x), y))
             engine.step()
     return whole(engine)
@@ -151,7 +151,7 @@ def residuals(rank: int, world_size: int, config: Any) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("config", [{"bf16": {"mode": "torch"}}, {"fp16": {"mode": "torch", "init_scale": 256.0}}])
 def test_half_precision_crosses_as_it_is_and_ends_in_the_bits_of_one_process(config):
-    expected = residuals(0, 1, config | {"gradient_accumulation": 4})
+    [expected] = run_ranks(residuals, 1, config | {"gradient_accumulation": 4})
     for found in run_ranks(residuals, 3, config | pipe(3, microbatches=4)):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -179,6 +179,7 @@ def received(rank: int, world_size: int, schedule: str) -> tuple[int, int]:
     return most, held()
 
 
+@pytest.mark.not_simulated("messages that let go of their tensors")
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", (1, 1)), ("gpipe", (1, 8))])
 def test_memory_to_receive_into_is_there_while_it_is_used(schedule, most):
     """Of two rows of 16 numbers; gradients on rank 0, and activations on rank 1."""
@@ -190,7 +191,7 @@ def groups(rank: int, world_size: int) -> tuple[list[list[int]], set[str], set[s
     """The ranks of both groups of the pipeline; and which of them are used, in a step and an evaluation, for what is
     sent from stage to stage, and for collectives."""
     engine = make(pipe(keep_outputs=True))
-    context, x, y = engine.context, *make_data(8)
+    context, x, y = engine.context, *here(make_data(8))
     names = {context.send_group: "send_group", context.group("pp"): "pp"}
     sent: set[str] = set()
     collectives: set[str] = set()

@@ -20,7 +20,7 @@ from tests.support.models import (
     sgd,
     step_on,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -63,7 +63,7 @@ def foreign_random_state(rank: int, world_size: int) -> torch.Tensor:
     states: list = [engine.state_dict()]
     dist.broadcast_object_list(states, src=0)
     engine.load_state_dict(states[0])
-    return engine(torch.ones(16, FEATURES)) == 0
+    return engine(here(torch.ones(16, FEATURES))) == 0
 
 
 def test_dropout_stays_different_after_a_state_of_another_rank():

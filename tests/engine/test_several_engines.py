@@ -13,7 +13,7 @@ from torch import nn
 import halfmesh
 from halfmesh.errors import InputError, NonFiniteError
 from tests.support.models import FP16_NAIVE, FP16_TORCH
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 REAL, NOISE = (torch.randn(8, size, generator=torch.Generator().manual_seed(size)) for size in (6, 4))
 bce = nn.functional.binary_cross_entropy_with_logits
@@ -49,14 +49,14 @@ def through_engines(rank: int, world_size: int) -> dict[tuple[str, str], list[di
     """As docs/loop.md has it."""
     found = {}
     size = 8 // world_size
-    real, noise = (x[rank * size : (rank + 1) * size] for x in (REAL, NOISE))
-    ones, zeros = torch.ones(size, 1), torch.zeros(size, 1)
+    real, noise = (here(x[rank * size : (rank + 1) * size]) for x in (REAL, NOISE))
+    ones, zeros = here((torch.ones(size, 1), torch.zeros(size, 1)))
     for mode in MODES:
         for data in ("replicate", "zero1") if world_size > 1 else ("replicate",):
             models = make_models()
             config = {**MODES[mode], "parallel": {"data": data}}
             generator, discriminator = engines = [
-                halfmesh.initialize(model, sgd(model), bce, None, {**config, "name": name}, device="cpu")
+                halfmesh.initialize(model, sgd(model), bce, None, {**config, "name": name}, device=rank_device())
                 for model, name in zip(models, ("generator", "discriminator"), strict=True)
             ]
             for _ in range(4):

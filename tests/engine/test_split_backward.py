@@ -10,7 +10,7 @@ from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from tests.support.models import make_data
 from tests.support.pipeline_parts import SCHEDULES, Deep, make, pipe, step, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")
 
@@ -66,11 +66,12 @@ def train_and_evaluate(rank, world_size, schedule):
     for number in range(4):
         step(engine, *batch(number))
     engine.eval()
-    output = engine(make_data(5)[0])
+    output = engine(here(make_data(5)[0]))
     return places, output, whole(engine)
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_weights_and_evaluation_are_those_of_one_process(schedule):
     found = run_ranks(train_and_evaluate, 2, schedule)
@@ -108,6 +109,7 @@ def train_with_sides(rank, world_size, schedule):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_frozen_and_unused_parameters(schedule):
     one = make({}, Deep(Sides(1), Sides(2)))

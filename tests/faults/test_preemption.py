@@ -20,7 +20,7 @@ from halfmesh.errors import Preempted
 from tests.faults.launches import TORCHRUN, started
 from tests.support import checkpoint_program
 from tests.support.checkpoint_runs import make_engine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 
 def made(layout, mode, folder, seed, **options):
@@ -91,7 +91,12 @@ CELLS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "cell", [cell if cell == "rank 1" else pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS]
+    "cell",
+    [
+        "rank 1",
+        *(pytest.param(cell, marks=pytest.mark.slow) for cell in ("both", "zero1", "fsdp", "tensor")),
+        pytest.param("pipeline", marks=[pytest.mark.slow, pytest.mark.sends]),
+    ],
 )
 def test_all_ranks_save_after_the_same_step_and_resume_exactly(cell, tmp_path):
     layout, mode, who, options = CELLS[cell]
@@ -102,7 +107,7 @@ def test_all_ranks_save_after_the_same_step_and_resume_exactly(cell, tmp_path):
 def own_loader(rank, folder):
     """Without engine.dataloader: the boundary is the next forward."""
     engine = made("dp2", "none", folder, 1)
-    x = torch.randn(4, engine.model.first.in_features)
+    x = here(torch.randn(4, engine.model.first.in_features))
 
     def train():
         while True:
@@ -219,6 +224,7 @@ def uninterrupted(rank, world_size, out):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.on_cpu("is compared bit by bit with a program that torchrun starts on the CPU")
 def test_torchrun_starts_ranks_again_and_they_resume(tmp_path):
     options = make_folders(tmp_path) | {"workers": 1}
     with begin((*TORCHRUN, "--max-restarts", "1"), **options, pause=0.05) as process:

@@ -11,7 +11,11 @@ from torch import nn
 import halfmesh
 from tests.support.models import MLP, MODES, adamw, full_weights, make_loader, sgd
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.not_simulated("graphs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])

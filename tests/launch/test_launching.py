@@ -7,7 +7,7 @@ import random
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -393,3 +393,15 @@ def test_engines_one_after_the_other(launcher, tmp_path):
         for process in started:
             process.kill()
     assert {process.returncode for process in started} == {0}, said
+
+
+def test_offloading_needs_a_group_that_also_sends_from_the_host(monkeypatch):
+    config = load_config({"parallel": {"data": {"strategy": "fsdp", "cpu_offload": True}}})
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for there in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda config=there: config)
+        refused = pytest.raises(LaunchError, match=r"make it with init_process_group\('cpu:gloo,cuda:nccl'\)")
+        with refused if there == "cuda:nccl" else nullcontext():
+            launching.ensure_process_group(device, 60, launching.choose_backend(config, device))

@@ -86,8 +86,8 @@ def test_a_plain_no_in_yaml(tmp_path):
         ),
         (
             {"parallel": {"tensor": {"size": 4, "mode": "sequence"}}},
-            {"parallel": {"tensor": {"size": 4}}},
-            {"parallel.tensor.mode": "lost"},
+            {"parallel": {"context": {"size": 4}}},
+            {},
         ),
         ({"parallel": {"data": 2}}, {"parallel": {"data": {"size": 2}}}, {}),
         ({"NUM_MICRO_BATCHES": 8}, {}, {"NUM_MICRO_BATCHES": "without"}),
@@ -288,8 +288,8 @@ def test_reasons_of_deepspeeds_keys():
         ),
         (
             {"parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 2}},
-            {"parallel": {"tensor": {"size": 2}}},
-            {"parallelism_config.parallelism_config_cp_size": "lost"},
+            {"parallel": {"tensor": {"size": 2}, "context": {"size": 2}}},
+            {},
         ),
         (
             {"gradient_accumulation_steps": 4, "split_batches": True},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset
@@ -16,6 +17,7 @@ from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.composition.parity import MOVEMENT, STILL
 from tests.composition.training import digest
 from tests.support.models import COMPUTE_DTYPES, MODES, TOLERANCES
+from tests.support.ranks import find_obstacle, rank_device, run_ranks
 
 from .zoo import SAMPLES, SUBJECTS, UPDATES, Batch, Subject
 
@@ -33,6 +35,12 @@ class Layout:
     @property
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline
+
+    def run(self, job: Any, *args: Any) -> Any:
+        """What `job` returns on the ranks of this layout, where it can run."""
+        if obstacle := find_obstacle(self.world, sends=self.pipeline > 1):
+            pytest.skip(obstacle)
+        return run_ranks(job, self.world, *args)
 
     @property
     def microbatches(self) -> int:
@@ -121,7 +129,7 @@ def train(rank: int, world_size: int, cell: Cell) -> Outcome:
     criterion = None if own_loss else subject.criterion
     config = MODES[cell.mode] | layout.config(subject)
     try:
-        engine = halfmesh.initialize(model, optimizer, criterion, loader, config, device="cpu")
+        engine = halfmesh.initialize(model, optimizer, criterion, loader, config, device=rank_device())
     except (InputError, IncompatibleConfigError) as error:
         assert digest(model.state_dict()) == before, "the refusal has changed the model"
         return Outcome(refusal=str(error))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import run_ranks
-
 from .cells import LAYOUTS, Cell, all_cells, find_problems, train
 
 for package in ("timm", "torchvision", "transformers"):
@@ -27,5 +25,5 @@ CELLS = [pytest.param(cell, marks=[pytest.mark.slow] if is_slow(cell) else [], i
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_trains_to_parity_or_is_refused(cell):
-    outcomes = run_ranks(train, LAYOUTS[cell.layout].world, cell)
+    outcomes = LAYOUTS[cell.layout].run(train, cell)
     assert list(find_problems(cell, outcomes)) == []

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import halfmesh
 from tests.support.models import MODES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device
 
 from .cells import LAYOUTS, Samples, call, make_optimizer
 from .zoo import LENGTH, SAMPLES, SUBJECTS, UPDATES, WORDS, Batch, Subject, text
@@ -37,7 +37,7 @@ def make_engine(name: str, layout: str, model: nn.Module, data: Any, criterion: 
         data = DataLoader(data, SAMPLES // place.data)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], LR)
     config = place.config(SUBJECTS[name])
-    return halfmesh.initialize(model, optimizer, criterion, data, config, device="cpu")
+    return halfmesh.initialize(model, optimizer, criterion, data, config, device=rank_device())
 
 
 def run(engine: halfmesh.Engine, own_loss: bool) -> None:
@@ -51,12 +51,12 @@ def run(engine: halfmesh.Engine, own_loss: bool) -> None:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().clone().cpu() for name, value in model.state_dict().items()}
 
 
 def by_hand(model: nn.Module, subject: Subject) -> Weights:
     """Plain torch, all samples of an update at once."""
-    data = subject.data()
+    data = here(subject.data())
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], LR)
     for update in range(UPDATES):
         optimizer.zero_grad()
@@ -95,13 +95,13 @@ def lengths(rank: int, world_size: int, layout: str) -> tuple[set[int], float]:
     own = place.pipeline == 1
     engine = make_engine(name, layout, model, loader, None if own else subject.criterion)
     run(engine, own)
-    expected = by_hand(subject.make(), subject)
+    expected = by_hand(here(subject.make()), subject)
     return collate.lengths, largest_difference(weights_of(model), expected)
 
 
 @pytest.mark.parametrize("layout", slow_but_first("data", "fsdp", "tensor", "pipeline"))
 def test_batches_of_different_lengths(layout):
-    for found, apart in run_ranks(lengths, 2, layout):
+    for found, apart in LAYOUTS[layout].run(lengths, layout):
         assert apart < 1e-6
         assert len(found) > 1
 
@@ -124,7 +124,7 @@ def frozen(rank: int, world_size: int, name: str, layout: str) -> tuple[float, b
     model = freeze(subject.make())
     start = weights_of(model)
     run(make_engine(name, layout, model, Samples(subject.data()), subject.criterion), own_loss=False)
-    expected = by_hand(freeze(subject.make()), subject)
+    expected = by_hand(here(freeze(subject.make())), subject)
     weights = weights_of(model)
     moved = {name for name, _ in model.named_parameters() if not torch.equal(weights[name], start[name])}
     return largest_difference(weights, expected), moved == {n for n, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +133,7 @@ def frozen(rank: int, world_size: int, name: str, layout: str) -> tuple[float, b
 @pytest.mark.parametrize("name", ["BERT, classification", pytest.param("timm ViT", marks=slow)])
 @pytest.mark.parametrize("layout", slow_but_first("zero1", "fsdp", "tensor", "pipeline"))
 def test_a_frozen_backbone(name, layout):
-    for apart, those in run_ranks(frozen, 2, name, layout):
+    for apart, those in LAYOUTS[layout].run(frozen, name, layout):
         assert apart < 1e-6
         assert those
 
@@ -167,7 +167,7 @@ def recomputed(rank: int, world_size: int, layout: str, reentrant: bool) -> floa
     ("layout", "reentrant"), slow_but_first(("tensor", False), ("fsdp", True), ("fsdp", False), ("pipeline", False))
 )
 def test_transformers_own_gradient_checkpointing_with_dropout(layout, reentrant):
-    assert run_ranks(recomputed, 2, layout, reentrant) == [0.0, 0.0]
+    assert LAYOUTS[layout].run(recomputed, layout, reentrant) == [0.0, 0.0]
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------

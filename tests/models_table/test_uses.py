@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import halfmesh
 from tests.support.models import MODES, TOLERANCES, said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device
 from tests.support.versions import TORCH
 
 from .cells import LAYOUTS, Samples
@@ -117,7 +117,8 @@ def train(rank: int, world_size: int, use: Use) -> tuple[dict[str, torch.Tensor]
     loader = DataLoader(Samples(data()), SAMPLES // layout.data)
     optimizer = optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     own = use.call == "own loss"
-    engine = halfmesh.initialize(model, optimizer, None if own else criterion, loader, use.config(), device="cpu")
+    given = model, optimizer, None if own else criterion, loader, use.config()
+    engine = halfmesh.initialize(*given, device=rank_device())
     for batch in engine.dataloader:
         engine.zero_grad()
         if own:
@@ -187,7 +188,7 @@ def test_weights_and_outputs_are_those_of_one_process(use):
         pytest.skip("this version of torch cannot look into a dataclass")
     expected = reference()
     largest = max(value.abs().max().item() for value in expected.values())
-    for weights, words in run_ranks(train, LAYOUTS[use.layout].world, use):
+    for weights, words in LAYOUTS[use.layout].run(train, use):
         apart = max((weights[name] - value).abs().max().item() for name, value in expected.items()) / largest
         assert apart < TOLERANCES[use.mode]
         if use.mode.startswith(("torch", "apex_o1")):  # autocast has formats of its own
@@ -204,4 +205,4 @@ OWN = "the model's own loss (output.loss) is on the last stage only. Give a crit
 
 @pytest.mark.parametrize("kind", ["dict", "tuple"])
 def test_an_own_loss_is_refused_under_a_pipeline(kind):
-    assert all(OWN in message for message in run_ranks(refused, 2, Use(kind, "own loss", "pipeline")))
+    assert all(OWN in message for message in LAYOUTS["pipeline"].run(refused, Use(kind, "own loss", "pipeline")))

@@ -32,6 +32,7 @@ EXACT, RULES, SCALER = (f"tests/amp/test_{name}.py" for name in ("update_exactne
 MASTERS, FUSED, NORM = (f"tests/amp/test_{name}.py" for name in ("master_weights", "fused", "grad_norm"))
 DIAGNOSIS = "tests/debug/test_diagnosis.py"
 CYCLE, TENSOR = "tests/engine/test_cycle.py", "tests/engine/test_tensor_parallel.py"
+GATHER = "tests/parallel/sharding/test_fsdp_gather.py"
 RESUME = "tests/checkpoint/test_resume.py"
 DAMAGE, SAVING = "tests/checkpoint/test_damage.py", "tests/checkpoint/test_saving.py"
 
@@ -48,7 +49,60 @@ FLOAT8 = (
         "amp/float8.py",
         'setattr(layer, "product", self)',
         "pass",
-        ("tests/amp/test_float8.py",),
+        ("tests/amp/test_float8.py::test_sharded_layers_compute_in_float8",),
+    ),
+    Fault(
+        "the scale of a gathered weight is that of a shard",
+        "parallel/sharding/fsdp_gather.py",
+        "            dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())\n",
+        "",
+        (GATHER,),
+    ),
+    Fault(
+        "the scale of a gathered weight is that of its first gather",
+        "parallel/sharding/fsdp_gather.py",
+        "if self._first in (None, place):",
+        "if self._first is None:",
+        (GATHER,),
+    ),
+    Fault(
+        "a weight that is tied to an embedding is gathered in float8",
+        "amp/float8.py",
+        "if is_multiplied and param not in others",
+        "if is_multiplied",
+        (GATHER,),
+    ),
+)
+
+CONTEXT = "tests/parallel/context_parallel/test_context_parallel.py"
+SHARDED_BATCHES = (
+    Fault(
+        "a loss divides by the tokens of its own rank that count",
+        "parallel/batch_shard/losses.py",
+        "dist.all_reduce(count, group=shard.group)\n        total",
+        "pass\n        total",
+        ("tests/parallel/context_parallel/test_sequence_functions.py::test_losses",),
+    ),
+    Fault(
+        "labels are shifted by each rank, which loses those at borders",
+        "parallel/models/transformers.py",
+        "if labels is not None and getattr(model.loss_function",
+        "if labels is None and getattr(model.loss_function",
+        (f"{CONTEXT}::test_parity[Llama, labels shifted over borders]",),
+    ),
+    Fault(
+        "ranks that share a sequence drop the same activations",
+        "division.py",
+        "if not AXES.get(name).draws_alike",
+        "if False",
+        (f"{CONTEXT}::test_ranks_drop_activations_by_themselves",),
+    ),
+    Fault(
+        "a rank without tokens for its experts sends nothing back",
+        "parallel/expert/dispatch.py",
+        " + 0 * own",
+        "",
+        ("tests/parallel/expert/test_expert_parallel.py::test_parity[ranks without tokens]",),
     ),
 )
 
@@ -79,7 +133,7 @@ UPDATE = (
         OPTIMIZER,
         "        finally:  # a hook of the user's may raise on one rank: the scale moves on all\n",
         "        except ZeroDivisionError:\n            pass\n        else:\n",
-        ("tests/parallel/sharding/test_zero1.py",),
+        ("tests/parallel/sharding/test_zero1.py::test_a_hook_that_fails_leaves_equal_weights",),
     ),
     Fault(
         "nan is no overflow",
@@ -202,7 +256,7 @@ CHECKPOINT = (
         "checkpoint/checkpointer.py",
         '        parts.update.skip_counter.load_state_dict(common["skips"])\n',
         "",
-        (RESUME, "tests/checkpoint/test_contents.py"),
+        ("tests/checkpoint/test_contents.py::test_extra_state_and_counters",),
     ),
     Fault(
         "the scheduler is not restored",
@@ -230,7 +284,7 @@ CHECKPOINT = (
         "checkpoint/checkpointer.py",
         'yield from self.attached.load_state_dict((own if same_layout else stored.first).get("attached", {}))',
         "yield from ()",
-        ("tests/checkpoint/test_contents.py",),
+        ("tests/checkpoint/test_contents.py::test_attached_state_goes_with_checkpoints_even_if_nobody_takes_it",),
     ),
     Fault(
         "loaded masters do not reach the model",
@@ -251,7 +305,7 @@ CHECKPOINT = (
         "checkpoint/background.py",
         "            self._error = error\n",
         "",
-        ("tests/checkpoint/test_background.py",),
+        ("tests/checkpoint/test_background.py::test_an_error_is_logged_at_once_and_training_goes_on",),
     ),
     Fault(
         "a checkpoint has its name before it is complete",
@@ -286,14 +340,14 @@ CHECKPOINT = (
         "checkpoint/checkpointer.py",
         "            shutil.rmtree(place, ignore_errors=True)\n",
         "            pass\n",
-        (SAVING,),
+        (f"{SAVING}::test_a_full_disk_on_one_rank_is_told_on_all",),
     ),
     Fault(
         "exported weights are those of the half-precision model",
         "checkpoint/state.py",
-        "value = current_value(shard.param, masters[shard.param])",
+        "value = masters[shard.name]",
         "value = shard.param",
-        ("tests/checkpoint/test_weights.py", RESUME),
+        ("tests/checkpoint/test_weights.py::test_weights_of_others_into_every_layout",),
     ),
     Fault(
         "optimizer settings start fresh",
@@ -324,7 +378,7 @@ NONFINITE = (
         "debug/nonfinite.py",
         "first = min(found, key=lambda fault: fault.key)",
         "first = found[-1]",
-        (DIAGNOSIS,),
+        (f"{DIAGNOSIS}::test_the_stage_of_a_pipeline_is_told_by_all",),
     ),
     Fault(
         "the optimizer's products count as the model's",
@@ -335,4 +389,36 @@ NONFINITE = (
     ),
 )
 
-FAULTS = FLOAT8 + UPDATE + CHECKPOINT + NONFINITE
+LAUNCHES, LATE = ("tests/engine/test_launches.py",), ("tests/parallel/test_late_collectives.py",)
+GPU = (
+    Fault(
+        "masters are rounded into the model by a launch each",
+        "amp/master_weights.py",
+        "                foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])\n",
+        "                [param.copy_(master) for param, master in pairs]\n",
+        LAUNCHES,
+    ),
+    Fault(
+        "reduced gradients are widened by a launch each",
+        "parallel/buckets.py",
+        "        foreach_copy_(wide, grads)\n",
+        "        [one.copy_(other) for one, other in zip(wide, grads, strict=True)]\n",
+        (f"{LAUNCHES[0]}::test_launches_of_data_ranks",),
+    ),
+    Fault(
+        "new weights are used before they have arrived",
+        "parallel/sharding/zero1.py",
+        "        work.wait()\n        foreach_copy_",
+        "        foreach_copy_",
+        LATE,
+    ),
+    Fault(
+        "a sum over tensor ranks is made in place",
+        "parallel/collectives.py",
+        "total = x.clone(memory_format=torch.contiguous_format)",
+        "total = x",
+        LATE,
+    ),
+)
+
+FAULTS = FLOAT8 + SHARDED_BATCHES + UPDATE + CHECKPOINT + NONFINITE + GPU

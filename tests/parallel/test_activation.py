@@ -158,6 +158,7 @@ def in_stages(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_modules_that_no_stage_calls_as_a_whole():
     for full, pattern, layers in run_ranks(in_stages, 2):
         assert "Sequential has no repeated blocks that a stage of the pipeline calls as a whole" in full

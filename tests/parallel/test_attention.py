@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.support.models import MODES, make_engine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import apart, divide, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +32,7 @@ def attention(**options: Any) -> nn.MultiheadAttention:
 
 
 def padding(keys: int) -> torch.Tensor:
-    mask = torch.zeros(N, keys, dtype=torch.bool)
+    mask = torch.zeros(N, keys, dtype=torch.bool, device=rank_device())
     mask[0, -1] = True
     return mask
 
@@ -40,14 +41,14 @@ def arguments() -> Iterator[tuple[str, bool, dict[str, Any]]]:
     """Name, whether there is a batch, and what is passed beside query, key and value."""
     yield "plain", True, {}
     yield "unbatched", False, {}
-    yield "bool mask", True, {"attn_mask": BOOLS}
+    yield "bool mask", True, {"attn_mask": here(BOOLS)}
     yield "float mask", True, {"attn_mask": random(L, S)}
     yield "masks of heads", True, {"attn_mask": random(N * HEADS, L, S)}
     yield "unbatched masks", False, {"attn_mask": random(HEADS, L, S), "key_padding_mask": padding(S)[0]}
     yield "float padding", True, {"key_padding_mask": random(N, S)}
-    yield "both", True, {"key_padding_mask": padding(S), "attn_mask": BOOLS}
+    yield "both", True, {"key_padding_mask": padding(S), "attn_mask": here(BOOLS)}
     yield "all", True, {"key_padding_mask": padding(S), "attn_mask": random(N * HEADS, L, S) > 1}
-    yield "causal", True, {"attn_mask": torch.ones(L, S, dtype=torch.bool).triu(1), "is_causal": True}
+    yield "causal", True, {"attn_mask": here(torch.ones(L, S, dtype=torch.bool).triu(1)), "is_causal": True}
 
 
 def joined(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
@@ -80,7 +81,7 @@ def self_attention(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     x = random(N, L, E)
     inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
-    attention(batch_first=True)(inputs[0], inputs[0], inputs[0])[0].square().sum().backward()
+    here(attention(batch_first=True))(inputs[0], inputs[0], inputs[0])[0].square().sum().backward()
     engine = divide(attention(batch_first=True), PLAN)
     engine.backward(engine(inputs[1], inputs[1], inputs[1])[0].square().sum())
     found["input grad"] = apart(inputs[1].grad, inputs[0].grad)
@@ -96,8 +97,8 @@ def self_attention(rank: int, world_size: int) -> dict[str, Any]:
             module.in_proj_weight.zero_()
             for part, value in zip(module.in_proj_weight.chunk(3), (200.0, 200.0, 1.0), strict=True):
                 part.fill_diagonal_(value)
-    ones = torch.ones(1, 3, E)
-    options = {"attn_mask": torch.ones(L, L).triu(1) * -9.0, "key_padding_mask": padding(L)}
+    ones = here(torch.ones(1, 3, E))
+    options = {"attn_mask": here(torch.ones(L, L)).triu(1) * -9.0, "key_padding_mask": padding(L)}
     for mode in ("torch_fp16", "torch_bf16", "naive_fp16"):
         cells = [(large, whole, ones, {})] if mode == "naive_fp16" else []
         cells += [(attention(batch_first=True).float(), attention(batch_first=True).float(), x.float(), options)]
@@ -115,6 +116,28 @@ def test_self_attention_dropout_and_half_precision():
         assert found.pop("input grad") < 1e-14
         assert 0.3 < found.pop("dropped") < 0.7
         assert all(found.values()), found
+
+
+def masks_of_kernels(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+    """Whether the kernel is given a mask, and the hint: with the hint, and with padding beside it."""
+    q, given, inner = random(N, L, E), [], F.scaled_dot_product_attention
+
+    def recorded(*args: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, **options: Any) -> torch.Tensor:
+        given.append((attn_mask is not None, is_causal))
+        return inner(*args, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    engine = divide(attention(batch_first=True), PLAN)
+    hint = {"attn_mask": here(torch.ones(L, L, dtype=torch.bool).triu(1)), "is_causal": True, "need_weights": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", recorded)
+        engine(q, q, q, **hint)
+        engine(q, q, q, key_padding_mask=padding(L), **hint)
+    return given[-2:]
+
+
+def test_the_hint_reaches_the_kernel_in_place_of_the_mask():
+    """As in torch: kernels that take no mask are faster."""
+    assert run_ranks(masks_of_kernels, 2) == [[(False, True), (True, False)]] * 2
 
 
 def call_with_a_hint(rank: int, world_size: int) -> list[str]:
@@ -137,7 +160,7 @@ def encoder(batch_first: bool = True, **options: Any) -> nn.TransformerEncoder:
 def layers(rank: int, world_size: int) -> dict:
     found: dict[Any, float] = {}
     x, memory = random(N, L, E), random(N, S, E, seed=1)
-    causal = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
+    causal = here(nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64))
     calls: dict[str, Any] = {
         "plain": {},
         "causal": {"mask": causal, "is_causal": True},
@@ -151,7 +174,7 @@ def layers(rank: int, world_size: int) -> dict:
         seen = ~padding(L) if name == "padding" else slice(None)  # torch's nested tensors have no padding
         for grads in (True, False):  # evaluation, where torch has fast paths and nested tensors
             for plan in ("auto", {"layers.1": "auto"}):
-                model = encoder().eval()
+                model = here(encoder()).eval()
                 with torch.set_grad_enabled(grads):
                     expected = model(x, **options)
                     output = divide(model, plan)(x, **options)
@@ -166,6 +189,7 @@ def layers(rank: int, world_size: int) -> dict:
     return found
 
 
+@pytest.mark.not_simulated("nested tensors")
 def test_transformer_layers():
     for found in run_ranks(layers, 2):
         assert len(found) == 6 + 12 + 2

@@ -13,7 +13,7 @@ from halfmesh.errors import InputError
 from halfmesh.launching.process_group import OwnedGroup
 from halfmesh.parallel import calls
 from tests.support.models import make_data, make_engine, said, step_on
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 LAYOUTS = {
     "dp": {},
@@ -21,7 +21,7 @@ LAYOUTS = {
     "pipeline": {"pipeline": {"size": 2, "microbatches": 2, "partition": ["again"]}},
     "fsdp": {"data": "fsdp"},
 }
-X, Y = make_data(8)
+BATCH = make_data(8)
 
 
 def unlike_calls(rank, world_size, folder):
@@ -29,7 +29,7 @@ def unlike_calls(rank, world_size, folder):
     found = {}
     for layout, parallel in LAYOUTS.items():
         engine = make_engine({"parallel": parallel, "timeout": 60.0})
-        step_on(engine, X, Y)
+        step_on(engine, *here(BATCH))
         words = [said(engine.save, folder) if rank == 0 else said(engine.load, folder)]
         words += [
             said(engine.save_weights, f"{folder}/w.pt", format="torch")
@@ -38,7 +38,7 @@ def unlike_calls(rank, world_size, folder):
         ]
         if layout != "dp":  # which sends nothing to close
             words += [said(engine.close, restore=True) if rank else said(engine.load_weights, f"{folder}/w.pt")]
-        step_on(engine, X, Y)
+        step_on(engine, *here(BATCH))
         engine.save(f"{folder}/{layout}")
         engine.close(restore=True)
         found[layout] = words, engine.model.state_dict()
@@ -46,7 +46,7 @@ def unlike_calls(rank, world_size, folder):
     begun, words = time.monotonic(), said(alone.save, folder) if rank == 0 else "nothing"
     waited = time.monotonic() - begun
     dist.barrier()
-    step_on(alone, X, Y)
+    step_on(alone, *here(BATCH))
     return found, words, waited
 
 
@@ -55,13 +55,14 @@ def as_usual(rank, world_size):
     for layout, parallel in LAYOUTS.items():
         engine = make_engine({"parallel": parallel})
         for _ in range(2):
-            step_on(engine, X, Y)
+            step_on(engine, *here(BATCH))
         engine.close(restore=True)
         found[layout] = engine.model.state_dict()
     return found
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
     results, expected = run_ranks(unlike_calls, 2, str(tmp_path)), run_ranks(as_usual, 2)
     for (found, _, _), theirs in zip(results, expected, strict=True):

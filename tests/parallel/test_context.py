@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh import ParallelContext
 from halfmesh.errors import InputError
 from tests.support.models import MLP, make_engine, said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 CPU = torch.device("cpu")
 AXES = ("pp", "dp", "tp")
@@ -40,20 +40,20 @@ def _join(context: ParallelContext, rank: int) -> None:
     """Means, and tensors of unlike lengths, over each axis."""
     for axis in (None, *AXES):
         ranks = range(context.size) if axis is None else dist.get_process_group_ranks(context.group(axis))
-        value = torch.tensor([10.0 * rank], requires_grad=True)
+        value = torch.tensor([10.0 * rank], device=rank_device(), requires_grad=True)
         mean = context.all_reduce(value, axis, op="mean")
         assert mean is value
         assert mean.item() == sum(10.0 * r for r in ranks) / len(ranks)
-        counted = torch.tensor(rank)
+        counted = here(torch.tensor(rank))
         assert context.all_reduce(counted, axis) is counted, "integers"
-        joined = context.gather(torch.full((rank, 2), rank, dtype=torch.int64), axis)
+        joined = context.gather(here(torch.full((rank, 2), rank, dtype=torch.int64)), axis)
         assert joined.tolist() == [[r, r] for r in ranks for _ in range(r)]
-        assert context.gather(torch.tensor(float(rank)), axis).tolist() == list(ranks)
+        assert context.gather(here(torch.tensor(float(rank))), axis).tolist() == list(ranks)
     if context.size > 1:
         with pytest.raises(InputError, match=r"context\.gather joins tensors along dim 0, but the ranks gave"):
-            context.gather(torch.ones(1, 1 + rank))
+            context.gather(here(torch.ones(1, 1 + rank)))
         with pytest.raises(InputError, match="give all of them one dtype"):
-            context.gather(torch.ones(1, dtype=torch.float64 if rank else torch.float32))
+            context.gather(here(torch.ones(1, dtype=torch.float64 if rank else torch.float32)))
     with pytest.raises(InputError, match="op='avg': all_reduce gives the 'sum' or the 'mean'"):
         context.all_reduce(value, op="avg")  # type: ignore[arg-type]
 
@@ -62,20 +62,20 @@ def axes(rank: int, world_size: int) -> list[dict[str, Any]]:
     """The ranks of each axis, and sums over them, on meshes of all shapes."""
     results = []
     for pp, tp in SIZES:
-        context = ParallelContext(pp, tp, CPU)
-        other = ParallelContext(pp, tp, CPU)  # a second engine has groups of its own
+        context = ParallelContext(pp, tp, rank_device())
+        other = ParallelContext(pp, tp, rank_device())  # a second engine has groups of its own
         found: dict[str, Any] = {"shape": context.shape, "place": (context.pp_rank, context.dp_rank, context.tp_rank)}
         assert tuple(context.mesh.get_coordinate()) == found["place"]
         assert context.dp_group is context.group("dp")
         assert context.tp_group is context.group("tp")
         for axis in AXES:
-            value = torch.tensor([10.0**rank])
+            value = here(torch.tensor([10.0**rank]))
             context.all_reduce(value, axis)
             found[axis] = dist.get_process_group_ranks(context.group(axis)), value.item()
         with pytest.raises(InputError, match="axis='DP' is not an axis of the mesh; did you mean 'dp'"):
             context.all_reduce(value, "DP")
         _join(context, rank)
-        value = torch.ones(1)
+        value = here(torch.ones(1))
         other.all_reduce(value, "tp")
         context.close()
         other.all_reduce(value)

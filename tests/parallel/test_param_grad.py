@@ -15,24 +15,29 @@ from torch.distributed.tensor import DTensor
 
 import halfmesh
 from tests.support.models import FP16_NAIVE, MLP, MODES, full_weights, make_data, said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 pytestmark = pytest.mark.distributed
 
-X, Y = make_data(8)
+BATCH = make_data(8)
 
 
 def make(data: str, **config) -> halfmesh.Engine:
+    config |= {"parallel": {"data": data}}
     return halfmesh.initialize(
-        MLP(), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss(), None, {"parallel": {"data": data}, **config}
+        MLP(), lambda p: torch.optim.SGD(p, lr=0.1), nn.CrossEntropyLoss(), None, config, device=rank_device()
     )
 
 
 def backward(engine: halfmesh.Engine, rank: int) -> None:
     """Of this rank's half of the batch."""
-    half = slice(4 * rank, 4 * rank + 4)
     engine.zero_grad()
-    engine.backward(engine.criterion(engine(X[half]), Y[half]))
+    engine.backward(loss_of_half(engine, rank))
+
+
+def loss_of_half(engine: halfmesh.Engine, rank: int) -> torch.Tensor:
+    x, y = (tensor.chunk(2)[rank] for tensor in here(BATCH))
+    return engine.criterion(engine(x), y)
 
 
 def whole(grad: torch.Tensor) -> torch.Tensor:
@@ -41,9 +46,9 @@ def whole(grad: torch.Tensor) -> torch.Tensor:
 
 def one_process(change: Callable[[nn.Module], None] = lambda model: None) -> MLP:
     """After a backward of all of the batch in fp32, `change` and a step."""
-    model = MLP()
+    model, (x, y) = here((MLP(), BATCH))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    nn.functional.cross_entropy(model(X), Y).backward()
+    nn.functional.cross_entropy(model(x), y).backward()
     change(model)
     optimizer.step()
     return model
@@ -61,7 +66,7 @@ def warnings() -> Iterator[list[str]]:
 
 
 def far(ours: dict[str, torch.Tensor], model: nn.Module) -> float:
-    return max((whole(ours[name]) - value).abs().max().item() for name, value in model.state_dict().items())
+    return max((here(whole(ours[name])) - value).abs().max().item() for name, value in model.state_dict().items())
 
 
 LAYOUTS = [(data, mode) for data in ("replicate", "fsdp") for mode in ("none", "naive_fp16", "naive_bf16")]
@@ -120,9 +125,8 @@ def clipped(rank, world_size):
             backward(engine, rank)
             assert REFUSED in said(nn.utils.clip_grad_norm_, params, 0.1)
             engine.zero_grad()
-            half = slice(4 * rank, 4 * rank + 4)
             for _ in range(2):  # the second one adds to what the first one left
-                engine.backward(0.5 * engine.criterion(engine(X[half]), Y[half]))
+                engine.backward(0.5 * loss_of_half(engine, rank))
             engine.step()
             assert far(full_weights(engine), one_process()) < 1e-3
             continue
@@ -176,7 +180,7 @@ def exchanged(rank, world_size):
                 assert far(full_weights(engine), one_process(change)) < most, (data, mode, change)
     engine = make("zero1", **FP16_NAIVE)
     backward(engine, rank)
-    own = torch.arange(128.0).view(16, 8).half()  # of which this rank uses its part
+    own = here(torch.arange(128.0).view(16, 8).half())  # of which this rank uses its part
     engine.model.first.weight.grad = own
     engine.step()
 
@@ -203,7 +207,7 @@ def scattered(rank, world_size):
             partial(nn.utils.clip_grad_value_, params, 1.0),
             params[0].grad.norm,
             partial(getattr, params[0].grad, "data"),
-            engine(X).sum().backward,
+            engine(here(BATCH[0])).sum().backward,
         ):
             assert REFUSED in said(look)
         weight = engine.model.first.weight

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from halfmesh.config.load import load_config
 from halfmesh.division import reduce_options
 from tests.support.models import full_weights, make_engine, said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 
 pytestmark = pytest.mark.distributed
 TINY = {"parallel": {"data": {"bucket_mb": 1e-6}}}  # one bucket for each parameter
@@ -40,7 +40,7 @@ def half_precision(rank: int, world_size: int) -> dict[str, list[float]]:
     for dtype in ("float32", "float16", "bfloat16"):
         config = {"fp16": {"mode": "naive", "initial_scale": 1.0}, "parallel": {"data": {"reduce_dtype": dtype}}}
         engine = make_engine(config, model=Scaled(), optimizer=sgd)
-        engine.backward(engine(torch.full((4,), 40000.0)).float().sum())
+        engine.backward(engine(here(torch.full((4,), 40000.0))).float().sum())
         engine.step()
         found[dtype] = full_weights(engine)["weight"].tolist()
     return found
@@ -64,7 +64,7 @@ def images(rank: int) -> torch.Tensor:
 
 def convolve(rank: int, world_size: int) -> list[torch.Tensor]:
     engine = make_engine(model=make_conv(), optimizer=sgd)
-    engine.backward(engine(images(rank)).square().mean())
+    engine.backward(engine(here(images(rank))).square().mean())
     engine.step()
     return [param.detach() for param in engine.model.parameters()]
 
@@ -103,7 +103,7 @@ def use_some(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     for number, used in enumerate(UPDATES):
         engine.model.layers[0].requires_grad_(number > 1)
         for microbatch in range(2):
-            engine.backward(engine(samples(rank, microbatch), used[rank]).square().mean() / 10)
+            engine.backward(engine(here(samples(rank, microbatch)), used[rank]).square().mean() / 10)
             engine.step()
     return full_weights(engine)
 
@@ -139,7 +139,7 @@ def buffers(rank: int, world_size: int) -> tuple[list[float], int, str]:
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("halfmesh").addHandler(handler)
     for number in range(3):
-        engine.backward(engine(torch.full((4, 2), 10.0 * rank)).sum())
+        engine.backward(engine(here(torch.full((4, 2), 10.0 * rank))).sum())
         engine.step()
         if number == 0:
             statistics = norm.running_mean.tolist(), int(norm.num_batches_tracked)
@@ -164,10 +164,11 @@ class Twice(nn.Linear):
 def refusals(rank: int, world_size: int) -> list[str]:
     embedding = make_engine(model=nn.Embedding(4, 3, sparse=True), optimizer=sgd)
     twice = make_engine(TINY, model=Twice(2, 2))
-    output = twice(torch.ones(1, 2, requires_grad=True)).sum()
-    return [said(embedding.backward, embedding(torch.tensor([1])).sum()), said(twice.backward, output)]
+    output = twice(here(torch.ones(1, 2, requires_grad=True))).sum()
+    return [said(embedding.backward, embedding(here(torch.tensor([1]))).sum()), said(twice.backward, output)]
 
 
+@pytest.mark.not_simulated("sparse tensors")
 def test_gradients_that_cannot_be_averaged_are_refused():
     for sparse, reentrant in run_ranks(refusals, 2):
         assert "gradient of 'weight' is sparse" in sparse
@@ -189,10 +190,10 @@ def broken_off(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
     handle = engine.model[0].weight.register_hook(fail)
     with pytest.raises(LookupError):
-        engine.backward(engine(samples(rank, 0)).sum() * 1e6)
+        engine.backward(engine(here(samples(rank, 0))).sum() * 1e6)
     handle.remove()
     engine.zero_grad()
-    engine.backward(engine(samples(rank, 0)).sum())
+    engine.backward(engine(here(samples(rank, 0))).sum())
     engine.step()
     return full_weights(engine)
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfmesh._torch import ALL_GATHER
 from tests.support.models import CLASSES, FEATURES, MODES, make_data, make_engine, make_loader, sgd
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.tensor_parity import refusal
 
 pytestmark = pytest.mark.distributed
@@ -68,11 +69,11 @@ def optimizer_state(rank: int, world_size: int) -> dict[str, bool]:
         kind = type(optimizer).__name__
         found[kind, "the same objects"] = all(a is b for a, b in zip(params, model.parameters(), strict=True))
         found[kind, "state is cut"] = all(
-            torch.equal(optimizer.state[p][key], part(name, value, rank) if value.dim() else value)
+            torch.equal(optimizer.state[p][key].cpu(), part(name, value, rank) if value.dim() else value)
             for (name, p), state in zip(model.named_parameters(), before, strict=True)
             for key, value in state.items()
         )
-        x, y = make_data(32)
+        x, y = here(make_data(32))
         for batch in range(3, 5):
             rows = slice(batch, batch + 8)
             engine.backward(engine.criterion(engine(x[rows]), y[rows]))
@@ -107,7 +108,7 @@ def loads(rank: int, world_size: int) -> dict[Any, Any]:
         engine.model.load_state_dict(whole)
         found[mode, "not changed"] = all(torch.equal(whole[name], value) for name, value in kept.items())
         local = {name: value.clone() for name, value in engine.model.state_dict().items()}
-        parts = {name: part(name, value, rank).to(local[name].dtype) for name, value in whole.items()}
+        parts = {name: part(name, value, rank).to(local[name]) for name, value in whole.items()}
         found[mode, "local"] = all(torch.equal(local[name], value) for name, value in parts.items())
         engine.model.load_state_dict(Net(seed=4).state_dict())
         engine.model.load_state_dict(local)
@@ -130,7 +131,7 @@ def test_state_dicts_of_the_whole_model_and_of_parts():
 
 
 def unequal_inputs(rank: int, world_size: int) -> list[str]:
-    x, by = torch.ones(3, FEATURES), torch.ones(12)
+    x, by = here((torch.ones(3, FEATURES), torch.ones(12)))
     found = []
     for mode in (True, False):
         for args, kwargs in (((x + rank,), {}), ((x,), {"scale": {"by": by + rank}}), ((x[: 2 + rank],), {})):
@@ -155,10 +156,10 @@ def leave_by_error(rank: int, world_size: int) -> Any:
     """Rank 0 leaves by an error, alone."""
     calls = []
     engine = make_engine(CONFIG, model=Net())
-    engine(torch.ones(3, FEATURES))
+    engine(here(torch.ones(3, FEATURES)))
     if rank == 1:
         return None
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "all_gather_object"):
+    for name in ("all_reduce", "all_gather", ALL_GATHER, "broadcast", "all_gather_object"):
         setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
     with pytest.raises(RuntimeError, match="lost"), engine:
         raise RuntimeError("lost")
@@ -171,7 +172,7 @@ def test_an_error_on_one_rank_does_not_wait_for_the_others():
 
 def copies(rank: int, world_size: int) -> dict[str, Any]:
     """A deep copy of a divided model works beside it; a pickle of it is refused."""
-    model, x = Net(), make_data(8)[0]
+    model, x = Net(), here(make_data(8)[0])
     engine = make_engine(CONFIG, model=model)
     clone = copy.deepcopy(model)
     found: dict[str, Any] = {"pickle": refusal(lambda: pickle.dumps(model)), "same": torch.equal(clone(x), engine(x))}
@@ -180,7 +181,7 @@ def copies(rank: int, world_size: int) -> dict[str, Any]:
     clone.load_state_dict(Net().state_dict())
     found["loads"] = torch.equal(clone.up.weight, model.up.weight)
     engine.close(restore=True)
-    found["works afterwards"] = torch.allclose(clone(x), model(x), atol=1e-6)
+    found["works afterwards"] = torch.allclose(clone(x), here(model)(x), atol=1e-6)
     pickle.dumps(model)
     return found
 
@@ -199,12 +200,13 @@ def oracle(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]
     torch.manual_seed(0)
     theirs = nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), nn.Linear(16, CLASSES))
     ours = copy.deepcopy(theirs)
-    parallelize_module(theirs, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    mesh = init_device_mesh(rank_device().type, (2,))
+    parallelize_module(here(theirs), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer, loader = sgd(theirs.parameters()), make_loader(40)
     plan = {"0": "colwise", "2": "rowwise"}
     engine = make_engine({"parallel": {"tensor": {"size": 2, "plan": plan}}}, model=ours, loader=loader)
     pairs = []
-    for x, y in loader:
+    for x, y in map(here, loader):
         loss = nn.functional.cross_entropy(theirs(x), y)
         optimizer.zero_grad()
         loss.backward()

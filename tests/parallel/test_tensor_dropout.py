@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import halfmesh
 from halfmesh import TENSOR_PLANS, LayerPlan
 from tests.support.models import MODES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.tensor_parity import rng_state
 
 pytestmark = pytest.mark.distributed
 
@@ -104,12 +105,12 @@ def make_engine(sequence: bool, mode: str = "none", model: Decoder | None = None
         lambda params: torch.optim.SGD(params, lr=0.1),
         lambda output, ids: nn.functional.cross_entropy(output.flatten(0, 1).float(), ids.flatten()),
         config={**MODES[mode], "parallel": {"tensor": {"size": 2, "sequence_parallel": sequence}}},
-        device="cpu",
+        device=rank_device(),
     )
 
 
 def ids() -> torch.Tensor:
-    return torch.randint(WORDS, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    return here(torch.randint(WORDS, (3, LENGTH), generator=torch.Generator().manual_seed(1)))
 
 
 def update(engine: halfmesh.Engine) -> None:
@@ -136,15 +137,15 @@ def masks(rank: int, world_size: int, sequence: bool) -> dict[str, torch.Tensor]
             module.register_forward_hook(note(name))
     for call in range(2):
         calls.append(call)
-        state = torch.get_rng_state()
+        state = rng_state()
         update(engine)
-        assert torch.equal(torch.get_rng_state(), state), "outside as if the model had drawn nothing"
+        assert torch.equal(rng_state(), state), "outside as if the model had drawn nothing"
         if rank == 1:
-            torch.rand(3)
-    state = torch.get_rng_state()
+            torch.rand(3, device=rank_device())
+    state = rng_state()
     with torch.no_grad():
         engine.eval()(ids())
-    assert torch.equal(torch.get_rng_state(), state), "evaluation draws nothing"
+    assert torch.equal(rng_state(), state), "evaluation draws nothing"
     return found
 
 
@@ -186,7 +187,7 @@ def checkpointed(rank: int, world_size: int, sequence: bool, mode: str, parts: t
             grads = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
             engine.step()
             losses.append(loss.item())
-        found[part, reentrant] = losses, grads, torch.rand(3)
+        found[part, reentrant] = losses, grads, torch.rand(3, device=rank_device())
         engine.close()
     return found
 
@@ -232,7 +233,7 @@ def interrupted(rank: int, world_size: int) -> list[Any]:
         engine(ids())
     handle.remove()
     engine(ids())
-    return [*found, torch.rand(3)]
+    return [*found, torch.rand(3, device=rank_device())]
 
 
 def test_ranks_draw_alike_again_whatever_interrupts_a_divided_layer():

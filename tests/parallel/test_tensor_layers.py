@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import MODES, make_engine
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, ranks_on, run_ranks
 from tests.support.tensor_parity import apart, divide, parity, random, refusal
 
 pytestmark = pytest.mark.distributed
 
 WORDS = 12
+WRONG_WORDS = (-1, WORDS, -WORDS) if ranks_on() == "gloo-cpu" else ()  # a GPU ends the process
 MLP_PLAN = {"2": "colwise", "4": "rowwise"}
 WORDS_PLAN = {"words": "vocab", "head": "vocab"}
 
@@ -163,7 +164,7 @@ def pairs() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, str], bool
         yield f"frozen {frozen}", mlp(frozen=frozen), random(3, 4), MLP_PLAN, False
     for reentrant in (None, True, False):
         yield f"shared input, {reentrant}", Projections(reentrant), random(3, 4), PROJECTIONS_PLAN, False
-    ids = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0))
+    ids = here(torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0)))
     yield "sinks, latent keys, words by features", Sinks(), ids, SINKS_PLAN, False
     yield "edited", Edited(), random(3, 4), {"first": "colwise", "second": "colwise", "out": "rowwise"}, False
     for named in (True, False):
@@ -172,13 +173,13 @@ def pairs() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, str], bool
 
 def trios() -> Iterator[tuple[str, nn.Module, torch.Tensor, dict[str, str], bool]]:
     """Models for three ranks."""
-    ids = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0))
+    ids = here(torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(0)))
     for tied in (True, False):
         for padding in (None, 0, 5, WORDS - 1, -1):
             for bias in (True, False):
                 yield f"{tied} {padding} {bias}", Language(tied, padding, bias), ids, WORDS_PLAN, False
     for shape in ((), (0,), (2, 2, 2)):
-        yield f"shape {shape}", Language(), torch.full(shape, 7, dtype=torch.int32), WORDS_PLAN, False
+        yield f"shape {shape}", Language(), here(torch.full(shape, 7, dtype=torch.int32)), WORDS_PLAN, False
 
 
 def all_parities(rank: int, world_size: int, models: Callable[[], Iterator[tuple[Any, ...]]]) -> dict[str, float]:
@@ -201,7 +202,7 @@ def dtypes(rank: int, world_size: int) -> dict[str, tuple[bool, float]]:
         "mlp": (mlp, MLP_PLAN, random(3, 4, dtype=torch.float32)),
         "gather": (mlp, {"2": "colwise_gather"}, random(3, 4, dtype=torch.float32)),
         "split": (mlp, {"2": "rowwise_split"}, random(3, 4, dtype=torch.float32)),
-        "words": (lambda: nn.Sequential(nn.Embedding(WORDS, 4)), {"0": "vocab"}, torch.arange(WORDS)),
+        "words": (lambda: nn.Sequential(nn.Embedding(WORDS, 4)), {"0": "vocab"}, here(torch.arange(WORDS))),
     }
     found = {}
     for mode in ("torch_fp16", "torch_bf16", "naive_fp16", "naive_bf16"):
@@ -254,9 +255,9 @@ def wrong_inputs(rank: int, world_size: int) -> dict[str, str]:
     engine = divide(sequence_model(), plan, True)
     output = engine(random(2, 6, 4).float())
     found["norms"] = refusal(lambda: engine.backward(output.square().sum()))
-    for bad in (-1, WORDS, -WORDS):
+    for bad in WRONG_WORDS:
         engine = divide(Language(), WORDS_PLAN)
-        found[f"word {bad}"] = refusal(lambda e=engine, bad=bad: e(torch.tensor([[1, bad]])))
+        found[f"word {bad}"] = refusal(lambda e=engine, bad=bad: e(here(torch.tensor([[1, bad]]))))
     x.requires_grad_()
     outer = divide(mlp(), MLP_PLAN)(x)
     (grad,) = torch.autograd.grad(outer.square().sum(), x, create_graph=True)
@@ -269,7 +270,7 @@ def test_inputs_that_cannot_be_right_are_refused_on_every_rank():
         "whole features": "takes this rank's 4 features, but its input has 8; give the layer before it the style",
         "sequence": "needs a sequence length that tensor=2 divides, and this one is 5; pad it to 6",
         "norms": "the gradients of 1.0.norm.weight, 1.0.norm.bias, 1.1.norm.weight, 1.1.norm.bias",
-        **{f"word {bad}": "IndexError: index out of range in self" for bad in (-1, WORDS, -WORDS)},
+        **{f"word {bad}": "IndexError: index out of range in self" for bad in WRONG_WORDS},
         "a gradient of a gradient": "marked with @once_differentiable",
     }
     for found in run_ranks(wrong_inputs, 2):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfmesh.parallel.models.transformers import HuggingFacePlan, _is_of_experts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 from tests.support.tensor_parity import divide, parity, random, refusal, refused
 
 WORDS, LENGTH = 20, 6
@@ -69,7 +69,7 @@ def timm_models() -> Iterator[Case]:
 def language_models() -> Iterator[Case]:
     import transformers as hf
 
-    ids = torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = here(torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1)))
 
     def call(model: Any) -> torch.Tensor:
         output = model(input_ids=ids, use_cache=False)
@@ -99,8 +99,8 @@ def other_models() -> Iterator[Case]:
     import torchvision.models as tv
     import transformers as hf
 
-    ids = torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    mask = torch.tensor([[1] * LENGTH, [1] * 4 + [0] * 2])
+    ids = here(torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1)))
+    mask = here(torch.tensor([[1] * LENGTH, [1] * 4 + [0] * 2]))
 
     def words(model: Any, **given: Any) -> torch.Tensor:
         return model(input_ids=ids, attention_mask=mask, **given).logits

@@ -17,8 +17,8 @@ import halfmesh
 from halfmesh._torch import call_hooks
 from tests.support.models import MODES
 from tests.support.nano_gpt import CONTEXT, GPT, PLAN, WORDS, CausalSelfAttention
-from tests.support.ranks import run_ranks
-from tests.support.tensor_parity import apart, make_optimizer, random, refusal, scalar
+from tests.support.ranks import here, rank_device, run_ranks
+from tests.support.tensor_parity import apart, make_optimizer, random, refusal, rng_state, scalar
 
 pytestmark = pytest.mark.distributed
 
@@ -175,7 +175,7 @@ class Masked(nn.Module):
         self.inner = self.Heads()
 
     def forward(self, x):
-        return self.inner(x, mask=torch.ones(x.shape[1], x.shape[1]).triu(1).bool())["out"]
+        return self.inner(x, mask=torch.ones(x.shape[1], x.shape[1], device=x.device).triu(1).bool())["out"]
 
 
 class AlwaysDrops(Hidden):
@@ -223,7 +223,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 def engine_of(model: nn.Module, plan: dict[str, str], parallel: Any = None, **config: Any) -> halfmesh.Engine:
     config["parallel"] = {"tensor": {"size": 2, "plan": plan}, **(parallel or {})}
-    return halfmesh.initialize(model, make_optimizer, scalar, config=config, device="cpu")
+    return halfmesh.initialize(model, make_optimizer, scalar, config=config, device=rank_device())
 
 
 def train(engine: Any, steps: int = 2) -> None:
@@ -293,7 +293,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def learn(engine: Any, steps: int = 2) -> None:
-    x, labels = random(4, 6, WIDTH, dtype=torch.float32), torch.arange(24).reshape(4, 6) % 3
+    x, labels = random(4, 6, WIDTH, dtype=torch.float32), here(torch.arange(24).reshape(4, 6) % 3)
     for _ in range(steps):
         loss = engine.criterion(engine(x), labels)
         engine.backward(loss)
@@ -307,7 +307,9 @@ def labelled(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def start(model: Any, plan: dict[str, str], config: dict[str, Any], **parallel: Any) -> halfmesh.Engine:
     tensor = {"size": 2, "plan": plan, "sequence_parallel": "1" in plan}
     config = {**config, "parallel": {"tensor": tensor, **parallel}}
-    return halfmesh.initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), labelled, config=config, device="cpu")
+    return halfmesh.initialize(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), labelled, config=config, device=rank_device()
+    )
 
 
 def ways(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
@@ -346,6 +348,7 @@ def layouts(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
+@pytest.mark.sends
 def test_in_every_layout_on_all_ranks():
     for found in run_ranks(layouts, 4, timeout=240):
         for layout, (wrong, right) in found.items():
@@ -370,7 +373,7 @@ def told() -> Iterator[list[str]]:
 def right_plans(rank: int, world_size: int) -> dict[str, tuple[float, list[str]]]:
     found = {}
     for kind, plan in RIGHT.items():
-        model, whole = made(kind), made(kind)
+        model, whole = made(kind), here(made(kind))
         optimizer = make_optimizer(whole.parameters())
         for _ in range(2):
             optimizer.zero_grad()
@@ -380,7 +383,7 @@ def right_plans(rank: int, world_size: int) -> dict[str, tuple[float, list[str]]
             engine = engine_of(model, plan)
             train(engine)
         engine.close(restore=True)
-        off = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+        off = max(apart(a, b) for a, b in zip(here(model).parameters(), whole.parameters(), strict=True))
         found[kind.__name__] = off, warnings
     return found
 
@@ -405,17 +408,17 @@ def costs(rank: int, world_size: int) -> dict[str, Any]:
         for step in ("first", "second"):
             calls.clear()
             output = engine(random(4, 6, WIDTH, dtype=torch.float32))
-            state = torch.get_rng_state()
+            state = rng_state()
             engine.backward(scalar(output))
-            found[f"{name}, {step}"] = len(calls), torch.equal(state, torch.get_rng_state())
+            found[f"{name}, {step}"] = len(calls), torch.equal(state, rng_state())
             engine.step()
         found[f"{name}, hooks"] = hooks - len(call_hooks(block))
         engine.close()
     engine = start(row(AlwaysDrops, Hidden), PAIR, {})
-    output, state = engine(random(4, 6, WIDTH, dtype=torch.float32)), torch.get_rng_state()
+    output, state = engine(random(4, 6, WIDTH, dtype=torch.float32)), rng_state()
     with told() as warnings:
         engine.backward(scalar(output))
-    found["draws"] = torch.equal(state, torch.get_rng_state())
+    found["draws"] = torch.equal(state, rng_state())
     return found | {"told": warnings}
 
 
@@ -435,7 +438,7 @@ def trained(model: nn.Module, engine: halfmesh.Engine | None = None) -> None:
     generator = torch.Generator().manual_seed(1)
     optimizer = None if engine else torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(4):
-        ids = torch.randint(WORDS, (4, CONTEXT + 1), generator=generator)
+        ids = here(torch.randint(WORDS, (4, CONTEXT + 1), generator=generator))
         output = (engine or model)(ids[:, :-1])
         loss = F.cross_entropy(output.flatten(0, 1), ids[:, 1:].flatten())
         if engine:
@@ -449,20 +452,20 @@ def trained(model: nn.Module, engine: halfmesh.Engine | None = None) -> None:
 
 def small_gpt(rank: int, world_size: int) -> tuple[float, float, str]:
     torch.manual_seed(0)
-    whole = GPT().double()
+    whole = here(GPT().double())
     torch.manual_seed(0)
     model = GPT().double()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = [param.detach().clone() for param in whole.parameters()]
     config = {"parallel": {"tensor": {"size": 2, "plan": PLAN}}}
-    engine = halfmesh.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config=config, device="cpu")
+    engine = halfmesh.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config=config, device=rank_device())
     assert engine.model.get_parameter("transformer.h.0.attn.c_attn.weight").shape == (24, 16)
     trained(model, engine)
     engine.close(restore=True)
     trained(whole)
     moved = max(apart(a, b) for a, b in zip(before, whole.parameters(), strict=True))
-    found = max(apart(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    found = max(apart(a, b) for a, b in zip(here(model).parameters(), whole.parameters(), strict=True))
     unchanged = halfmesh.initialize(
-        GPT(CausalSelfAttention), lambda p: torch.optim.SGD(p, lr=1e-2), config=config, device="cpu"
+        GPT(CausalSelfAttention), lambda p: torch.optim.SGD(p, lr=1e-2), config=config, device=rank_device()
     )
     try:
         trained(unchanged.model, unchanged)

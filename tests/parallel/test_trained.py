@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh.errors import InputError
 from halfmesh.parallel.replica_checks import refuse_unlike
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import free_port, here, run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {},
@@ -55,7 +55,7 @@ def test_unlike_from_the_start():
 
 def mid_run(rank: int, world_size: int) -> dict[str, Any]:
     """Random layer freezing, drawn from unequal seeds: after a step, and within a cycle of two batches."""
-    x, y = make_data()
+    x, y = here(make_data())
     found = {}
     for name, layout in LAYOUTS.items():
         for accumulation in (1, 2):
@@ -79,7 +79,7 @@ def test_unlike_in_the_middle_of_a_run():
 
 
 def only_one(rank: int, world_size: int, port: int) -> str:
-    x, y = make_data()
+    x, y = here(make_data())
     limit = timedelta(seconds=2)
     address = f"tcp://localhost:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
@@ -103,7 +103,7 @@ def test_one_rank_alone_ends_by_the_time_limit():
 
 def alike(rank: int, world_size: int, config: dict[str, Any], share: int = 1) -> dict[str, torch.Tensor]:
     """Each rank draws the same; a stage of a pipeline has its own layers only."""
-    x, y = make_data(16)
+    x, y = here(make_data(16))
     engine = make_engine(config, model=make_model())
     draw, size = random.Random(0), len(x) // share
     own = slice(engine.context.dp_rank * size, (engine.context.dp_rank + 1) * size)
@@ -119,8 +119,9 @@ def alike(rank: int, world_size: int, config: dict[str, Any], share: int = 1) ->
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_alike_in_the_middle_of_a_run():
-    expected = alike(0, 1, FP16_NAIVE)
+    (expected,) = run_ranks(alike, 1, FP16_NAIVE)
     for parallel in ({}, {"data": "zero1"}, {"pipeline": {"size": 2, "microbatches": 2}}):
         share = 1 if "pipeline" in parallel else 2
         for found in run_ranks(alike, 2, {**FP16_NAIVE, "parallel": parallel}, share):
@@ -132,7 +133,7 @@ def test_alike_in_the_middle_of_a_run():
 
 def frozen_for_good(rank: int, world_size: int) -> list[int]:
     """Bytes sent in each of three cycles, with a layer frozen within the first."""
-    x, y = make_data(16)
+    x, y = here(make_data(16))
     engine = make_engine({"gradient_accumulation": 2}, model=make_model())
     sent, all_reduce = [0, 0, 0], dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:
@@ -158,7 +159,7 @@ def test_what_was_frozen_within_a_cycle_is_sent_no_more_after_it():
 
 def one_stage(rank: int, world_size: int) -> str:
     """Data ranks differ in the last stage; the first has nothing to compare."""
-    x, y = make_data(16)
+    x, y = here(make_data(16))
     engine = make_engine({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "timeout": 3.0}, model=make_model())
     own = slice(engine.context.dp_rank * 8, engine.context.dp_rank * 8 + 8)
     step_on(engine, x[own], y[own])
@@ -172,6 +173,7 @@ def one_stage(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_the_data_ranks_of_one_stage():
     *_, third, fourth = run_ranks(one_stage, 4, fresh=True)
     for message in (third, fourth):

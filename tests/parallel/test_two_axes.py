@@ -10,7 +10,7 @@ from torch import nn
 
 import halfmesh
 from tests.support.example_runs import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
 CONFIG = {"clip_grad_norm": 0.1, "track_grad_norm": True, "gradient_accumulation": 2}
 
@@ -44,10 +44,10 @@ def train(parallel, seed=0):
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine = halfmesh.initialize(
-        model, optimizer, nn.CrossEntropyLoss(), config={**CONFIG, "parallel": parallel}, device="cpu"
+        model, optimizer, nn.CrossEntropyLoss(), config={**CONFIG, "parallel": parallel}, device=rank_device()
     )
     torch.manual_seed(seed)
-    x = torch.randn(40, 6)
+    x = here(torch.randn(40, 6))
     y, place, norms = (x[:, 0] > 0).long(), slice(engine.context.dp_rank, None, engine.context.dp_size), []
     for _ in range(6):
         engine.zero_grad()

@@ -28,6 +28,7 @@ LAYOUTS = {
     "fp32, dp 2 fsdp": (2, {"parallel": {"data": "fsdp"}}),
     "naive bf16, dp 2 fsdp": (2, {"bf16": {"mode": "naive"}, "parallel": {"data": "fsdp"}}),
     "torch bf16, tp 2 x dp 2 fsdp": (4, {"bf16": {"mode": "torch"}, "parallel": {"tensor": 2, "data": "fsdp"}}),
+    "torch fp8, dp 2 fsdp": (2, {"fp8": {"mode": "torch"}, "parallel": {"data": "fsdp"}}),
     "fp32, dp 2 zero1, checkpointed": (2, {"parallel": {"data": "zero1"}, "activation_checkpoint": "full"}),
     "torch bf16, tp 2": (2, {"bf16": {"mode": "torch"}, "parallel": {"tensor": 2}}),
     "fp32, pp 2 gpipe": (2, {"parallel": {"pipeline": PIPELINE | {"schedule": "gpipe"}}}),
@@ -42,7 +43,10 @@ LAYOUTS = {
 
 
 QUICK = ("torch fp16, accumulated, clipped", "naive fp16, dp 2 zero1")
-CELLS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+CELLS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK) + [pytest.mark.sends] * ("pp 2" in name))
+    for name in LAYOUTS
+]
 
 
 @pytest.mark.parametrize("name", CELLS)

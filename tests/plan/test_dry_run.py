@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from halfmesh import load_config
 from halfmesh.plan.dry_run import dry_runs, needed
-from halfmesh.plan.simulate_rank import simulate_rank
-from halfmesh.plan.tracker import Traffic
+from halfmesh.plan.simulate_rank import FewChunks, simulate_rank
+from halfmesh.plan.tracker import Traffic, dry_run_mode
 from halfmesh.plan.workers import Workers
 from tests.support.llama import SMALL
 
@@ -153,3 +154,14 @@ def test_what_is_kept_may_be_too_much_already():
     short = simulate_rank(load_config({}), SMALL, (), 0, 1, limit=whole.kept - 1)
     assert (short.kept, short.peak, short.traffic, short.rows) == (whole.kept, None, {}, 8)
     assert simulate_rank(load_config({}), SMALL, (), 0, 1, limit=whole.kept) == whole
+
+
+@pytest.mark.parametrize(("shape", "chunks", "dim"), [((8, 2), 4, 0), ((7, 2), 3, 0), ((3, 5), 8, 1)])
+def test_chunks_have_torchs_shapes(shape, chunks, dim):
+    """As many as torch makes, but few tensors."""
+    with dry_run_mode():
+        param = torch.nn.Parameter(torch.empty(shape))
+        with FewChunks():
+            found = torch.chunk(param, chunks, dim=dim)
+        assert [chunk.shape for chunk in found] == [chunk.shape for chunk in torch.chunk(param, chunks, dim=dim)]
+        assert len({id(chunk) for chunk in found}) <= 2

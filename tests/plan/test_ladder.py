@@ -18,7 +18,7 @@ from halfmesh.plan.workers import Workers
 from halfmesh.plan.writing import config_text, write
 from tests.support import llama
 from tests.support.llama import SMALL
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device, run_ranks
 
 KIB = 2**10
 HERE = Workers(1, False)
@@ -37,7 +37,7 @@ def train(rank, world_size, path, rows):
     model, _, criterion = llama.small()
     ids = torch.randint(0, 256, (64, 32))
     loader = DataLoader(TensorDataset(ids, ids), batch_size=rows)
-    engine = halfmesh.initialize(model, optim.AdamW, criterion, loader, config=path, device="cpu")
+    engine = halfmesh.initialize(model, optim.AdamW, criterion, loader, config=path, device=rank_device())
     before = [p.detach().clone() for p in engine.model.parameters()]
     seen = 0
     for inputs, targets in engine.dataloader:
@@ -89,13 +89,13 @@ def test_a_config_that_fits_stays_as_it_is():
 
 
 def test_nothing_fits():
-    """What is kept is too much on each layout, however evenly it is divided."""
+    """What is kept is too much on each layout, however evenly it is sharded."""
     asked, ladder = plan(100, 2)
     assert ladder.chosen is None
     said = list(lines(ladder, asked))
     assert sum("keeps" in line and "between updates, without gradients" in line for line in said) == 4
     assert any(
-        "parallel.tensor.size=2 is left out: at best " in note and "divided everything evenly" in note
+        "parallel.tensor.size=2 is left out: at best " in note and "sharded everything evenly" in note
         for note in ladder.notes
     )
     assert said[-1].startswith("nothing fits. Use more ranks")

@@ -35,22 +35,28 @@ def with_strategies(axes, data_ranks=2):
 
 
 def test_layouts_from_the_simplest_to_the_most_invasive():
-    tensor, pipeline = "parallel.tensor.size", "parallel.pipeline.size"
-    assert layouts(ask(4, node=2)) == [
+    tensor, context, pipeline = (f"parallel.{name}.size" for name in ("tensor", "context", "pipeline"))
+    experts = [f"parallel.expert.size={size}" for size in (2, 4)]
+    assert layouts(ask(4, node=2), experts) == [
         *with_strategies(""),
         *with_strategies(f"{tensor}=2"),
+        *with_strategies(f"{context}=2"),
         *with_strategies(f"{pipeline}=2"),
         *with_strategies(f"{pipeline}=4", 1),
+        *with_strategies(f"{tensor}=2 {context}=2", 1),
         *with_strategies(f"{tensor}=2 {pipeline}=2", 1),
+        *with_strategies(f"{context}=2 {pipeline}=2", 1),
     ]
 
 
 def test_what_a_config_has_stays():
     pipeline = {"size": 2, "microbatches": 4}
-    assert layouts(ask(parallel={"tensor": 2, "data": "zero1", "pipeline": pipeline})) == [
+    config = {"tensor": 2, "data": "zero1", "pipeline": pipeline}
+    assert layouts(ask(parallel=config), ["parallel.expert.size=2"]) == [
         "",
         "parallel.data.strategy=fsdp",
         "parallel.tensor.size=4",
+        "parallel.context.size=2",
         "parallel.pipeline.size=4",
     ]
     assert layouts(ask(4, parallel={"data": {"size": 4}}))[3] == "parallel.tensor.size=2 parallel.data.size=null"
@@ -61,7 +67,10 @@ def test_what_a_config_has_stays():
 
 
 def test_what_the_model_refuses_is_left_out():
-    refused = ("parallel.tensor.size=2", "parallel.pipeline.size=2", "parallel.data.strategy=fsdp")
+    refused = (
+        *(f"parallel.{axis}.size=2" for axis in ("tensor", "context", "expert", "pipeline")),
+        "parallel.data.strategy=fsdp",
+    )
     assert layouts(ask(2), refused) == ["", "parallel.data.strategy=zero1"]
 
 
@@ -108,7 +117,7 @@ def test_an_axis_and_a_strategy_of_others_are_rungs():
     try:
         found = layouts(ask(2))
         assert found[:4] == ["", *(f"parallel.data.strategy={name}" for name in ("zero1", "owned", "fsdp"))]
-        assert found[4:] == ["parallel.tensor.size=2", "parallel.wide.size=2", "parallel.pipeline.size=2"]
+        assert found[4:] == [f"parallel.{name}.size=2" for name in ("tensor", "context", "expert", "wide", "pipeline")]
         update = describe_update(ask(2).config, 2, 4)
         assert make_rung(ask(2), update, ("parallel.wide.size=2",), "", 4).config.parallel.sizes["wide"] == 2
     finally:

@@ -18,7 +18,7 @@ from halfmesh import InputError
 from halfmesh.hooks import RunHook
 from halfmesh.log import Listener
 from tests.support.models import FEATURES, make_data
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device, run_ranks
 from tests.support.report_runs import data_of, page_of
 
 FP16 = {"fp16": {"mode": "naive", "initial_scale": 1024.0, "hysteresis": 1}}
@@ -29,7 +29,7 @@ def make(samples=48, layers=1, **config):
     model = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(layers)], nn.GELU(), nn.Linear(FEATURES, 4))
     loader = DataLoader(TensorDataset(*make_data(samples)), 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), loader, config, device="cpu")
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), loader, config, device=rank_device())
 
 
 class Overflow(halfmesh.Hook):
@@ -249,6 +249,7 @@ def of_two_ranks(rank, world_size, folder):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_two_ranks_write_one_folder(tmp_path):
     """Rank 0's part of the data alone has the overflow."""
     (tmp_path / "file").write_text("")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfmesh
+from tests.support.ranks import here, rank_device
 
 TOKENS, WIDTH, LAYERS, BATCH, BPTT, EPOCHS, LR, CLIP = 20, 8, 2, 4, 6, 2, 0.5, 0.25
 LSTM_PLAN = {"encoder": "vocab", "decoder": "colwise_gather"}
@@ -103,11 +104,12 @@ def train(kind: str, config: dict[str, Any]) -> tuple[list[float], dict[str, tor
     """The script after it."""
     model, losses = make_model(kind), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    engine = halfmesh.initialize(model, optimizer, criterion, config={"clip_grad_norm": CLIP, **config}, device="cpu")
+    config = {"clip_grad_norm": CLIP, **config}
+    engine = halfmesh.initialize(model, optimizer, criterion, config=config, device=rank_device())
     rank, ranks = engine.context.dp_rank, engine.context.dp_size
     for _ in range(EPOCHS):
-        state = [torch.zeros(BATCH // ranks, LAYERS, WIDTH) for _ in range(2)]
-        for x, y in get_batches(batchify().chunk(ranks)[rank]):
+        state = [here(torch.zeros(BATCH // ranks, LAYERS, WIDTH)) for _ in range(2)]
+        for x, y in here(list(get_batches(batchify().chunk(ranks)[rank]))):
             engine.zero_grad()
             output = engine(x, *state) if kind == "lstm" else engine(x)
             loss = engine.criterion(output, y)

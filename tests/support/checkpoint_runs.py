@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from tests.composition.workloads import MLP_PLAN, MLP_POINTS
 from tests.support.models import CLASSES, FEATURES, make_data
+from tests.support.ranks import rank_device
 
 FP16 = {
     "none": {},
@@ -96,7 +97,7 @@ def make_engine(
         loader,
         {**FP16[mode], "parallel": parallel, **config},
         lr_scheduler=lr_scheduler,
-        device="cpu",
+        device=rank_device(),
     )
 
 
@@ -145,7 +146,7 @@ def weights(engine: halfmesh.Engine) -> dict[str, torch.Tensor]:
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """The names of the tensors that are not the same to the bit."""
     assert found.keys() == expected.keys()
-    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    return [name for name, value in expected.items() if not torch.equal(found[name].cpu(), value.cpu())]
 
 
 def change_manifest(place: Path, *without: str, **changes: Any) -> dict[str, Any]:

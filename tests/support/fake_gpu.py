@@ -11,12 +11,19 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfmesh
+from halfmesh.parallel.rng import CommonRandom
 
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+_NO_KERNEL = {
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
+    *("aten::detach", "aten::as_strided", "aten::view", "aten::_unsafe_view", "aten::set_", "prim::device"),
+    *("aten::split", "aten::split_with_sizes", "aten::unbind", "aten::alias"),
+}
 _SOURCES = str(Path(halfmesh.__file__).parent)
 
 
@@ -26,6 +33,7 @@ class FakeGpu(TorchDispatchMode):
     Attributes:
         capturing: whether torch says that a CUDA graph is being captured.
         found: what happened, with the place in halfmesh.
+        launched: the names of operations that start kernels on the device.
     """
 
     def __init__(self) -> None:
@@ -33,6 +41,7 @@ class FakeGpu(TorchDispatchMode):
         self.capturing = False
         self.watching = False
         self.found: list[str] = []
+        self.launched: list[str] = []
 
     @contextmanager
     def watch(self, capturing: bool) -> Iterator[None]:
@@ -51,6 +60,8 @@ class FakeGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
+        if self.watching and _launches(func, args, kwargs):
+            self.launched.append(name)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors}
         asked_for = kwargs.get("device")
@@ -65,6 +76,32 @@ class FakeGpu(TorchDispatchMode):
         if name.startswith("aten::_fused_"):
             return None  # a kernel without an implementation for fake tensors
         return func(*args, **kwargs)
+
+
+class CountLaunches(TorchDispatchMode):
+    """Records in `names` the operations that would start kernels, on whatever device they run. What a DTensor does with
+    its local tensor counts, and not it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if DTensor not in types and _launches(func, args, kwargs, device):
+            self.names.append(func._schema.name)
+        return func(*args, **kwargs)
+
+
+def _launches(func: Any, args: Any, kwargs: Any, device: str = "cuda") -> bool:
+    """Whether `func` starts work on the device. One `_foreach` operation counts once, as it starts a kernel for a lot
+    of tensors at a time; allocations and views start none."""
+    name = func._schema.name
+    if name in _NO_KERNEL or (func.is_view and not func._schema.is_mutable):
+        return False
+    devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    return device in devices or torch.device(kwargs.get("device") or "cpu").type == device
 
 
 @contextmanager
@@ -104,6 +141,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch("halfmesh.launchers.choose_device", return_value=device),
         mock.patch("halfmesh.inputs.find_device_problem", return_value=None),
+        mock.patch("halfmesh.division.CommonRandom", lambda seed, _: CommonRandom(seed, torch.device("cpu"))),
         mock.patch("torch.cuda.device", return_value=mock.MagicMock()),
         mock.patch("torch.cuda.is_current_stream_capturing", side_effect=lambda: gpu.capturing),
         mock.patch("torch.cuda.current_stream", return_value=None),
@@ -114,12 +152,18 @@ def fake_gpu() -> Iterator[FakeGpu]:
         yield gpu
 
 
-def give_gradients(params: Callable[[], Iterator[torch.nn.Parameter]]) -> Any:
-    """In place of backward, which runs in threads that fake tensors do not reach: all `params` get gradients."""
+def give_gradients(gpu: FakeGpu, params: Callable[[], Iterator[torch.nn.Parameter]]) -> Any:
+    """In place of backward, which runs in threads that fake tensors do not reach: all `params` get gradients, and their
+    hooks run."""
 
     def backward(loss: torch.Tensor, seed: torch.Tensor | None = None, retain_graph: bool = False) -> None:
         with torch.no_grad():
-            for param in params():
-                param.grad = torch.zeros_like(param)
+            for param in reversed(list(params())):
+                watching, gpu.watching = gpu.watching, False  # this is the model's backward
+                grad = torch.zeros_like(param)
+                param.grad = grad if param.grad is None else param.grad + grad
+                gpu.watching = watching
+                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                    hook(param)
 
     return mock.patch("torch.autograd.backward", backward)

@@ -1,4 +1,4 @@
-"""A plain Llama of any size, how it is divided, and two real sizes of it."""
+"""A plain Llama of any size, how it is sharded, and two real sizes of it."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfmesh
 from halfmesh.errors import InputError
+from tests.support.ranks import here, rank_device
 
 FEATURES, CLASSES = 8, 4
 FP16_TORCH = {"fp16": {"mode": "torch", "init_scale": 256.0}}
@@ -101,7 +102,7 @@ def make_engine(
 ) -> halfmesh.Engine:
     model = MLP() if model is None else model
     loader = make_loader() if loader is None else loader
-    return halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device="cpu", **options)
+    return halfmesh.initialize(model, optimizer, criterion, loader, config or {}, device=rank_device(), **options)
 
 
 def linear_engine(
@@ -135,6 +136,7 @@ def train(engine: halfmesh.Engine, epochs: int = 1, max_batches: int | None = No
 
 def step_on(engine: halfmesh.Engine, x: torch.Tensor, y: torch.Tensor) -> Any:
     """One microbatch, without `zero_grad`. Returns what the step returned."""
+    x, y = here((x, y))
     engine.backward(engine.criterion(engine(x), y))
     return engine.step()
 

@@ -15,6 +15,7 @@ from halfmesh.parallel.pipeline.partition import find_pieces, resolve
 from halfmesh.tensors import tensors_of
 
 from .models import CLASSES, FEATURES, make_engine
+from .ranks import here
 
 # -- pieces in one process -------------------------------------------------------------------------------------------
 
@@ -135,6 +136,7 @@ def make(config: Any = None, model: nn.Module | None = None, **options: Any) -> 
 
 def step(engine: halfmesh.Engine, x: Any, y: Any) -> tuple[Any, Any, Any]:
     """One turn of the README's loop: output, loss, and what step returned."""
+    x, y = here((x, y))
     engine.zero_grad()
     output = engine(x)
     loss = engine.criterion(output, y)

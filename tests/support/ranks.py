@@ -1,7 +1,7 @@
-"""Run a test function on several processes with gloo, cheaply, with a time limit and an honest report of failure.
+"""Run a test function on several processes, cheaply, with a time limit and an honest report of failure.
 
     def average(rank, world_size, start):
-        value = torch.tensor([start + rank])
+        value = here(torch.tensor([start + rank]))
         dist.all_reduce(value)
         return value / world_size
 
@@ -11,6 +11,10 @@
 The function lives at module level (it is pickled by reference). Processes come from a fork server that has torch and
 halfmesh imported. A team of processes is started once per test file and world size, and answers all calls of that file;
 each call has a process group, a seed and an environment of its own. A team in which a rank failed is killed.
+
+`pytest --ranks-on nccl` (or RANKS_ON in the environment) gives the ranks GPUs: see `PLACES`. So ranks make what they
+make `here`, or on `rank_device()`. Marks: `sends` for tests whose ranks send to each other, as pipelines do;
+`on_cpu("why")` for those that say nothing about a GPU. What cannot run where it is asked to is skipped, and says so.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -65,8 +70,60 @@ ECHOES = (
 GRACE_S = 2.0  # after the first error: time for the others to report theirs, which may be the reason of it
 NOT_CONNECTED = "Gloo connectFullMesh failed"  # torch's words where sockets missed each other on a busy machine
 ATTEMPTS = 3  # to make a group
+PLACES = {
+    "gloo-cpu": "gloo, all ranks on the CPU",
+    "gloo-cuda": "gloo, all ranks on cuda:0",
+    "nccl-one": "NCCL, one rank",
+    "nccl": "NCCL, a GPU for each rank",
+}
+"""Where ranks run, and what they talk over."""
 LAUNCHES = os.environ.get("COUNT_LAUNCHES")
 """A file to which each launch of a team adds a line: its world size, and the test for which it was started."""
+_rank: int | None = None
+"""Of this process, if it is a rank."""
+
+
+def ranks_on() -> str:
+    """The one of `PLACES` that was chosen."""
+    place = os.environ.get("RANKS_ON", "gloo-cpu")
+    if place not in PLACES:
+        raise ValueError(f"RANKS_ON={place!r} is none of {', '.join(PLACES)}")
+    return place
+
+
+def rank_device() -> Any:
+    """The device of this rank; the CPU in a process that is none."""
+    import torch
+
+    place = ranks_on()
+    if _rank is None or place == "gloo-cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", _rank if place == "nccl" else 0)
+
+
+def here(value: Any) -> Any:
+    """A module or tensors, also within lists, tuples and dicts, on this rank's device."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    device = rank_device()
+    return tree_map(lambda one: one.to(device) if isinstance(one, (torch.Tensor, torch.nn.Module)) else one, value)
+
+
+def find_obstacle(world_size: int, sends: bool = False) -> str:
+    """Why so many ranks cannot run where they are asked to; "" if they can. `sends`: they send to each other."""
+    import torch
+
+    place = ranks_on()
+    if place == "gloo-cpu":
+        return ""
+    found = torch.cuda.device_count()
+    if not found:
+        return f"{place}: no CUDA device"
+    if place == "gloo-cuda":
+        return "gloo-cuda: gloo sends no CUDA tensors from one rank to another" if sends else ""
+    allowed = 1 if place == "nccl-one" else found
+    return f"{place}: {world_size} ranks, and {allowed} may run here" if world_size > allowed else ""
 
 
 class RankFailure(AssertionError):  # noqa: N818 - it is a failed test, with the rank that failed first
@@ -110,7 +167,12 @@ def run_ranks(
     Raises:
         RankFailure: a rank raised, died or did not end within `timeout` seconds. Of several errors the first one that
             is not the echo of another rank's end is reported. All processes of the team are killed.
+        Skipped: `find_obstacle` has found one.
     """
+    if obstacle := find_obstacle(world_size):
+        import pytest
+
+        pytest.skip(obstacle)
     call = pickle.dumps((fn, args, kwargs, timeout, init))
     for _ in range(ATTEMPTS):
         reports = _reports(call, world_size, timeout, fresh)
@@ -167,6 +229,8 @@ class _Team:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)  # has an effect only before the server starts
+        # Else torch would look for GPUs by way of CUDA, which no process can use after a fork.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         with _one_thread():
             forkserver.ensure_running()
         self.ranks: list[tuple[Any, Any]] = []
@@ -268,6 +332,8 @@ def _worker(rank: int, world_size: int, folder: str, pipe: Any) -> None:
     """The life of one rank: it answers calls until nobody asks any more."""
     import torch
 
+    global _rank
+    _rank = rank
     # Kept open for the life of the process: faulthandler writes to its descriptor.
     stacks = open(_stacks_file(Path(folder), rank), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -313,16 +379,36 @@ def _call(call: bytes, rank: int, world_size: int, rendezvous: Path, stacks: Any
     fn, args, kwargs, timeout, init = pickle.loads(call)
     faulthandler.dump_traceback_later(timeout + 30, exit=True, file=stacks)  # should the parent be gone by then
     try:
+        device = rank_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.backends.cudnn.allow_tf32 = False  # convolutions are compared with fp32 ones
         if init:
+            backend, _, _ = ranks_on().partition("-")
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{rendezvous}",
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
+                device_id=device if backend == "nccl" else None,
             )
-        return pickle.dumps(fn(rank, world_size, *args, **kwargs))
+        return _on_host(fn(rank, world_size, *args, **kwargs))
     finally:
         faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def _on_host(result: Any) -> bytes:
+    """The result of a rank, pickled, with its tensors on the host."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            on_device = isinstance(value, torch.Tensor) and value.is_cuda
+            return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if on_device else NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(result)
+    return buffer.getvalue()

@@ -10,18 +10,19 @@ from torch import optim
 
 import halfmesh
 from tests.support import llama
+from tests.support.ranks import here, rank_device
 from tests.support.real_memory import RealTracker
 
 
 def measure(rank: int, world_size: int, config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes between two updates and at most within one, and elements of the parameters, of a run of `llama.small`."""
     torch.manual_seed(0)
-    model, (inputs, targets), criterion = llama.small()
+    model, (inputs, targets), criterion = here(llama.small())
     tracker = RealTracker([inputs])
     with tracker:
         gc.collect()
         model, _, criterion = llama.small()
-        engine = halfmesh.initialize(model, optim.AdamW, criterion, config=config, device="cpu")
+        engine = halfmesh.initialize(model, optim.AdamW, criterion, config=config, device=rank_device())
         for step in range(3):
             engine.zero_grad()
             if step == 2:

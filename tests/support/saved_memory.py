@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,5 +38,7 @@ def bytes_left(forward: Callable[[], Any]) -> int:
     """The bytes that `forward` made and that are still there while what it returned is; besides that itself."""
     with _Made() as made:
         result = forward()
+    if dist.is_initialized():
+        time.sleep(0.5)  # gloo's threads hold what they sent until they run again, after the collective has returned
     own = {storage._cdata for storage in _storages(result)}
     return sum(size for key, (ref, size) in made.storages.items() if key not in own and not ref.expired())

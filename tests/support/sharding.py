@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import halfmesh
+from tests.support.ranks import here, rank_device
 
 FEATURES = 7
 
@@ -57,7 +58,7 @@ MODES = {
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, FEATURES, generator=generator), torch.randint(4, (4,), generator=generator)
+    return here((torch.randn(4, FEATURES, generator=generator), torch.randint(4, (4,), generator=generator)))
 
 
 def make_engine(data, optimizer="adamw", warm=0, model=None, **config):
@@ -68,17 +69,22 @@ def make_engine(data, optimizer="adamw", warm=0, model=None, **config):
     made = OPTIMIZERS[optimizer](groups) if isinstance(optimizer, str) else optimizer(groups)
     for step in range(warm):
         made.zero_grad()
-        nn.functional.cross_entropy(model(batch(0, 50 + step)[0]), batch(0, 50 + step)[1]).backward()
+        x, y = batch(0, 50 + step)
+        nn.functional.cross_entropy(here(model)(x), y).backward()
         made.step()
     made.zero_grad()
     data = data if isinstance(data, dict) else {"strategy": data, "bucket_mb": 0.0005}  # several buckets
     return halfmesh.initialize(
-        model, made, nn.CrossEntropyLoss(), config={"parallel": {"data": data}, **config}, device="cpu"
+        model,
+        made,
+        nn.CrossEntropyLoss(),
+        config={"parallel": {"data": data}, **config},
+        device=rank_device(),
     )
 
 
 def take_step(engine, rank, step):
-    x, y = batch(rank, step)
+    x, y = (tensor.to(engine.device) for tensor in batch(rank, step))
     engine.zero_grad()
     loss = engine.criterion(engine(x), y)
     engine.backward(loss)
@@ -95,13 +101,17 @@ def train(engine, rank, steps=4, accumulation=1):
 
 
 def whole(engine):
-    """The model and the optimizer's state as they are given back."""
+    """The model and the optimizer's state as they are given back, on the host."""
     model, optimizer = engine.model, engine.optimizer
     engine.close(restore=True)
     names = {param: name for name, param in model.named_parameters()}
-    state = {names[param]: copy.deepcopy(value) for param, value in optimizer.state.items()}
+    state = {names[param]: tree_map_only(torch.Tensor, to_host, value) for param, value in optimizer.state.items()}
     groups = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, state, groups
+    return {name: to_host(tensor) for name, tensor in model.state_dict().items()}, state, groups
+
+
+def to_host(tensor):
+    return tensor.detach().clone().cpu()
 
 
 def differences(ours, theirs):
@@ -140,7 +150,7 @@ def compare(rank, world_size, strategy, cases):
 
 
 def all_equal(model):
-    flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    flat = here(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
     everyone = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everyone, flat)
     return all(torch.equal(flat, other) for other in everyone)

@@ -13,6 +13,7 @@ from torch import nn
 
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError
+from tests.support.ranks import here, rank_device
 
 Plan = str | Mapping[str, str]
 
@@ -28,7 +29,7 @@ def divide(
     """An engine whose layers are divided over all ranks."""
     tensor = {"size": dist.get_world_size(), "plan": plan, "sequence_parallel": sequence_parallel}
     config |= {"parallel": {"tensor": tensor}}
-    return halfmesh.initialize(model, optimizer or make_optimizer, config=config, device="cpu")
+    return halfmesh.initialize(model, optimizer or make_optimizer, config=config, device=rank_device())
 
 
 def parity(
@@ -36,7 +37,7 @@ def parity(
 ) -> float:
     """How far a divided model is from the whole one, in its output and in its weights after an update: the largest
     difference, relative to the largest number."""
-    whole, kinds = copy.deepcopy(model), [type(module) for module in model.modules()]
+    whole, kinds = here(copy.deepcopy(model)), [type(module) for module in model.modules()]
     optimizer = make_optimizer(whole.parameters())
     expected = call(whole)
     scalar(expected).backward()
@@ -47,7 +48,7 @@ def parity(
     engine.step()
     engine.close(restore=True)
     assert [type(module) for module in model.modules()] == kinds
-    weights = [torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (model, whole)]
+    weights = [torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (here(model), whole)]
     return max(apart(output, expected), apart(*weights))
 
 
@@ -64,7 +65,12 @@ def scalar(output: torch.Tensor) -> torch.Tensor:
 
 def random(*shape: int, seed: int = 5, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Equal on all ranks."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return here(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype))
+
+
+def rng_state() -> torch.Tensor:
+    """Of the generator from which modules on this rank's device draw."""
+    return torch.cuda.get_rng_state() if rank_device().type == "cuda" else torch.get_rng_state()
 
 
 def refusal(call: Callable[[], Any]) -> str:

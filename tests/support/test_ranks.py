@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import ranks
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, here, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +23,7 @@ def summed(rank, world_size, start, factor=1):
     assert (dist.get_rank(), dist.get_world_size(), torch.get_num_threads()) == (rank, world_size, 1)
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "LEFT"} & set(os.environ)
     os.environ["LEFT"] = "by an earlier call"
-    value = (start + rank) * factor
+    value = here((start + rank) * factor)
     dist.all_reduce(value)
     return os.getpid(), value
 
@@ -32,23 +32,23 @@ def fail_on(rank, world_size, bad_rank):
     if rank == bad_rank:
         time.sleep(0.2)
         raise ValueError(f"boom on rank {rank}")
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(here(torch.ones(1)))
 
 
 def close_then_fail(rank, world_size):
     if rank == 1:
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(here(torch.ones(1)))
         dist.destroy_process_group()
         time.sleep(0.5)
         raise ValueError("the reason")
-    dist.all_reduce(torch.ones(1))
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(here(torch.ones(1)))
+    dist.all_reduce(here(torch.ones(1)))
 
 
 def die_on(rank, world_size, bad_rank):
     if rank == bad_rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(here(torch.ones(1)))
 
 
 def hang_on(rank, world_size, bad_rank):
@@ -117,3 +117,37 @@ def test_a_group_that_could_not_be_made_is_tried_again(monkeypatch):
     assert run_ranks(count_ranks, 1) == [5]
     with pytest.raises(RankFailure):
         run_ranks(count_ranks, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "gpus", "world_size", "expected"),
+    [
+        ("gloo-cpu", 0, 8, ""),
+        ("gloo-cuda", 0, 2, "gloo-cuda: no CUDA device"),
+        ("gloo-cuda", 1, 8, ""),
+        ("nccl-one", 2, 1, ""),
+        ("nccl-one", 2, 2, "nccl-one: 2 ranks, and 1 may run here"),
+        ("nccl", 2, 2, ""),
+        ("nccl", 2, 4, "nccl: 4 ranks, and 2 may run here"),
+    ],
+)
+def test_where_ranks_can_run(place, gpus, world_size, expected, monkeypatch):
+    monkeypatch.setenv("RANKS_ON", place)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert ranks.find_obstacle(world_size) == expected
+    assert ranks.rank_device() == torch.device("cpu"), "this process is no rank"
+    monkeypatch.setattr(ranks, "_rank", 1)
+    assert ranks.rank_device() == torch.device({"gloo-cpu": "cpu", "nccl": "cuda:1"}.get(place, "cuda:0"))
+    if expected:
+        with pytest.raises(pytest.skip.Exception, match=expected):
+            run_ranks(count_ranks, world_size)
+
+
+def test_gloo_sends_between_stages_from_the_cpu_only(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for place, expected in (("gloo-cpu", ""), ("gloo-cuda", "gloo sends no CUDA tensors"), ("nccl-one", "")):
+        monkeypatch.setenv("RANKS_ON", place)
+        assert expected in ranks.find_obstacle(1, sends=True)
+    monkeypatch.setenv("RANKS_ON", "ncl")
+    with pytest.raises(ValueError, match="RANKS_ON='ncl' is none of gloo-cpu, gloo-cuda, nccl-one, nccl"):
+        ranks.ranks_on()

@@ -11,7 +11,7 @@ import halfmesh
 from halfmesh.hooks import MetricHook
 from tests.support.checkpoint_runs import LAYOUTS, Net
 from tests.support.models import CLASSES, make_data, make_loader
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_device, run_ranks
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics.classification import (  # noqa: E402
@@ -45,7 +45,7 @@ def engine_of(parallel, evaluated=21):
         make_loader(24, 4),
         {"parallel": parallel},
         eval_dataloader=DataLoader(TensorDataset(*make_data(evaluated)), 4),
-        device="cpu",
+        device=rank_device(),
     )
 
 
@@ -58,10 +58,11 @@ def measured(rank, world_size, cells, evaluated):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 @pytest.mark.parametrize(("ranks", "evaluated"), [(2, 21), (2, 1), pytest.param(4, 21, marks=pytest.mark.slow)])
 def test_metrics_of_every_layout_are_those_of_one_process(ranks, evaluated):
     """Of one sample the second data rank has nothing at all."""
-    (expected,) = measured(0, 1, [{}], evaluated)
+    ((expected,),) = run_ranks(measured, 1, [{}], evaluated, init=False)
     assert set(expected) >= {"eval_accuracy", "eval_confusion_0_0", "eval_auroc", "eval_loss"}
     for results in run_ranks(measured, ranks, CELLS[ranks], evaluated, timeout=120):
         for result in results:
@@ -83,6 +84,7 @@ def trained(rank, world_size, parallel):
 
 
 @pytest.mark.distributed
+@pytest.mark.sends
 def test_metrics_of_training():
     engine, hits, expected = engine_of({}), [], []
     for step, (x, y) in enumerate(engine.dataloader):

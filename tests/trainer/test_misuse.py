@@ -26,7 +26,6 @@ def fit(config=None, engine_options=(), **arguments):
         (lambda: EarlyStopHook(patience=0), "patience=0: expected a whole number, 1 or more"),
         (lambda: EarlyStopHook(patience="3"), "patience='3': expected a whole number"),
         (lambda: EarlyStopHook(mode="less"), "mode='less': expected 'min'"),
-        (lambda: LRSchedulerHook("day"), "interval='day': expected 'step', 'epoch' or 'eval'"),
         (lambda: MetricHook({}, on="test"), "on='test': expected 'eval' or 'train'"),
         (lambda: halfmesh.Trainer(nn.Linear(1, 1)), "takes the engine that halfmesh.initialize returns, not a Linear"),
         (lambda: halfmesh.Trainer(linear_engine(), log_every=0), "log_every=0"),
@@ -83,7 +82,7 @@ def test_a_compute_that_returns_something_else(way):
 
 @pytest.mark.parametrize(
     "hook",
-    [EarlyStopHook(), CheckpointHook("x", "eval_loss"), LRSchedulerHook("eval")],
+    [EarlyStopHook(), CheckpointHook("x", "eval_loss"), LRSchedulerHook()],
     ids=lambda hook: type(hook).__name__,
 )
 @pytest.mark.parametrize("reason", ["no data", "no interval"])

@@ -17,7 +17,7 @@ from tests.support.models import FEATURES, linear_engine, make_data, make_engine
 from tests.support.ranks import run_ranks
 
 CELLS = [("one", "none"), ("dp2", "naive"), ("tp2", "torch"), ("pp2", "naive"), ("fsdp", "none"), ("pp2_zero1", "none")]
-RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+RANKS = [1, pytest.param(2, marks=pytest.mark.sends), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.sends])]
 cross_entropy = nn.functional.cross_entropy
 
 

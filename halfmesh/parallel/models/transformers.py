@@ -4,11 +4,13 @@ Llama, GPT-2 and BERT."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError
@@ -151,6 +153,57 @@ T5_GATED_MLP = LayerPlan(
     styles={"wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise"},
     find_problem=check_activation("act"),
 )
+
+# -- sharded sequences -------------------------------------------------------------------------------------------------
+
+
+def _is_transformers(model: Any) -> bool:
+    return any(
+        f"{kind.__module__}.{kind.__qualname__}" == "transformers.modeling_utils.PreTrainedModel"
+        for kind in type(model).__mro__
+    )
+
+
+def find_context_problem(model: nn.Module) -> str | None:
+    """Why sequences of a Hugging Face model cannot be sharded, also of one within `model`."""
+    for name, module in model.named_modules():
+        if not _is_transformers(module):
+            continue
+        config: Any = module.config
+        config, inside = config.get_text_config(), f"{name}: " if name else ""
+        kind = getattr(config, "_attn_implementation", None)
+        if kind != "sdpa":
+            return f"{inside}its attention {kind!r} cannot be sharded; load it with attn_implementation='sdpa'"
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        if kinds or getattr(config, "sliding_window", None):
+            words = ", ".join(sorted(kinds)) or "sliding_window"
+            return f"{inside}its layers have {words}, and only full attention can be sharded"
+        if rope := {"dynamic", "longrope"} & set(re.findall(r"\w+", str(getattr(config, "rope_parameters", "")))):
+            return f"{inside}its rotations are {rope.pop()!r}, and depend on the length of what a rank has"
+        if not _is_transformers(model) and "labels" in inspect.signature(model.forward).parameters:
+            return (
+                f"{name} would shift the labels that {type(model).__name__} gives it on each rank, and lose those at "
+                "borders; pass the Hugging Face model itself, or give labels to a criterion"
+            )
+    return None
+
+
+def whole_sequence_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with what a Hugging Face model would make of them itself: labels are shifted,
+    and a mask of padding becomes one of all pairs of tokens."""
+    if not _is_transformers(model):
+        return given
+    labels, mask, positions = given.get("labels"), given.get("attention_mask"), given.get("position_ids")
+    if labels is not None and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss":
+        given.setdefault("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
+    is_of_padding = isinstance(mask, torch.Tensor) and mask.dim() == 2
+    like = mask if is_of_padding else positions if mask is None else None  # positions tell joined sequences apart
+    if like is not None:
+        is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
+        maker = "create_causal_mask" if is_causal else "create_bidirectional_mask"
+        given["attention_mask"] = _make_mask(maker, model, like, mask, positions)
+    return given
+
 
 # -- stages -----------------------------------------------------------------------------------------------------------
 

@@ -2,5 +2,6 @@
 
 zero1, slice_bucket             each rank steps its shard of the weights
 fsdp, fsdp_reducer, fsdp_wrap   torch's FSDP2: weights and gradients are sharded, too
+fsdp_gather                     weights that are cast before they are gathered
 withheld                        placeholders in `param.grad` where the gradient must not be used
 """

@@ -22,6 +22,7 @@ from ..axis import take_parts
 from ..data_strategy import DataStrategy, StrategyInputs, repoint
 from ..optimizer_checks import refuse_other_state
 from ..shard_spec import Placement
+from .fsdp_gather import CastGather
 from .fsdp_reducer import FSDPReducer
 from .fsdp_wrap import can_be_sharded, find_units, make_mesh, prefetch, unowned_params, unwrap, wrap
 
@@ -86,6 +87,7 @@ class FSDP(DataStrategy):
             for _, weight in self.sharded:  # not before they are moved, which replaces what is set on a DTensor
                 set_compute_dtype(weight, param_dtype)
         self._storages = [weight.untyped_storage() for _, weight in self.sharded]
+        self._cast = self._cast_gathers()
 
     # -- the config --------------------------------------------------------------------------------------------
 
@@ -138,6 +140,11 @@ class FSDP(DataStrategy):
                 "weights are gathered in float32; bf16 = dict(mode='naive') gathers, sends and holds half as much, "
                 "with the shards as fp32 masters, and mode='torch' with param_dtype='bfloat16' gathers in bf16, too"
             )
+            if config.fp8:
+                message = (
+                    "weights that are not gathered in float8 are gathered in float32; param_dtype='bfloat16' gathers "
+                    "and sends half as much of them"
+                )
             yield "parallel.data.param_dtype", message
 
     @staticmethod
@@ -181,6 +188,21 @@ class FSDP(DataStrategy):
             self._free_originals(unit)
         prefetch(wrapped[: len(inputs.blocks)], data.prefetch)
         return wrapped
+
+    def _cast_gathers(self) -> int:
+        """Let FSDP2 gather cast weights, where it can: all ranks have as many rows, and the shards are on the device.
+        Returns how many."""
+        casts, now = {} if self.inputs.options.cpu_offload else self.inputs.casts, dict(_places(self.inputs.model))
+        given = {now[place]: casts[param] for place, param in self.places.items() if param in casts}
+        fits = {weight: cast for weight, cast in given.items() if len(weight) % self._ranks == 0}
+        count = len(fits)
+        for unit in self.units:
+            mine = {weight: fits.pop(weight) for weight in unit.parameters() if weight in fits}
+            if mine:
+                gather = CastGather(list(mine), list(mine.values()))
+                gather.attach()
+                self._hooks.append(self.inputs.model.register_forward_pre_hook(gather.attach, prepend=True))
+        return count
 
     def _free_originals(self, unit: nn.Module) -> None:
         """Free the parameters that FSDP2 has sharded, now: or all of the model would stay until the last unit."""
@@ -250,7 +272,8 @@ class FSDP(DataStrategy):
     @property
     def text(self) -> str:
         data, where = self.inputs.options, " in host memory" if self.inputs.options.cpu_offload else ""
-        return f", sharded{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp)"
+        cast = f", {self._cast} weights gathered in float8" if self._cast else ""
+        return f", sharded{where} over {data.hybrid or self.inputs.context.dp_size} data ranks (fsdp){cast}"
 
     def follow(self) -> None:
         """Raise InputError if a parameter was given other memory: FSDP2 goes on with its own.

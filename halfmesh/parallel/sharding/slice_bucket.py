@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._torch import foreach_copy_
+from ..._torch import all_gather, foreach_copy_, reduce_scatter
 from ...shard import ParamShard, set_grad
 from ...tensors import in_memory_order
-from ..buckets import Bucket, give_grad
+from ..buckets import Bucket, give_grads
 from .withheld import SCATTERED, WithheldGradient
 
 
@@ -50,11 +50,12 @@ class SliceBucket(Bucket):
         """Start a reduce-scatter of the gradients / `divisor` to the ranks that step them."""
         flat = torch.empty(self.chunk * self._size, dtype=self.dtype, device=self.shards[0].param.device)
         self.absent = self._move_to(flat)
-        flat[self.numel :].zero_()
+        if len(flat) > self.numel:
+            flat[self.numel :].zero_()
         if divisor != 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
         self._received = torch.empty(self.chunk, dtype=self.dtype, device=flat.device)
-        work = dist.reduce_scatter_tensor(self._received, flat, group=group, async_op=True)
+        work = reduce_scatter(self._received, flat, group=group, async_op=True)
         self.is_sent = True
         assert work is not None
         return work
@@ -62,11 +63,12 @@ class SliceBucket(Bucket):
     def hand_out(self, nowhere: Collection[int]) -> None:
         """Add what was received to the gradients of the parts; `nowhere`: those that had none on any rank."""
         assert self._received is not None
-        for index, (part, view) in enumerate(zip(self.parts, self.split(self._received), strict=True)):
-            if index in nowhere:
-                continue
-            held = part.param.grad  # of a backward before, whose gradients were reduced already
-            give_grad(part.param, view) if held is None else held.add_(view)
+        views = enumerate(zip(self.parts, self.split(self._received), strict=True))
+        given = [(part.param, view) for index, (part, view) in views if index not in nowhere]
+        held = [(param.grad, view) for param, view in given if param.grad is not None]
+        give_grads([(param, view) for param, view in given if param.grad is None])
+        if held:  # of a backward before, whose gradients were reduced already
+            torch._foreach_add_([grad for grad, _ in held], [view for _, view in held])
         self._received = None
 
     def withhold(self) -> None:
@@ -83,9 +85,12 @@ class SliceBucket(Bucket):
 
     def gather(self, values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
         """Start an all-gather of `values`, of one dtype, one for each part. `views` splits the result."""
-        own = torch.zeros(self.chunk, dtype=values[0].dtype, device=values[0].device)
+        own = torch.empty(self.chunk, dtype=values[0].dtype, device=values[0].device)
         foreach_copy_(self.split(own), values)
+        numel = sum(value.numel() for value in values)
+        if numel < self.chunk:
+            own[numel:].zero_()
         flat = torch.empty(self.chunk * self._size, dtype=own.dtype, device=own.device)
-        work = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)
+        work = all_gather(flat, own, group=group, async_op=True)
         assert work is not None
         return work, flat

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...errors import InputError
+from .. import collectives
 from ..shard_spec import Split
-from . import collectives
 from .layers import ShardedLayer, TensorAxis
 from .style import Style, convert, find_indivisible
 
@@ -62,7 +62,8 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
             )
         batched = query.dim() == 3
         q, k, v = (self._heads(x, row, batched) for row, x in enumerate((query, key, value)))
-        mask = self._mask(key_padding_mask, attn_mask, q.dtype)
+        causal = is_causal and key_padding_mask is None and not need_weights  # then torch takes the hint for the mask
+        mask = None if causal else self._mask(key_padding_mask, attn_mask, q.dtype)
         if self.training:
             self.axis.fork.open()  # up to out_proj, each rank drops weights of its own heads
         dropout = self.dropout if self.training else 0.0
@@ -71,7 +72,7 @@ class ShardedAttention(ShardedLayer, nn.MultiheadAttention):
             weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
             attended = weights @ v
         else:
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))  # [batch, length, features]
         if not batched:
             output = output.squeeze(0)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from .. import collectives
 from ..modules import comes_from
 from ..shard_spec import Split
-from . import collectives
 from .layers import ColwiseLinear, RowwiseLinear, TensorAxis, VocabEmbedding
 from .style import Style, convert, find_indivisible
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ..._torch import all_gather
 from ...errors import InputError, shorten
 from ...shard import ParamShard
 from ..gradient_sums import SharedGradients
@@ -61,7 +61,7 @@ class TensorGradients(SharedGradients):
             return
         samples = torch.stack([_sample(shard.param.grad, self._axis.device) for shard in shards])
         everyone = samples.new_empty((self._axis.size, *samples.shape))
-        dist.all_gather_into_tensor(everyone.flatten(0, 1), samples, group=self._axis.group)
+        all_gather(everyone.flatten(0, 1), samples, group=self._axis.group)
         if not bool(everyone.isfinite().all()):
             return  # an overflow cannot be compared; the next update can
         sizes = everyone.norm(dim=-1).amax(0)

@@ -12,10 +12,10 @@ from torch import nn
 
 from ..._torch import edit_stamp, in_shapes_only
 from ...errors import InputError
+from .. import collectives
 from ..axis import AppliedAxis
 from ..context import ParallelContext
 from ..rng import RandomFork
-from . import collectives
 
 SEQUENCE_DIM = 1
 """The dimension of activations along which sequence parallelism shards them: [batch, sequence, ...]."""

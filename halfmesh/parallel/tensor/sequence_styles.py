@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError
-from . import collectives
+from .. import collectives
 from .layers import SEQUENCE_DIM, TensorAxis
 from .style import Style
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._pytree import tree_map
 
 import halfmesh
 from tests.support.pipeline_parts import pipe
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 sgd = partial(optim.SGD, lr=0.1)
@@ -41,15 +42,16 @@ def make_optimizer(model: nn.Module, kind: str) -> optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, count: int = 2) -> None:
+    x = X.to(next(model.parameters()).device)
     for _ in range(count):
         optimizer.zero_grad()
-        model(X).square().mean().backward()
+        model(x).square().mean().backward()
         optimizer.step()
 
 
 def initialize(model: nn.Module, optimizer: Any, size: int, **options: Any) -> halfmesh.Engine:
     config = pipe(size, **({"schedule": "gpipe"} | options))
-    return halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device="cpu")
+    return halfmesh.initialize(model, optimizer, nn.MSELoss(), config=config, device=rank_device())
 
 
 def entries_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,12 +66,12 @@ def state_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, dict[str
 
 
 def cut_and_back(rank: int, world_size: int, kind: str) -> None:
-    model = make_model()
+    model = here(make_model())
     optimizer = make_optimizer(model, kind)
     train(model, optimizer)
-    entries, before = entries_of(model), copy.deepcopy(model.state_dict())
+    entries, before = entries_of(model), {name: value.clone().cpu() for name, value in model.state_dict().items()}
     param_groups, groups = optimizer.param_groups, [list(group["params"]) for group in optimizer.param_groups]
-    state, names = copy.deepcopy(state_of(model, optimizer)), [name for name, _ in model.named_parameters()]
+    state, names = tree_map(torch.clone, state_of(model, optimizer)), [name for name, _ in model.named_parameters()]
     engine = initialize(model, optimizer, world_size)
 
     count = len(model) // world_size
@@ -79,14 +81,14 @@ def cut_and_back(rank: int, world_size: int, kind: str) -> None:
     for name, tensor in entries.items():
         if id(tensor) in held:
             assert now[name] is tensor, "the parameters that stay are the same objects"
-            assert torch.equal(tensor, before[name])
+            assert torch.equal(tensor.cpu(), before[name])
         else:
             assert name not in now
             assert tensor.untyped_storage().nbytes() == 0, "memory is freed"
     mine = [[p for p in group if id(p) in held] for group in groups]
     assert [list(map(id, g["params"])) for g in optimizer.param_groups] == [list(map(id, g)) for g in mine]
     own = {name: values for name, values in state.items() if name in dict(model.named_parameters())}
-    torch.testing.assert_close(state_of(model, optimizer), own, rtol=0, atol=0)
+    torch.testing.assert_close(state_of(model, optimizer), own, rtol=0, atol=0, check_device=False)
 
     # Each rank changes what it holds, as training does; some is replaced, as BatchNorm's counter may be.
     with torch.no_grad():
@@ -108,7 +110,7 @@ def cut_and_back(rank: int, world_size: int, kind: str) -> None:
     assert optimizer.param_groups is param_groups
     assert [list(map(id, g["params"])) for g in param_groups] == [list(map(id, g)) for g in groups]
     expected = {name: {k: v + 1 for k, v in values.items()} for name, values in state.items()}
-    torch.testing.assert_close(state_of(model, optimizer), expected, rtol=0, atol=0)
+    torch.testing.assert_close(state_of(model, optimizer), expected, rtol=0, atol=0, check_device=False)
     # It goes on as if it had never been cut.
     uncut = make_model()
     other = make_optimizer(uncut, kind)

@@ -13,9 +13,9 @@ from torch import nn
 import halfmesh
 from halfmesh.tensors import tensors_of
 from tests.support.pipeline_parts import pipe, step, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.sends]
 
 WIDTH = 4
 
@@ -112,7 +112,7 @@ class Caches(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.cache is None or len(self.cache) < len(x):
-            self.cache = torch.arange(len(x))[:, None] * 0.1
+            self.cache = torch.arange(len(x), device=x.device)[:, None] * 0.1
         return x + self.cache[: len(x)]
 
 
@@ -191,7 +191,7 @@ MICROBATCHES = 4
 
 def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=generator), torch.rand(rows, generator=generator)
+    return here((torch.randn(rows, WIDTH, generator=generator), torch.rand(rows, generator=generator)))
 
 
 def criterion(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -244,10 +244,26 @@ def run(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[Any, A
         model = build(name)
         options = LAYOUTS[schedule] | {"schedule": schedule, "partition": POINTS.get(name, "auto")}
         config = pipe(microbatches=MICROBATCHES, keep_outputs=True, **options)
-        engine = halfmesh.initialize(model, sgd(model.parameters()), criterion, config=config, device="cpu")
+        engine = halfmesh.initialize(model, sgd(model.parameters()), criterion, config=config, device=rank_device())
         outputs = train(engine, engine.model)
         found[name, schedule] = outputs, whole(engine)
     return found
+
+
+def run_whole(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for name in MODELS:
+        model = here(build(name))
+        outputs = train(None, model)
+        tensors = [[tensor.detach() for tensor in tensors_of(output)] for output in outputs]
+        found[name] = type(outputs[0]), tensors, dict(model.state_dict())
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    """The type of what the model returns, the tensors of all outputs, and the weights, by model."""
+    return run_ranks(run_whole, 1)[0]
 
 
 @pytest.fixture(scope="module")
@@ -262,20 +278,18 @@ def ranks() -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize(("name", "schedule"), CASES)
-def test_equal_to_one_process(name, schedule, ranks):
-    model = build(name)
-    evaluated, *parts, last = train(None, model)
+def test_equal_to_one_process(name, schedule, ranks, one_process):
+    kind, (evaluated, *parts, last), weights = one_process[name]
     joined = [
-        [torch.cat(tensors) for tensors in zip(*map(tensors_of, parts[begin : begin + MICROBATCHES]), strict=True)]
+        [torch.cat(tensors) for tensors in zip(*parts[begin : begin + MICROBATCHES], strict=True)]
         for begin in (0, MICROBATCHES)
     ]
-    expected = [tensors_of(evaluated), *joined, tensors_of(last)]
-    weights = model.state_dict()
+    expected = [evaluated, *joined, last]
     for outputs, found in ranks[name, schedule]:
         torch.testing.assert_close([tensors_of(output) for output in outputs], expected, rtol=1e-6, atol=1e-6)
-        assert type(outputs[0]) is type(evaluated)
+        assert type(outputs[0]) is kind
         assert found.keys() == weights.keys()
-        torch.testing.assert_close(found, dict(weights), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-6)
 
 
 # -- what crosses ----------------------------------------------------------------------------------------------------
@@ -307,7 +321,7 @@ class Tables(nn.Module):
 
 def carries(rank: int, world_size: int) -> Any:
     model = sequential(Tables(), Layer(lambda tree: tree["x"], lambda tree, y: tree | {"x": y}))
-    engine = halfmesh.initialize(model, sgd, criterion, config=pipe(keep_outputs=True), device="cpu")
+    engine = halfmesh.initialize(model, sgd, criterion, config=pipe(keep_outputs=True), device=rank_device())
     trained = step(engine, *batch(4, 0))[0].value()
     return trained, engine.eval()(batch(3, 1)[0])
 

@@ -16,7 +16,7 @@ import halfmesh
 from tests.support.ranks import run_ranks
 from tests.support.sharding import MODES, differences, make_engine, train, whole
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.on_cpu("what a GPU shows of cpu_offload is in tests/gpu")]
 CASES = {
     "clipped": ("adamw", "fp32", {"clip_grad_norm": 0.05}),
     "with state": ("adamw", "naive_bf16", {"warm": 2}),

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfmesh
 from halfmesh.compat import check, raise_for
 from halfmesh.errors import IncompatibleConfigError, InputError
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, here, rank_device, run_ranks
 from tests.support.sharding import (
     CASES,
     MODES,
@@ -126,7 +126,7 @@ def gives_back(rank, world_size):
     assert all(params[name] is param for name, param in model.named_parameters())
     assert facts(model) == before
     assert model.again.weight is model.tied.weight
-    assert torch.isfinite(copy.deepcopy(model)(batch(rank, 0)[0])).all()
+    assert torch.isfinite(here(copy.deepcopy(model))(batch(rank, 0)[0])).all()
     assert pickle.dumps(model)
     model.load_state_dict(model.state_dict())
     assert take_step(make_engine("fsdp", model=model), rank, 1) is not None
@@ -276,7 +276,7 @@ def uneven(rank, world_size, rows):
     loaders = {"dataloader": DataLoader(data, 2), "eval_dataloader": DataLoader(data, 2)}
     config = {"parallel": {"data": "fsdp"}}
     engine = halfmesh.initialize(
-        Blocks(), OPTIMIZERS["adamw"], nn.CrossEntropyLoss(), config=config, device="cpu", **loaders
+        Blocks(), OPTIMIZERS["adamw"], nn.CrossEntropyLoss(), config=config, device=rank_device(), **loaders
     )
     for x, y in engine.dataloader:
         engine.backward(engine.criterion(engine(x), y))

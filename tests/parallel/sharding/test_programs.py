@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 import halfmesh
 from halfmesh.errors import IncompatibleConfigError, InputError
 from tests.support.models import said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, rank_device, run_ranks
 from tests.support.sharding import MODES, all_equal, differences, make_engine, whole
 
 pytestmark = pytest.mark.distributed
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return here(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)))
 
 
 def sgd(params):
@@ -63,7 +63,7 @@ def sgd(params):
 def loop(engine, rank, *, which=None, bias=None, between=None, dtype=torch.float32, steps=4):
     for step in range(steps):
         engine.zero_grad()
-        output = engine(batch(rank, step).to(dtype), which and which(rank, step), bias)
+        output = engine(batch(rank, step).to(dtype), which and which(rank, step), here(bias))
         engine.backward(output.square().mean())
         if between is not None:
             between(engine, rank, step)
@@ -166,7 +166,7 @@ def refused(rank, world_size):
 
     engine = make_engine("fsdp", model=Net())
     loop(engine, rank, steps=1)
-    engine.model.to("cpu")  # which changes nothing
+    engine.model.to(engine.device)  # which changes nothing
     loop(engine, rank, steps=1)
     engine.model.end.weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(InputError, match=r"hooks were registered on the gradient of end.weight"):
@@ -178,7 +178,7 @@ def refused(rank, world_size):
     with pytest.raises(InputError, match="added by a backward outside this engine"):
         engine.step()
 
-    for make in (torch.zeros_like, lambda data: torch.zeros(data.to_local().shape)):
+    for make in (torch.zeros_like, lambda data: torch.zeros_like(data.to_local())):
         engine = make_engine("fsdp", optimizer=sgd, model=Net())
         loop(engine, rank, steps=1)
         weight = engine.model.blocks[1].one.weight
@@ -251,13 +251,14 @@ def frozen_stage(rank, world_size, strategy):
     model[:2].requires_grad_(False)
     before = model.state_dict()["3.weight"].clone()
     config = {"parallel": {"data": strategy, "pipeline": {"size": 2, "microbatches": 2}}}
-    engine = halfmesh.initialize(model, sgd, nn.MSELoss(), config=config, device="cpu")
-    engine.backward(engine.criterion(engine(batch(rank % 2, 0)), torch.zeros(4, WIDTH)))
+    engine = halfmesh.initialize(model, sgd, nn.MSELoss(), config=config, device=rank_device())
+    engine.backward(engine.criterion(engine(batch(rank % 2, 0)), here(torch.zeros(4, WIDTH))))
     engine.step()
     engine.close(restore=True)
     assert not torch.equal(model[3].weight, before)
 
 
+@pytest.mark.sends
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_stage_of_which_nothing_is_trained(strategy):
     run_ranks(frozen_stage, 4, strategy)

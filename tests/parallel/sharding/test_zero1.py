@@ -12,7 +12,7 @@ from torch import nn
 from halfmesh.errors import IncompatibleConfigError, InputError
 from halfmesh.parallel.sharding.withheld import WithheldGradient
 from tests.support.models import said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import here, run_ranks
 from tests.support.sharding import (
     CASES,
     MODES,
@@ -47,7 +47,7 @@ def held(rank, world_size, mode):
     model = layers()
     total = sum(p.numel() for p in model.parameters())
     engine = make_engine("zero1", model=model, **MODES[mode])
-    engine.backward(engine(torch.randn(4, 64)).square().mean())
+    engine.backward(engine(here(torch.randn(4, 64))).square().mean())
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     assert all(type(grad) is WithheldGradient for grad in grads), "they went to the rank that steps them"
     engine.step()

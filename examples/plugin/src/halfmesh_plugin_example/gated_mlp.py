@@ -1,4 +1,4 @@
-"""A layer, and how a tensor group divides it wherever it is used: `plan="auto"` takes every plan that is registered."""
+"""A layer, and how a tensor group shards it wherever it is used: `plan="auto"` takes every plan that is registered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class GatedMLP(nn.Module):
     """[..., width] to the same.
 
     Args:
-        hidden: features in between. Tensor parallelism divides them, so the number of its ranks has to divide `hidden`.
+        hidden: features in between. Tensor parallelism shards them, so the number of its ranks has to divide `hidden`.
     """
 
     def __init__(self, width: int, hidden: int) -> None:

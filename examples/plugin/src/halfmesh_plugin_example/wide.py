@@ -1,6 +1,6 @@
 """An axis of the mesh: each rank computes some of the output features of every linear layer, and all of them get all.
 
-It is the simplest form of tensor parallelism: no layer hands its part on, so each one gathers its output.
+It is the simplest form of tensor parallelism: no layer hands its shard on, so each one gathers its output.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Wide(Axis):
 
 
 class WideLayers(AppliedAxis):
-    """The layers, divided."""
+    """The layers, sharded."""
 
     def __init__(self, inputs: AxisInputs, dim: str) -> None:
         super().__init__(inputs.context, dim, "wide group")
@@ -86,7 +86,7 @@ class WideLayers(AppliedAxis):
 
 
 class _SumGradient(torch.autograd.Function):
-    """Each rank's part of the layer gives a part of its input's gradient."""
+    """Each rank's shard of the layer gives a part of its input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -101,7 +101,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks get all features, and compute the same with them: each one's gradient is what its part gets of it."""
+    """All ranks get all features, and compute the same with them: each one's gradient is what its shard gets of it."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Collectives over the tensor axis that autograd can run backward.
+"""Collectives over the ranks of an axis that autograd can run backward.
 
 An activation, or its gradient, is "whole", the same on every rank; "sharded", each rank's shard of it; or "partial", to
 be summed over the ranks.
@@ -11,6 +11,10 @@ be summed over the ranks.
 | `gather` | sharded -> whole | this rank's shard (all ranks compute the same with it, and have the same gradient) |
 | `all_gather_sequence` | sharded -> whole | partial gradients are summed, each rank keeps its shard |
 | `reduce_scatter_sequence` | partial -> summed, this rank's shard | shards are gathered |
+| `total_loss` | each rank's part -> their sum | the gradient times the number of ranks |
+| `scale_gradient` | as it is | the gradient times a factor |
+| `exchange` | sharded along one dim -> sharded along another | the reverse |
+| `send_rows` | rows in order of the rank that they are for -> those for this rank | the reverse |
 
 Tensors without memory (halfmesh.parallel.pipeline.shape_inference) are not sent. Compiled code breaks off before each
 of these, and continues after it.
@@ -29,7 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..._torch import in_shapes_only
+from .._torch import all_gather, in_shapes_only, reduce_scatter
 
 
 @torch.compiler.disable
@@ -70,6 +74,40 @@ def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup)
     """This rank's shard along `dim` of the sum of `x` over the ranks."""
     dim %= x.dim()
     return _Collective.apply(x, lambda x: _summed_shard(x, dim, group), lambda grad: _gathered(grad, dim, group))
+
+
+@torch.compiler.disable
+def total_loss(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of the ranks' parts of a loss. Gradients are means over the ranks, as those of data ranks are: then terms
+    that each rank computes by itself (a penalty on weights) have the gradients that they should have."""
+    return _Collective.apply(part, lambda x: _summed(x, group), lambda grad: grad * group.size())
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """`x`, whose gradient is multiplied by `factor`."""
+    return _Collective.apply(x, lambda x: x.view_as(x), lambda grad: grad * factor)
+
+
+@torch.compiler.disable
+def exchange(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """From this rank's shard along dim `sharded` to its shard along dim `whole`: one all-to-all. The number of ranks
+    has to divide the size of `whole`."""
+    return _Collective.apply(
+        x, lambda x: _exchanged(x, whole, sharded, group), lambda grad: _exchanged(grad, sharded, whole, group)
+    )
+
+
+@torch.compiler.disable
+def send_rows(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows (dim 0) that the ranks have for this one, in order of rank: one all-to-all.
+
+    Args:
+        sent: how many of `x`, which are in order of rank, each rank gets.
+        received: how many each rank sends to this one.
+    """
+    return _Collective.apply(
+        x, lambda x: _sent(x, sent, received, group), lambda grad: _sent(grad, received, sent, group)
+    )
 
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
@@ -122,7 +160,7 @@ def _gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
     # The collective concatenates along dim 0: [size, ...].
     shards = x.new_empty((size * x.shape[0], *x.shape[1:])) if dim == 0 else x.new_empty((size, *x.shape))
     if not in_shapes_only():
-        dist.all_gather_into_tensor(shards.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+        all_gather(shards.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
     return shards if dim == 0 else shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -131,5 +169,20 @@ def _summed_shard(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.
     shards = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(shards[0])
     if not in_shapes_only():
-        dist.reduce_scatter_tensor(mine, shards.flatten(0, 1), group=group)
+        reduce_scatter(mine, shards.flatten(0, 1), group=group)
     return mine
+
+
+def _exchanged(x: torch.Tensor, whole: int, sharded: int, group: dist.ProcessGroup) -> torch.Tensor:
+    sent = x.unflatten(whole, (group.size(), -1)).movedim(whole, 0).contiguous()  # [rank, ...]
+    received = torch.empty_like(sent)
+    if not in_shapes_only():
+        dist.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, sharded).flatten(sharded, sharded + 1)
+
+
+def _sent(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    rows = x.new_empty((sum(received), *x.shape[1:]))
+    if not in_shapes_only():
+        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
+    return rows

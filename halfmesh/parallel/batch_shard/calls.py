@@ -1,0 +1,223 @@
+"""Calls of a model with this rank's part of what all ranks of a group were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..._torch import BACKWARD, on_trial, without_override
+from ...errors import InputError
+from ...shard import ParamShard
+from ...tensors import map_tensors, tensors_of
+from ..axis import AppliedAxis, AxisInputs
+from ..gradient_sums import SharedGradients
+from ..objects import is_alone
+from ..replica_checks import SameCalls
+from .losses import classify, compare, count_targets
+from .shard import ROWS, BatchShard
+from .trial import HALF_TOLERANCE, TOLERANCE, Seen, find_gap, shorten_call
+
+Run = Callable[[Mapping[str, Any]], Any]
+_Functions = Mapping[Any, Callable[..., torch.Tensor]]
+_LOSSES: _Functions = {
+    F.cross_entropy: classify,
+    F.nll_loss: classify,
+    F.mse_loss: compare,
+    F.l1_loss: compare,
+    F.smooth_l1_loss: compare,
+}
+_CALL_OTHERS = BACKWARD | {F.multi_head_attention_forward}
+"""Functions that call some of these; backward does where it computes activations again."""
+
+
+class SharesBatch(AppliedAxis):
+    """A model that each rank of a group calls with its rows of a batch, or its tokens of every sequence.
+
+    Attributes:
+        key: of the axis in the config.
+        sharded_dim: ROWS or TOKENS.
+        advice: what a model may do with rows, or tokens.
+        functions: torch's, with what stands in for them, besides losses: called with the BatchShard, torch's own
+            function, and its arguments.
+        non_split: names of arguments that every rank gets whole.
+        has_stages: whether a pipeline splits batches into microbatches.
+    """
+
+    key: ClassVar[str]
+    sharded_dim: ClassVar[int] = ROWS
+    advice: ClassVar[str]
+    functions: ClassVar[_Functions] = MappingProxyType({})
+    non_split: Sequence[str] = ()
+
+    def __init__(self, inputs: AxisInputs, dim: str, names: Sequence[str]) -> None:
+        """`names`: of the arguments of the model's forward."""
+        super().__init__(inputs.context, dim)
+        self.group = inputs.context.group(dim)
+        self.calls = SameCalls(self.group, f"{self.key} group")
+        self.mode = _Mode({**_LOSSES, **self.functions})
+        self.has_stages = inputs.is_split
+        self._names, self._context = names, inputs.context
+        self._is_tried = is_alone(self.group)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return self.mode
+
+    def call(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """`forward` with this rank's part of what every rank of the group was given. In training it returns this rank's
+        outputs, too, for the criterion; else all of them."""
+        self.calls.compare_inputs(model.training, args, kwargs)
+        if len(args) > len(self._names):
+            raise InputError(f"the model takes {len(self._names)} arguments, and {len(args)} were given")
+        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+
+        def run(given: Mapping[str, Any]) -> Any:
+            values = list(given.values())
+            return forward(*values[: len(args)], **dict(list(given.items())[len(args) :]))
+
+        trains = model.training and torch.is_grad_enabled()
+        if not trains and self.find_uneven(given):
+            self.mode.shard = None
+            return run(given)  # each rank all of it
+        if not self._is_tried:
+            self._try_out(model, run, given)
+            self._is_tried = True
+        shard, output = self.run_sharded(model, run, given)
+        if trains:
+            return output
+        self.mode.shard = None  # the criterion gets all outputs
+        return map_tensors(shard.join_if_own, output)
+
+    def _try_out(self, model: nn.Module, run: Run, given: Mapping[str, Any]) -> None:
+        """Compare the model's outputs for a small part of a batch, whole and sharded. All ranks together.
+
+        Raises:
+            InputError: they differ.
+        """
+        short = shorten_call(given, self.shard_of(given))
+        training = [module for module in model.modules() if module.training]
+        whole, sharded = Seen(), Seen()
+        try:
+            with torch.no_grad(), on_trial():
+                model.eval()
+                self.mode.shard, self.mode.seen = None, whole
+                with self.mode:
+                    expected = run(short)
+                self.mode.seen = sharded
+                shard, output = self.run_sharded(model, run, short)
+                gap = find_gap(expected, map_tensors(shard.join_if_own, output))
+        finally:
+            self.mode.seen = None
+            for module in training:
+                module.training = True
+        self.check_functions(sharded.functions)
+        if whole.counts != sharded.counts:
+            gap = 1.0  # targets were lost, which a loss hardly shows
+        rounds = whole.half or torch.get_float32_matmul_precision() != "highest"  # TF32
+        everyone = self._context.everyone((gap, rounds))
+        worst = max(theirs for theirs, _ in everyone)
+        if worst > (HALF_TOLERANCE if any(rounds for _, rounds in everyone) else TOLERANCE):
+            raise InputError(
+                f"with parallel.{self.key} the model returns something else: its output for {shard.whole} "
+                f"{'rows' if shard.dim == ROWS else 'tokens'}, which was tried before any update, differs by "
+                f"{min(worst, 9.99):.2%}. {self.advice}. Or train this model without parallel.{self.key}"
+            )
+
+    def prepare(self, model: nn.Module, given: dict[str, Any], shard: BatchShard) -> dict[str, Any]:
+        """The arguments by name, with what the model needs besides."""
+        return given
+
+    def run_sharded(self, model: nn.Module, run: Run, given: Mapping[str, Any]) -> tuple[BatchShard, Any]:
+        """What `run` returns for this rank's part of the arguments."""
+        shard = self.shard_of(given)
+        arguments, whole = self.prepare(model, dict(given), shard), self.non_split
+        self.mode.shard = shard
+        with self.mode:
+            own = {n: v if n in whole else map_tensors(shard.cut_if_whole, v) for n, v in arguments.items()}
+            return shard, run(own)
+
+    def check_functions(self, called: Collection[Any]) -> None:
+        """Raise InputError if a trial called none of torch's functions that it should."""
+
+    def find_uneven(self, given: Mapping[str, Any]) -> str:
+        """Why the ranks cannot share a call evenly; "" if they can."""
+        shape, dim, size = self._shape(given), self.sharded_dim, self.size
+        if shape[dim] % size == 0:
+            return ""
+        what = f"a batch of {shape[dim]} rows" if dim == ROWS else f"a sequence of {shape[dim]} tokens"
+        more = " (or use drop_last=True)" if dim == ROWS else ", with targets that the loss ignores"
+        return (
+            f"{what} cannot be sharded over {self.key}={size} ranks: {size} does not divide it; pad it to "
+            f"{-(-shape[dim] // size) * size}{more}"
+        )
+
+    def shard_of(self, given: Mapping[str, Any]) -> BatchShard:
+        """This rank's part of a call.
+
+        Raises:
+            InputError: the ranks cannot share it evenly.
+        """
+        if problem := self.find_uneven(given):
+            raise InputError(problem)
+        shape, dim = self._shape(given), self.sharded_dim
+        return BatchShard(self.key, self.group, dim, shape[0], shape[dim], self.has_stages)
+
+    def _shape(self, given: Mapping[str, Any]) -> torch.Size:
+        """Of the first tensor that is sharded."""
+        split = {name: value for name, value in given.items() if name not in self.non_split}
+        shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > self.sharded_dim), None)
+        if shape is None:
+            form = "[batch, ...]" if self.sharded_dim == ROWS else "[batch, sequence, ...]"
+            raise InputError(f"engine(...) was given no tensor {form}, which parallel.{self.key} shards")
+        return shape
+
+    def check_loss(self, loss: Any) -> None:
+        value = loss if isinstance(loss, torch.Tensor | tuple) else loss.detach()
+        if not self.calls.are_same(value, "losses"):
+            raise InputError(
+                f"the {self.size} ranks of a {self.key} group have different losses, each of its own outputs: "
+                "gradients would not be those of the whole batch. Compute the loss in the model or in "
+                "engine.criterion, with torch's cross_entropy, nll_loss, mse_loss, l1_loss or smooth_l1_loss (or their "
+                "modules); what is added to it has to be the same on all ranks"
+            )
+
+    def make_reduction(self, shards: Sequence[ParamShard]) -> SharedGradients:
+        params = {shard.model_param for shard in shards} - self.splits.keys()
+        return SharedGradients(params, self.group, shards, mean=True)
+
+
+class _Mode(TorchFunctionMode):
+    """Within it functions of torch are those of whole batches.
+
+    Attributes:
+        shard: of the last call of the model; None: functions get whole batches.
+        seen: what is noted in a trial.
+    """
+
+    def __init__(self, functions: _Functions) -> None:
+        super().__init__()
+        self._functions = functions
+        self.shard: BatchShard | None = None
+        self.seen: Seen | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CALL_OTHERS:
+            with self:
+                return without_override(func)(*args, **kwargs)
+        function = self._functions.get(func)
+        if self.seen is not None:
+            self.seen.note(func, args)
+            if function is classify:
+                self.seen.counts.append(count_targets(self.shard, *args, **kwargs))
+        if function is None or self.shard is None:
+            return func(*args, **kwargs)
+        return function(self.shard, func, *args, **kwargs)

@@ -1,0 +1,82 @@
+"""Which part of a batch a rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import collectives
+
+ROWS, TOKENS = 0, 1
+"""Dims of what a model is called with: [batch, ...], or [batch, sequence, ...]."""
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """A batch of which each rank of a group has an equal run of rows, or of the tokens of each sequence, in order of
+    rank.
+
+    Attributes:
+        key: of the axis in the config.
+        dim: ROWS or TOKENS.
+        rows: of the whole batch.
+        whole: rows of the whole batch, or tokens of a whole sequence: those that are sharded.
+        splits_rows: whether a pipeline splits the batch into microbatches.
+    """
+
+    key: str
+    group: dist.ProcessGroup
+    dim: int
+    rows: int
+    whole: int
+    splits_rows: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many ranks share the batch."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank()
+
+    @property
+    def own(self) -> int:
+        """This rank's rows, or tokens of each sequence."""
+        return self.whole // self.size
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether it has all rows, or tokens."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.whole
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether it has those of this rank."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.own
+
+    def cut(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+        """This rank's part, a view. `dim`: that of the rows or tokens, if it is another one."""
+        return whole.narrow(self.dim if dim is None else dim, self.rank * self.own, self.own)
+
+    def cut_if_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that has all rows or tokens, contiguous (for `view(-1)`); others as they are."""
+        return self.cut(tensor).contiguous() if self.is_whole(tensor) else tensor
+
+    def join_if_own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, of a tensor that has this rank's; others as they are."""
+        return collectives.gather(tensor, self.dim, self.group) if self.is_own(tensor) else tensor
+
+    def cut_targets(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the targets of all rows and tokens, which may be flat."""
+        if whole.dim() > 1:
+            return self.cut(whole)
+        return self.cut(whole.reshape(-1, self.whole) if self.dim else whole.reshape(self.whole, -1)).reshape(-1)
+
+    def are_outputs(self, count: int) -> bool:
+        """Whether `count` outputs may be all that this rank has of the batch, or of a microbatch."""
+        if self.dim == ROWS:
+            return count % self.own == 0
+        total = self.rows * self.own
+        return count == total or (self.splits_rows and 0 < count < total and total % count == 0)

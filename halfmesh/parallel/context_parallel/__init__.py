@@ -1,0 +1,6 @@
+"""Sequences sharded over ranks: each computes its tokens of every sequence (`parallel.context`).
+
+axis           the axis: its keys and its plan
+calls          calls of the model with this rank's tokens
+attention      attention of all tokens, from each rank's queries, keys and values
+"""

@@ -1,0 +1,67 @@
+"""Weights that FSDP2 gathers in one byte a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ...shard import GatherCast
+
+
+class CastGather:
+    """Casts weights of one unit before FSDP2 gathers them, which it does together and in the same order each time.
+
+    FSDP2 asks a shard that has `fsdp_pre_all_gather` what to send of it, and makes the parameter that the model
+    computes with by `fsdp_post_all_gather`. These are attributes here: as a subclass of torch.Tensor a shard would be
+    one for optimizers and checkpoints, too.
+
+    Args:
+        weights: DTensors, whose rows all ranks have equally many of.
+        casts: one for each.
+    """
+
+    def __init__(self, weights: Sequence[Any], casts: Sequence[GatherCast]) -> None:
+        self._weights = weights
+        self._casts = casts
+        self._scales: list[Any] = [None] * len(weights)
+        self._first: int | None = None
+        self._largest = torch.empty(0)
+
+    def attach(self, *_: Any) -> None:
+        """Give the shards these attributes. After `model.to(device)`, even to the same one, they are other tensors."""
+        for place, weight in enumerate(self._weights):
+            shard = weight._local_tensor
+            if not hasattr(shard, "fsdp_pre_all_gather"):
+                shard.fsdp_pre_all_gather = partial(self._pack, place)
+                shard.fsdp_post_all_gather = partial(self._unpack, place)
+
+    def _pack(
+        self, place: int, mesh: DeviceMesh, size: Any, stride: Any, module: Any, policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[torch.Tensor], None]:
+        shards = [weight._local_tensor for weight in self._weights]
+        dtype = policy.param_dtype or shards[place].dtype
+        if self._first in (None, place):
+            self._first = place
+            # One all-reduce for all, each time: nothing tells that a user wrote into a weight.
+            self._largest = torch.stack([torch.linalg.vector_norm(shard, torch.inf) for shard in shards])
+            dist.all_reduce(self._largest, dist.ReduceOp.MAX, mesh.get_group())
+        data, scale = self._casts[place].pack(shards[place].to(dtype), self._largest[place].to(dtype))
+        if self._scales[place] is None:
+            self._scales[place] = scale
+        else:
+            # .data, which counts no write: backward would refuse the tensor. FSDP2 writes the numbers so, too.
+            self._scales[place].data.copy_(scale)
+        return (data,), None
+
+    def _unpack(
+        self, place: int, gathered: tuple[torch.Tensor], _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        if out is None:  # later FSDP2 writes into the same memory
+            return self._casts[place].unpack(*gathered, self._scales[place], dtype), gathered
+        return None

@@ -1,0 +1,238 @@
+"""fsdp gathers the weights of fp8's tensorwise products in float8. Gathering them wide, and one process, are the
+oracles: bit by bit."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfmesh
+from halfmesh.amp.float8 import Float8Product
+from halfmesh.errors import InputError
+from tests.support.ranks import here, rank_device, run_ranks
+
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.distributed
+
+PLAN = {"blocks.*.1": "colwise_gather"}
+
+
+class Net(nn.Module):
+    """Blocks with two weights that fit float8, a layer that is tied to an embedding, one that is not used, a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.begin = nn.Embedding(16, 32)
+        self.tied = nn.Linear(32, 16, bias=False)
+        self.tied.weight = self.begin.weight
+        self.blocks = nn.ModuleList(self._block() for _ in range(2))
+        self.unused, self.head = nn.Linear(32, 32), nn.Linear(16, 16)
+
+    @staticmethod
+    def _block():
+        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
+
+    def forward(self, ids):
+        x = self.begin(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.tied(x))
+
+
+FLOAT8 = 2 * 2 * 32 * 64 + 32 * 32
+"""Numbers in the weights that are gathered in float8."""
+
+
+def make_engine(parallel, model=None, recipe="tensorwise", **more):
+    model = Net() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"fp8": {"mode": "torch", "recipe": recipe}, "parallel": parallel} | more
+    return halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
+
+
+def train(engine, part=0, parts=1):
+    generator, losses = torch.Generator().manual_seed(1), []
+    for step in range(4):
+        ids, y = here(torch.randint(0, 16, (2, 16), generator=generator)[:, part::parts])
+        loss = engine.criterion(engine(ids), y)
+        engine.backward(loss)
+        if engine.step() is not None:
+            engine.zero_grad()
+        losses.append(loss.item())
+        if step == 2:
+            engine.model.to(engine.device)  # FSDP2 has other tensors then
+    return losses
+
+
+@contextmanager
+def wide():
+    cast, Float8Product.cast_before_gather = Float8Product.cast_before_gather, lambda self, model: {}
+    try:
+        yield
+    finally:
+        Float8Product.cast_before_gather = cast
+
+
+def train_alone(rank, world_size):
+    engine = make_engine({})
+    return train(engine), engine.model.state_dict()
+
+
+def train_both(rank, world_size, parallel, more, same_batches=False):
+    def run():
+        engine = make_engine(parallel, **more)
+        context, plan = engine.context, str(engine.plan)
+        losses = train(engine) if same_batches else train(engine, context.dp_rank, context.dp_size)
+        engine.close(restore=True)
+        return losses, engine.model.state_dict(), "weights gathered in float8" in plan
+
+    ours = run()
+    with wide():
+        return ours, run()
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+FSDP = {"strategy": "fsdp"}
+CASES = {
+    "plain": (2, {"data": FSDP}, {}),
+    "bf16, accumulated": (2, {"data": FSDP | {"param_dtype": "bfloat16"}}, {"gradient_accumulation": 2}),
+    "kept": (2, {"data": FSDP | {"reshard_after_forward": False}}, {}),
+    "checkpointed": (2, {"data": FSDP}, {"activation_checkpoint": "full"}),
+    "compiled": (2, {"data": FSDP}, {"compile": {"backend": "aot_eager"}}),
+    "hybrid": (4, {"data": FSDP | {"hybrid": 2}}, {}),
+    "tensor": (4, {"data": FSDP, "tensor": {"size": 2, "plan": PLAN}}, {}),
+}
+QUICK = ("plain", "bf16, accumulated")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_the_same_bits_as_gathered_wide(name):
+    ranks, parallel, more = CASES[name]
+    for ours, theirs in run_ranks(train_both, ranks, parallel, more, timeout=200):
+        assert (ours[2], theirs[2]) == (True, False)
+        assert_same(ours, theirs)
+
+
+def test_the_same_bits_as_one_process():
+    """Ranks with the same batch: the mean of their gradients is exact."""
+    (alone,) = run_ranks(train_alone, 1)
+    for ours, _ in run_ranks(train_both, 2, {"data": FSDP}, {}, True):
+        assert_same(ours, alone)
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes of gathered weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("c10d::") and "allgather" in func._schema.name:
+            output = torch.utils._pytree.tree_leaves(args)[0]
+            self.bytes += output.numel() * output.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def gather_once(rank, world_size, parallel, recipe):
+    engine = make_engine(parallel, recipe=recipe)
+    train(engine)
+    with Gathered() as gathered, torch.no_grad():
+        engine(here(torch.zeros(1, dtype=torch.long)))
+    count = [word for word in str(engine.plan).split(", ") if "float8" in word and "gathered" in word]
+    return gathered.bytes, count
+
+
+OFFLOADED = pytest.mark.on_cpu("offloaded shards need a backend for the host, too")
+REST = sum(param.numel() for param in Net().parameters()) - FLOAT8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "recipe", "expected", "count"),
+    [
+        (2, {}, "tensorwise", FLOAT8 + 4 * REST, 5),
+        (2, {"param_dtype": "bfloat16"}, "tensorwise", FLOAT8 + 2 * REST, 5),
+        (2, {}, "rowwise", 4 * (FLOAT8 + REST), 0),
+        pytest.param(2, {"cpu_offload": True}, "tensorwise", 4 * (FLOAT8 + REST), 0, marks=OFFLOADED),
+        pytest.param(3, {}, "tensorwise", None, 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bytes_that_are_gathered(ranks, options, recipe, expected, count):
+    """A byte for each number of a weight that only products in float8 use; 3 ranks pad rows, and gather them wide."""
+    for found, said in run_ranks(gather_once, ranks, {"data": FSDP | options}, recipe):
+        assert len(said) == (count > 0)
+        assert all(words.startswith(f"{count} weights gathered in float8") for words in said)
+        if expected is None:
+            assert found >= 4 * (FLOAT8 + REST)
+        else:
+            assert found == expected
+
+
+def save(rank, world_size, path):
+    engine = make_engine({"data": FSDP})
+    train(engine)
+    engine.save(path)
+    engine.close(restore=True)
+    return engine.model.state_dict()
+
+
+def load(rank, world_size, path, config):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = halfmesh.initialize(model, optimizer, nn.CrossEntropyLoss(), config=config, device=rank_device())
+    engine.load(path)
+    engine.close(restore=True)
+    return model.state_dict()
+
+
+def test_checkpoints_load_into_other_modes(tmp_path):
+    saved = run_ranks(save, 2, tmp_path / "saved")[0]
+    for config in ({"bf16": {"mode": "naive"}}, {"fp16": {"mode": "torch"}, "parallel": {"data": "zero1"}}):
+        for state in run_ranks(load, 2, tmp_path / "saved", config):
+            for name, value in state.items():
+                assert torch.equal(value, saved[name].to(value.dtype)), name
+
+
+class Reads(Net):
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def forward(self, ids):
+        return super().forward(ids) + self.read(self.unused.weight)
+
+
+READS = {
+    "pow": lambda weight: weight.pow(2).sum(),
+    "linear": lambda weight: nn.functional.linear(torch.ones(32, device=weight.device), weight).sum(),
+    "matmul": lambda weight: (torch.ones(2, 32, device=weight.device) @ weight.t()).sum(),
+    "float": lambda weight: weight.float().sum(),
+}
+
+
+def read(rank, world_size):
+    for name, how in READS.items():
+        engine = make_engine({"data": FSDP}, Reads(how))
+        with pytest.raises(InputError, match=r"gathers in float8, .* put the layer's name into fp8.filter"):
+            engine(here(torch.zeros(4, dtype=torch.long)))
+        engine = make_engine({"data": FSDP}, Reads(how), recipe="rowwise")
+        assert engine(here(torch.zeros(4, dtype=torch.long))).isfinite().all(), name
+    engine = make_engine(
+        {"data": FSDP}, Reads(lambda weight: torch.zeros((), dtype=weight.dtype, device=weight.device))
+    )
+    assert len(train(engine)) == 4
+
+
+def test_a_model_that_reads_such_a_weight_is_refused():
+    run_ranks(read, 2)

@@ -1,0 +1,82 @@
+"""Groups of simulated devices: gloo sends, from one rank to another from the host only, and under the
+name of NCCL it refuses tensors of the host, as NCCL does."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves
+
+CALLS = "all_reduce broadcast all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor reduce gather "
+CALLS += "scatter all_to_all all_to_all_single"
+PAIRS = "send recv isend irecv"
+BOTH = "cpu:gloo,cuda:gloo"
+ON_DEVICES: set[str] = set()
+"""Names of groups that take no tensors of the host."""
+
+
+def is_nccl(group: Any = None) -> bool:
+    return getattr(group or dist.group.WORLD, "group_name", None) in ON_DEVICES
+
+
+def replace(name: str, make: Callable[[Any], Any]) -> None:
+    value = make(getattr(distributed_c10d, name))
+    for module in (distributed_c10d, dist):
+        setattr(module, name, value)
+
+
+def init(original: Any) -> Any:
+    def init_process_group(backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        ON_DEVICES.clear()  # names are used again
+        original(BOTH if backend is None or "nccl" in backend else backend, *args, **kwargs)
+        if backend in (None, "nccl") and dist.group.WORLD is not None:
+            ON_DEVICES.add(dist.group.WORLD.group_name)
+
+    return init_process_group
+
+
+def new(original: Any) -> Any:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        as_nccl = backend == "nccl" or (backend is None and is_nccl())
+        made = original(ranks, timeout, BOTH if as_nccl else backend, *args, **kwargs)
+        if as_nccl and isinstance(made, dist.ProcessGroup):
+            ON_DEVICES.add(made.group_name)
+        return made
+
+    return new_group
+
+
+def checked(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        devices = {leaf.device.type for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        if is_nccl(given.get("group")) and "cpu" in devices:
+            raise RuntimeError(f"No backend type associated with device type cpu ({original.__name__})")
+        if not is_nccl(given.get("group")) and "cuda" in devices and original.__name__ in PAIRS.split():
+            raise RuntimeError(f"gloo sends no CUDA tensors from one rank to another ({original.__name__})")
+        return original(*args, **kwargs)
+
+    return call
+
+
+def install() -> None:
+    """Replace what in torch.distributed would look for NCCL."""
+    replace("init_process_group", init)
+    replace("new_group", new)
+    replace("is_nccl_available", lambda _: lambda: True)
+    replace("get_backend", lambda original: lambda group=None: "nccl" if is_nccl(group) else original(group))
+    distributed_c10d._get_object_coll_device = lambda group=None: (  # type: ignore[assignment]
+        torch.device("cuda", torch.cuda.current_device()) if is_nccl(group) else "cpu"
+    )
+    for name in f"{CALLS} {PAIRS}".split():
+        replace(name, checked)

@@ -1,0 +1,69 @@
+"""What the simulated GPUs refuse, as real ones do, and what they keep apart from the host."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.ranks import here, ranks_on, run_ranks
+
+pytestmark = pytest.mark.skipif("SIMULATED_GPU" not in os.environ, reason="needs make simulated-gpu")
+
+
+def test_tensors_of_host_and_device_do_not_mix():
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.ones(3, device="cuda") + torch.ones(3)
+    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).device == torch.device("cuda", 0)
+    with pytest.raises(RuntimeError, match="'cuda' device type for generator"):
+        torch.rand(3, device="cuda", generator=torch.Generator())
+
+
+def test_a_read_by_the_host_can_be_an_error():
+    value = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for read in (value.item, value.cpu, lambda: value == 1 and None):
+            with pytest.raises(RuntimeError, match="waits for the device"):
+                read()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_its_random_numbers_are_its_own():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = nn.functional.dropout(torch.ones(64, device="cuda"))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.cuda.manual_seed(0)
+    assert torch.equal(nn.functional.dropout(torch.ones(64, device="cuda")), first)
+
+
+def test_views_and_results_share_what_they_should():
+    value = torch.zeros(4, 4, device="cuda")
+    value.view(16)[1::2].fill_(1)
+    other = value.t().contiguous()
+    torch.add(value, 1, out=other)
+    assert value.sum().item() == 8
+    assert other.cpu().tolist() == (value.cpu() + 1).tolist()
+    held = torch.cuda.memory_allocated()
+    other.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated() == held - 64
+
+
+def reduce_on_host(rank, world_size):
+    assert dist.get_backend() == "nccl"
+    value = here(torch.ones(2))
+    dist.all_reduce(value)
+    with pytest.raises(RuntimeError, match="associated with device type cpu"):
+        dist.all_reduce(torch.ones(2))
+    return value
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(ranks_on() != "nccl", reason="asks about NCCL")
+def test_nccl_takes_no_tensor_of_the_host():
+    assert [found.tolist() for found in run_ranks(reduce_on_host, 2)] == [[2.0, 2.0]] * 2
