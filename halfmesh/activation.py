@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .compilation import Compilation, called_blocks
+from .compilation import called_blocks, is_called, not_called
 from .errors import shorten
-from .parallel.activations.checkpoint import Checkpointed
-from .parallel.activations.offload import Offload
 from .parallel.tensor.plans import generalise, near_names
 
 if TYPE_CHECKING:
@@ -24,41 +20,14 @@ _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes by which Hugging Face's and timm's modules checkpoint themselves."""
 
 
-@dataclass(frozen=True)
-class Activations:
-    """The modules whose activations are recomputed.
-
-    Attributes:
-        names: of the modules; none contains another.
-        options: the config's.
-    """
-
-    names: tuple[str, ...]
-    options: CheckpointConfig
-
-    def apply(self, model: nn.Module, offload: Offload | None, is_here: Callable[[str], bool]) -> list[Checkpointed]:
-        """Wrap, in place, the modules of `model` that this rank computes.
-
-        Args:
-            offload: moves what is saved to the host; None: nothing is moved.
-            is_here: whether this rank computes the module of this name.
-
-        Returns:
-            The replacements of their forwards; `remove` undoes them.
-        """
-        saving = nullcontext if offload is None else offload.inputs
-        modules = dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name))
-        return [Checkpointed(module, self.options.selective, saving) for module in modules]
-
-
 def resolve(
-    model: nn.Module, options: CheckpointConfig, partition: Partition | None, compiled: Compilation | None
-) -> tuple[Activations | None, list[str]]:
-    """The modules of `model` to recompute, or every reason why that is not possible.
+    model: nn.Module, options: CheckpointConfig, partition: Partition | None, compiled: Sequence[str]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the modules of `model` to recompute, none within another, or every reason why that is not possible.
 
     Args:
         partition: how a pipeline splits the model, if one does.
-        compiled: its compiled modules.
+        compiled: the names of its compiled modules.
     """
     problems = list(_find_own(model))
     if options.patterns:
@@ -69,21 +38,21 @@ def resolve(
         names = list(dict.fromkeys(blocks))[:: options.every]
         if not names:
             problems.append(_no_blocks(model, partition))
-    inside = [name for name in names if compiled is not None and _is_within(name, compiled.names)]
+    inside = [name for name in names if "" in compiled or _is_below(name, set(compiled))]
     if inside:
         problems.append(
             f"activation_checkpoint: {shorten(inside)} would be inside compiled code, which is entered and left as a "
             "whole; choose whole blocks ('full', or patterns of blocks), or leave compile out"
         )
-    return (None, problems) if problems else (Activations(tuple(names), options), [])
+    return ((), problems) if problems else (tuple(names), [])
 
 
 def _find_matches(
     model: nn.Module, patterns: Sequence[str], partition: Partition | None
 ) -> tuple[list[str], list[str]]:
     """Names of the outermost modules that match; and what is wrong."""
-    called = {name: module for name, module in model.named_modules() if name and _is_called(module)}
-    passed_by = _not_called(model, partition)
+    called = {name: module for name, module in model.named_modules() if name and is_called(module)}
+    passed_by = not_called(model, partition)
     found: set[str] = set()
     problems: list[str] = []
     for pattern in patterns:
@@ -103,8 +72,8 @@ def _find_matches(
 
 
 def _no_blocks(model: nn.Module, partition: Partition | None) -> str:
-    passed_by = _not_called(model, partition)
-    called = (name for name, module in model.named_modules() if _is_called(module) and name not in passed_by)
+    passed_by = not_called(model, partition)
+    called = (name for name, module in model.named_modules() if is_called(module) and name not in passed_by)
     general = list(dict.fromkeys(generalise(name) for name in called if name))
     whole = "" if partition is None else " that a stage of the pipeline calls as a whole"
     example = general[0] if general else "encoder"
@@ -126,19 +95,6 @@ def _find_own(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _not_called(model: nn.Module, partition: Partition | None) -> set[str]:
-    """The modules that no stage of a pipeline calls as a whole."""
-    return set() if partition is None else {name for name, _ in partition.not_called(model)}
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
 def _is_below(name: str, others: set[str]) -> bool:
     parts = name.split(".")
     return any(".".join(parts[:count]) in others for count in range(1, len(parts)))
-
-
-def _is_within(name: str, compiled: Sequence[str]) -> bool:
-    return "" in compiled or _is_below(name, set(compiled))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -19,6 +19,8 @@ from .amp.plugin import AMP_PLUGINS, Backend
 from .amp.recipe import Recipe, UpdateOptions
 from .amp.statistics import StatisticsCheck
 from .checkpoint.checkpointer import Checkpointer
+from .config.config import Config
+from .config.load import load_config
 from .data.global_batch import accumulate, batch_size
 from .data.loader import EngineDataLoader
 from .data.sharding import ShardedLoader
@@ -46,9 +48,6 @@ from .parallel.deferred.meta import convert_to_meta, refuse_early_state
 from .parallel.gradient_sums import CompleteGradients, Reduction
 from .parallel.objects import is_alone
 from .summary import EffectivePlan, make_plan
-
-if TYPE_CHECKING:
-    from .config import Config
 
 _log = get_logger(__name__)
 
@@ -110,7 +109,7 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
     place = launch.device if launch is not None and device is None else launchers.choose_device(device)
     world_size = launchers.expected_world_size()
     compat.raise_for(compat.check(settings, world_size, place.type))
-    settings = accumulate(settings, batch_size(given.dataloader), compat.get_layout(settings, world_size).data)
+    settings = accumulate(settings, batch_size(given.dataloader), compat.mesh_sizes(settings, world_size)["dp"])
     recipe = recipe_of(settings)
     with ExitStack() as undo:  # after an error the model can be given again
         given = _build(given, undo)
@@ -121,12 +120,12 @@ def _initialize(given: _Given, config: Any, device: torch.device | str | None) -
             launchers.choose_backend(settings, place),
             settings.parallel.mesh_sizes,
         )
-        ready = _prepare(given, recipe, settings, place, group, plans)
+        context, loaders, late = _prepare(given, recipe, settings, place, group)
         undo.pop_all()
-    engine = _make_engine(*_convert(given, recipe, settings, *ready))
+    engine = _make_engine(*_convert(given, recipe, settings, context, loaders, plans, late))
     owner = group if launch is None else launch.group
     if owner is not None:
-        owner.watch(engine)
+        owner.failures.watch(engine)
     engine.context.begin_calls(owner)
     if any("_orig_mod." in name for name, _ in given.model.named_parameters()):
         _log.warning(
@@ -145,8 +144,7 @@ def _prepare(
     config: Config,
     device: torch.device,
     group: launchers.OwnedGroup | None,
-    plans: Plans,
-) -> tuple[ParallelContext, list[Any], Plans, Materializer | None]:
+) -> tuple[ParallelContext, list[Any], Materializer | None]:
     """Checks of all ranks together, before anything is changed."""
     others = config.parallel.mesh_sizes
     pp, tp = others.pop("pp"), others.pop("tp")
@@ -162,7 +160,7 @@ def _prepare(
     late = make_materializer(given.model, context)
     if late is not None:
         late.check = inputs.overflow_check(given.model, recipe)
-    return context, loaders, plans, late
+    return context, loaders, late
 
 
 def _convert(
@@ -276,8 +274,6 @@ def _resume(engine: Engine) -> None:
 
 
 def _load(config: Any) -> Config:
-    from .config.load import load_config  # pydantic: only when there is a config to read
-
     if config is None:
         raise InputError(
             "no config was given to initialize; pass a path, a dict, or what launch_from_torch(config) returned "

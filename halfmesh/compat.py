@@ -25,15 +25,6 @@ DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The sizes of the mesh axes."""
-
-    pipeline: int
-    data: int
-    tensor: int
-
-
-@dataclass(frozen=True)
 class Row:
     """A row of the composition table: a mode with its precision, or no mode."""
 
@@ -57,7 +48,7 @@ def check(config: Config, world_size: int, device: str = "cuda") -> list[Finding
     if kind not in DEVICES:
         message = f"{show(device)} is not supported; allowed: {', '.join(DEVICES)}{did_you_mean(kind, DEVICES)}"
         findings.append(Finding("device", message))
-    findings += _check_mode(_row_of(config), _active_columns(config, get_layout(config, world_size)), kind)
+    findings += _check_mode(_row_of(config), _active_columns(config, mesh_sizes(config, world_size)["dp"]), kind)
     return [*findings, *find_key_problems(config)]
 
 
@@ -67,11 +58,13 @@ def raise_for(findings: Sequence[Finding], source: str = "the config") -> None:
         raise IncompatibleConfigError([str(finding) for finding in findings], source)
 
 
-def get_layout(config: Config, world_size: int) -> Layout:
-    """The mesh that `config` makes of `world_size` ranks; data is at least 1 where the degrees do not fit."""
+def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
+    """The axes of the mesh that `config` makes of `world_size` ranks and their sizes, outermost first, as
+    `ParallelContext.sizes` will have them. dp is at least 1 where the others do not fit."""
     parallel = config.parallel
-    data = parallel.data.size or max(1, world_size // math.prod(parallel.sizes.values()))
-    return Layout(parallel.pipeline.size, data, parallel.tensor.size)
+    outermost, *others = parallel.mesh_sizes.items()
+    dp = parallel.data.size or max(1, world_size // math.prod(parallel.sizes.values()))
+    return dict([outermost, ("dp", dp), *others])
 
 
 def composition_table() -> dict[str, dict[str, Cell]]:
@@ -117,11 +110,11 @@ def _is_switched_off(config: Config) -> bool:
     return getattr(options, "enabled", True) is False and replace(recipe_of(config), num_losses=1) == FP32
 
 
-def _active_columns(config: Config, layout: Layout) -> Iterator[str]:
+def _active_columns(config: Config, data_ranks: int) -> Iterator[str]:
     """The columns that the config uses: axes larger than 1, and the strategy if it was set or has several ranks."""
     yield from (name for name, size in config.parallel.sizes.items() if size > 1)
     strategy = config.parallel.data.strategy
-    if layout.data > 1 or strategy != "replicate":
+    if data_ranks > 1 or strategy != "replicate":
         yield strategy
 
 

@@ -7,8 +7,7 @@ what is sent between ranks stay outside of the compiled code (`torch.compiler.di
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,35 +24,24 @@ if TYPE_CHECKING:
 _ROWS = (nn.ModuleList, nn.Sequential)
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """What is compiled, and how."""
-
-    names: tuple[str, ...]
-    """The modules; "" is the model itself."""
-    options: CompileConfig
-
-    def apply(self, model: nn.Module, is_here: Callable[[str], bool]) -> list[nn.Module]:
-        """Compile those modules of `model` in place that this rank computes (`is_here`, by name), and return them.
-        `uncompile` undoes it. Nothing runs before their first call."""
-        modules = list(dict.fromkeys(model.get_submodule(name) for name in self.names if is_here(name)))
-        arguments = self.options.model_dump(include={"backend", "mode", "dynamic", "fullgraph"})
-        for module in modules:
-            forward = vars(module).get("forward")
-            if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
-                forward.compiled = _compiled(forward.own, len(modules), arguments)
-            else:
-                _compile_in_place(module, len(modules), arguments)
-        return modules
+def compile_modules(modules: Sequence[nn.Module], options: CompileConfig) -> None:
+    """Compile `modules` in place; `uncompile` undoes it. Nothing runs before their first call."""
+    arguments = options.model_dump(include={"backend", "mode", "dynamic", "fullgraph"})
+    for module in modules:
+        forward = vars(module).get("forward")
+        if isinstance(forward, Checkpointed):  # what is computed again has to be the same code
+            forward.compiled = _compiled(forward.own, len(modules), arguments)
+        else:
+            _compile_in_place(module, len(modules), arguments)
 
 
 def resolve(
-    model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None, checkpoints: bool = False
-) -> tuple[Compilation | None, list[str]]:
-    """Which modules of `model` are compiled, or every reason why they cannot be.
+    model: nn.Module, options: CompileConfig, ranks: int, partition: Partition | None, checkpoints: bool
+) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the modules of `model` to compile ("" is the model itself), or every reason why that cannot be.
 
-    Under several ranks the blocks, if there are any: the gradients of one graph come when all of its backward has run,
-    and with a graph for each block they are sent meanwhile.
+    With several ranks these are the repeated blocks, if there are any: the gradients of a graph are ready only when its
+    whole backward has run, and with one graph per block they are sent while backward goes on.
 
     Args:
         ranks: of all axes together.
@@ -61,13 +49,13 @@ def resolve(
         checkpoints: whether activations of modules are computed again, which may be compiled, but not inside a graph.
     """
     if any(is_compiled(module) for module in model.modules()):
-        return None, ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
+        return (), ["compile: the model is compiled already; pass it uncompiled, or leave compile out"]
     blocks = called_blocks(model, partition)
     if blocks and (options.scope == "blocks" or (options.scope == "auto" and (ranks > 1 or checkpoints))):
-        return Compilation(blocks, options), []
+        return blocks, []
     if options.scope != "blocks" and partition is None:
-        return Compilation(("",), options), []
-    return None, [
+        return ("",), []
+    return (), [
         f"compile: {type(model).__name__} has no repeated blocks that could be compiled (two or more modules of one "
         "class, with modules of their own, in a ModuleList or Sequential); "
         + ("use scope='model'" if partition is None else "leave compile out, or the pipeline")
@@ -76,8 +64,18 @@ def resolve(
 
 def called_blocks(model: nn.Module, partition: Partition | None) -> tuple[str, ...]:
     """The repeated blocks of `model`, except those that no stage of a pipeline calls."""
-    passed_by = set() if partition is None else {name for name, _ in partition.not_called(model)}
+    passed_by = not_called(model, partition)
     return tuple(name for name in find_blocks(model) if name not in passed_by)
+
+
+def not_called(model: nn.Module, partition: Partition | None) -> set[str]:
+    """The modules that no stage of a pipeline calls as a whole."""
+    return set() if partition is None else {name for name, _ in partition.not_called(model)}
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module can be called; lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def find_blocks(model: nn.Module) -> Iterator[str]:
@@ -88,7 +86,7 @@ def find_blocks(model: nn.Module) -> Iterator[str]:
     candidates = {
         name
         for name, child in children.items()
-        if type(child).forward is not nn.Module.forward  # a list or dict, which is never called
+        if is_called(child)
         and next(child.children(), None) is not None
         and not (isinstance(child, _ROWS) and within[name])
     }
@@ -126,5 +124,5 @@ def _compiled(call: Callable[..., Any], recompiles: int, arguments: dict[str, An
 
 
 def uncompile(module: nn.Module) -> None:
-    """Undo what `Compilation.apply` did to a module."""
+    """Undo what `compile_modules` did to a module."""
     module._compiled_call_impl = None

@@ -20,6 +20,7 @@ from .amp.precision import Precision
 from .amp.recipe import FP32
 from .amp.step_result import StepResult
 from .checkpoint import validate
+from .config.load import load_config
 from .errors import IncompatibleConfigError, InputError, bullet_list
 from .key_checks import recipe_of
 from .loop.accumulation import Accumulation
@@ -63,8 +64,6 @@ def convert_to_amp(
         IncompatibleConfigError: a mode that cannot run in this dtype, on this device or on several ranks.
         InputError: arguments of the wrong kind.
     """
-    from .config.load import load_config  # pydantic: only when there is a config to read
-
     keys = {name: key for key, name in PRECISIONS.items()}
     if dtype not in keys:
         raise InputError(f"dtype={dtype!r} is not the dtype of a precision; allowed: {', '.join(map(repr, keys))}")

@@ -4,7 +4,7 @@ computed again in backward."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import combinations
@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 
 from .amp.recipe import Recipe
-from .compilation import uncompile
+from .compilation import compile_modules, uncompile
 from .division_plans import Plans, data_strategy
 from .errors import InputError
 from .parallel.activations.checkpoint import Checkpointed
@@ -81,7 +81,7 @@ class Division:
         plans: Plans,
         config: Config,
         context: ParallelContext,
-        late: Materializer | None = None,
+        late: Materializer | None,
     ) -> None:
         self.plans = plans
         self.late = late
@@ -95,7 +95,7 @@ class Division:
         seed = model_seed(config.seed, context, apart)
         self.random = CommonRandom(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
-        """Those of python and numpy that stages of a pipeline draw, one more or less often than others."""
+        """Python's and numpy's random numbers for pipeline stages, which may draw different amounts."""
         self.axes: dict[str, AppliedAxis] = {}
         for name, plan in plans.axes.items():
             random, is_split = self.random or CommonRandom(0, context.device), plans.partition is not None
@@ -233,7 +233,7 @@ class Division:
 
     def saving(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
         """What is around a forward of `model`, or of a stage, for what autograd saves of it."""
-        if self.offload is None or self.plans.activations is not None:
+        if self.offload is None or self.plans.recomputed:
             return nullcontext
         return partial(self.offload.everything, model)
 
@@ -242,13 +242,15 @@ class Division:
         needed that runs without data."""
         partition, rank = self.plans.partition, self._context.pp_rank
 
-        def is_here(name: str) -> bool:
-            return partition is None or rank in partition.ranks_of(name)
+        def computed_here(names: Iterable[str]) -> list[nn.Module]:
+            mine = (name for name in names if partition is None or rank in partition.ranks_of(name))
+            return list(dict.fromkeys(map(model.get_submodule, mine)))
 
-        if self.plans.activations is not None:
-            self.checkpointed = self.plans.activations.apply(model, self.offload, is_here)
-        if self.plans.compilation is not None:
-            self.compiled = self.plans.compilation.apply(model, is_here)
+        selective = self._config.activation_checkpoint.selective
+        saving = nullcontext if self.offload is None else self.offload.inputs
+        self.checkpointed = [Checkpointed(m, selective, saving) for m in computed_here(self.plans.recomputed)]
+        self.compiled = computed_here(self.plans.compiled)
+        compile_modules(self.compiled, self._config.compile)
 
     def explain(self, error: RuntimeError) -> None:
         """Say what an error of torch in forward or backward means here, where that is known.

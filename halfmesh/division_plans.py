@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
 
 from . import activation, compilation
-from .activation import Activations
 from .amp.fused import is_elementwise
-from .compilation import Compilation
 from .errors import IncompatibleConfigError
 from .key_checks import recipe_of
 from .parallel import optimizer_checks as elementwise
@@ -30,13 +28,15 @@ class Plans:
     """How a model will be sharded over each axis larger than 1, in the order in which that is done; and what is
     compiled and recomputed, if anything."""
 
-    axes: Mapping[str, Any] = field(default_factory=dict)
-    partition: Partition | None = None
+    axes: Mapping[str, Any]
+    partition: Partition | None
     """The plan of the axis that removes modules, if there is one."""
-    compilation: Compilation | None = None
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[str, ...]
     """Names of the repeated blocks, where the data ranks may gather weights block by block."""
-    activations: Activations | None = None
+    compiled: tuple[str, ...]
+    """Names of the modules that are compiled; "" is the model itself."""
+    recomputed: tuple[str, ...]
+    """Names of the modules whose activations are recomputed."""
 
 
 def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
@@ -46,7 +46,7 @@ def data_strategy(config: Config, data_ranks: int) -> type[DataStrategy]:
 
 
 def make_plans(
-    model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int = 1
+    model: nn.Module, optimizer: optim.Optimizer, criterion: Any, loader: Any, config: Config, ranks: int
 ) -> Plans:
     """How the config shards and compiles `model` on this many ranks.
 
@@ -68,14 +68,14 @@ def make_plans(
     if splits_params and not is_elementwise(optimizer):
         problem = elementwise.find_problem(optimizer)  # one of others: by trying
         problems += [] if problem is None else [problem]
-    compiled = None
+    compiled: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     if config.compile.enabled:
         checkpoints = config.activation_checkpoint.enabled
         compiled, more = compilation.resolve(model, config.compile, ranks, partition, checkpoints)
         problems += more
-    activations = None
     if config.activation_checkpoint.enabled:
-        activations, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
+        recomputed, more = activation.resolve(model, config.activation_checkpoint, partition, compiled)
         problems += more
     problems += strategy.find_problems(model, recipe_of(config).param_dtype)
     if problems:
@@ -86,4 +86,4 @@ def make_plans(
         keys = [", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys
         raise IncompatibleConfigError(problems, f"{' and '.join(keys)} with this model and optimizer")
     blocks = tuple(compilation.find_blocks(model)) if strategy.shards_model else ()
-    return Plans(axes, partition, compiled, blocks, activations)
+    return Plans(axes, partition, blocks, compiled, recomputed)

@@ -543,9 +543,8 @@ class Engine:
         self._before_step = self._hooks_on("before_step")
         self._after_step = self._hooks_on("after_step")
         self._on_error = self._hooks_on("on_error")
-        before_fetch = self._hooks_on("before_fetch")
-        if self._parts.dataloader is not None and before_fetch:
-            self._parts.dataloader.before_fetch = lambda: _call(before_fetch)
+        if self._parts.dataloader is not None:
+            self._parts.dataloader.before_fetch = self._hooks_on("before_fetch")
 
     def _hooks_on(self, event: str) -> tuple[Callable[..., None], ...]:
         """The hooks' methods for `event`, of those that override it."""
@@ -571,8 +570,3 @@ def _required(loader: EngineDataLoader | None, name: str) -> EngineDataLoader:
     if loader is None:
         raise InputError(f"no {name} was given to initialize; pass one, or iterate a loader of your own")
     return loader
-
-
-def _call(hooks: tuple[Callable[[], None], ...]) -> None:
-    for hook in hooks:
-        hook()

@@ -16,6 +16,7 @@ from .amp.recipe import HALF, Recipe
 from .errors import NO_BATCH, InputError, shorten
 from .parallel.deferred.meta import recorded
 from .shard import foreign_params
+from .tensors import dtype_name
 
 if TYPE_CHECKING:
     from .config import Config
@@ -90,13 +91,12 @@ def find_optimizer_problems(optimizer: Any, model: Any, recipe: Recipe) -> Itera
         )
         return
     yield from _find_lost_eps(optimizer, recipe)
-    if isinstance(model, nn.Module):
-        foreign = foreign_params(optimizer, model.parameters())
-        if foreign:
-            yield (
-                f"optimizer: it holds {len(foreign)} parameter(s) that are not the model's: {shorten(list(foreign))}; "
-                "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
-            )
+    foreign = foreign_params(optimizer, model.parameters())
+    if foreign:
+        yield (
+            f"optimizer: it holds {len(foreign)} parameter(s) that are not the model's: {shorten(list(foreign))}; "
+            "build it from model.parameters() of the model that is passed, or pass a callable `params -> Optimizer`"
+        )
 
 
 def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _find_lost_eps(optimizer: optim.Optimizer, recipe: Recipe) -> Iterator[str]:
         eps = group.get("eps")
         if isinstance(eps, float) and 0 < eps < smallest:
             yield (
-                f"optimizer: eps={eps:g} of param_groups[{index}] is zero in {_short(recipe.param_dtype)}, and the "
+                f"optimizer: eps={eps:g} of param_groups[{index}] is zero in {dtype_name(recipe.param_dtype)}, and the "
                 "optimizer divides by it where a gradient is zero: the weights would be nan; set eps=1e-4 or so, or "
                 "keep fp32 masters (opt_level='O2' or mode='naive')"
             )
@@ -186,9 +186,9 @@ def _find_dtype_problems(params: dict[str, nn.Parameter], recipe: Recipe, mode: 
     dtype = params[odd[0]].dtype
     what = "without a precision mode" if mode is None else f"with mode={mode!r}"
     naive = "" if mode == "naive" else f", or set {'bf16' if dtype == torch.bfloat16 else 'fp16'} = dict(mode='naive')"
-    names = " or ".join(sorted(map(_short, allowed)))
+    names = " or ".join(sorted(map(dtype_name, allowed)))
     yield (
-        f"model: {len(odd)} parameter(s) are {_short(dtype)} ({shorten(odd)}), but {what} they have to be {names}: "
+        f"model: {len(odd)} parameter(s) are {dtype_name(dtype)} ({shorten(odd)}), but {what} they have to be {names}: "
         f"without fp32 masters small updates are lost; build the model in {names}{naive}"
     )
 
@@ -198,10 +198,6 @@ def _is_empty(loader: DataLoader[Any]) -> bool:
         return len(loader) == 0
     except TypeError:  # an IterableDataset without a length
         return False
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _kind(value: Any) -> str:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .compat import get_layout
+from .compat import mesh_sizes
+from .config.config import Config
+from .config.load import load_config
 from .errors import LaunchError
-from .launching.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place
+from .launching.env import OPENMPI, SLURM, TORCHRUN, Place, RankNames, find_place, find_places
 from .launching.failures import recorded_for_torchrun
 from .launching.process_group import Address, OwnedGroup, make_group, wait_for_threads_at_exit
 from .log import get_logger
-
-if TYPE_CHECKING:
-    from .config.load import Config
 
 GLOO_NCCL = "cpu:gloo,cuda:nccl"
 """The backend of groups that send from the host, too."""
@@ -52,13 +50,12 @@ class Launch:
     @property
     def dp_size(self) -> int:
         """The number of data ranks: processes, or groups of them, that see data of their own."""
-        return get_layout(self.config, self.world_size).data
+        return mesh_sizes(self.config, self.world_size)["dp"]
 
     @property
     def dp_rank(self) -> int:
         """The data rank of this process, from 0. Tensor ranks and stages of one copy of the model have the same."""
-        sizes = self.config.parallel.mesh_sizes
-        return self.rank // math.prod(size for axis, size in sizes.items() if axis != "pp") % self.dp_size
+        return find_places(self.rank, mesh_sizes(self.config, self.world_size))["dp"]
 
     def close(self) -> None:
         """Destroy the process group if this launch created it, and restore the exception hook. May be called twice."""
@@ -237,8 +234,6 @@ def _launch(
     device: torch.device | str | None,
     verbose: bool,
 ) -> Launch:
-    from .config.load import load_config
-
     with recorded_for_torchrun():
         loaded = load_config(config)
         loaded = loaded if seed is None else loaded.replace(seed=seed)

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from .compat import get_layout
 from .launching.env import find_places
 from .parallel.registries import AXES, DATA_STRATEGIES
 
 if TYPE_CHECKING:
-    from .config import Config
     from .config.schema import ParallelConfig
 
 _MOST = 8
@@ -33,12 +31,6 @@ _STYLE = """
 .mesh .middle { text-anchor: middle; } .mesh .end { text-anchor: end; }
 .n0 { fill: var(--n0); } .n1 { fill: var(--n1); } .n2 { fill: var(--n2); } .n3 { fill: var(--n3); }
 """
-
-
-def mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
-    """The axes and their sizes, outermost first, as `ParallelContext.sizes` will have them."""
-    outer, *inner = config.parallel.mesh_sizes.items()
-    return dict([outer, ("dp", get_layout(config, world_size).data), *inner])
 
 
 def in_words(sizes: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from .data.global_batch import batch_size
 from .errors import readable
 from .memory import state_bytes
 from .mesh_picture import in_words
+from .tensors import dtype_name
 
 if TYPE_CHECKING:
     from .loop.parts import EngineParts
@@ -29,9 +30,9 @@ class EffectivePlan:
         values: what programs read of it, as plain values for JSON. Bytes are this rank's.
     """
 
-    rows: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    name: str | None = None
+    rows: Mapping[str, str]
+    values: Mapping[str, Any]
+    name: str | None
 
     def __str__(self) -> str:
         title = "halfmesh plan" if self.name is None else f"halfmesh plan of {self.name}"
@@ -67,7 +68,7 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
     scale = recipe.loss_scale
     values = {
         "mode": None if config.precision is None else config.precision.label,
-        "compute_dtype": _short(recipe.compute_dtype),
+        "compute_dtype": dtype_name(recipe.compute_dtype),
         "loss_scale": None if scale is None else {"initial": scale.initial, "dynamic": scale.dynamic},
         "mesh": dict(context.sizes),
         "batch": {"per_rank": size, "data_ranks": context.dp_size, "accumulated": cycle, "per_update": total},
@@ -79,12 +80,12 @@ def make_plan(parts: EngineParts, recipe: Recipe, loader: Any) -> EffectivePlan:
 def _precision(parts: EngineParts, recipe: Recipe) -> str:
     precision = parts.config.precision
     mode = "none" if precision is None else precision.label
-    params = "as given" if recipe.param_dtype is None else _short(recipe.param_dtype)
+    params = "as given" if recipe.param_dtype is None else dtype_name(recipe.param_dtype)
     how = {"torch": " (autocast)", "apex": " (apex's O1 lists)"}[recipe.cast_lists] if recipe.autocast else ""
     norm = ", BatchNorm float32" if recipe.keep_batchnorm_fp32 else ""
     masters = ", fp32 masters" if recipe.master_weights else ""
     linear = "" if recipe.linear is None else f", {recipe.linear.describe(parts.model, parts.context.device)}"
-    return f"mode {mode}, compute {_short(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
+    return f"mode {mode}, compute {dtype_name(recipe.compute_dtype)}{how}{linear}, parameters {params}{norm}{masters}"
 
 
 def _loss_scale(recipe: Recipe) -> str:
@@ -125,7 +126,7 @@ def _layout(parts: EngineParts) -> dict[str, str]:
 def _compile(parts: EngineParts) -> str | None:
     """What is compiled on this rank, and how."""
     options, compiled = parts.config.compile, parts.division.compiled
-    if parts.division.plans.compilation is None:
+    if not parts.division.plans.compiled:
         return None
     what = "the whole model"
     if compiled != [parts.model]:
@@ -140,7 +141,7 @@ def _activations(parts: EngineParts) -> str | None:
     """Which modules of this rank are recomputed in backward, and what is offloaded to the host."""
     division, options = parts.division, parts.config.activation_checkpoint
     words = []
-    if division.plans.activations is not None:
+    if division.plans.recomputed:
         kind = "module(s)" if options.patterns else "block(s)"
         words.append(f"{len(division.checkpointed)} {kind} checkpointed ({options.label})")
     if division.offload is not None:
@@ -167,7 +168,3 @@ def _update(parts: EngineParts) -> str:
     if left:
         words.append(f"{left} trainable parameter(s) left out")
     return ", ".join(words)
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -35,11 +35,21 @@ def map_tensors(fn: Callable[[Any], Any], tree: Any, kind: type | tuple[type, ..
     return tree if all(new[key] is value for key, value in old.items()) else _rebuild(tree, new)
 
 
+def leaves_of(tree: Any, kind: type) -> list[Any]:
+    """The leaves of that kind of `tree`, in the order in which `map_tensors` visits them."""
+    found: list[Any] = []
+    map_tensors(lambda leaf: found.append(leaf) or leaf, tree, kind)  # type: ignore[func-returns-value]
+    return found
+
+
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors of `tree`, in the order in which `map_tensors` visits them."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
-    return found
+    return leaves_of(tree, torch.Tensor)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """ "float16"; "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def count_rows(batch: Any) -> int:

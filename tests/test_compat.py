@@ -4,7 +4,7 @@ import pytest
 
 from halfmesh import AMP_PLUGINS, AMPPlugin, Composes, IncompatibleConfigError, Options, Recipe
 from halfmesh import load_config as load
-from halfmesh.compat import check, composition_table, get_columns, get_layout, get_rows, raise_for, render_table
+from halfmesh.compat import check, composition_table, get_columns, get_rows, mesh_sizes, raise_for, render_table
 from halfmesh.key_checks import find_advice
 
 APEX = {"fp16": {"mode": "apex"}}
@@ -139,8 +139,7 @@ def test_degrees_that_fit(parallel, world_size):
 
 def test_layout():
     config = load({"parallel": {"tensor": 2, "pipeline": {"size": 3, "microbatches": 3}}})
-    layout = get_layout(config, 12)
-    assert (layout.pipeline, layout.data, layout.tensor) == (3, 2, 2)
+    assert mesh_sizes(config, 12) == {"pp": 3, "dp": 2, "tp": 2}
 
 
 def test_devices():

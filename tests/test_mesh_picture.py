@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import halfmesh
-from halfmesh.mesh_picture import compress, describe_shards, draw, in_words, mesh_sizes
+from halfmesh.compat import mesh_sizes
+from halfmesh.mesh_picture import compress, describe_shards, draw, in_words
 from halfmesh.options import Options
 from halfmesh.parallel.axis import Axis
 

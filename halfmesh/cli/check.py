@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,7 @@ def check(
     and sends. build() returns the model; or (model, inputs); or (model, (inputs, targets), criterion).
     """
     from ..compat import check as find
-    from ..compat import get_layout
+    from ..compat import mesh_sizes
     from ..errors import InputError
     from ..key_checks import find_advice
     from ..memory import parse_bytes
@@ -75,10 +76,10 @@ def check(
             from ..plan.dry_run import dry_run
 
             run = dry_run(loaded, world_size, model, tuple(batch or ()), is_fresh=bool(context.obj))
-        if loaded and get_layout(loaded, world_size).data > 1:
+        if loaded and mesh_sizes(loaded, world_size)["dp"] > 1:
             findings += find_advice(loaded)
     plan = _plan(loaded, world_size) if loaded and right and not (run and run.problems) else None
-    answer = {"ok": plan is not None, "problems": problems, "findings": list(map(_row, findings)), "plan": plan}
+    answer = {"ok": plan is not None, "problems": problems, "findings": list(map(asdict, findings)), "plan": plan}
     lines: Sequence[str] = ()
     if model is not None:
         from ..plan import show
@@ -109,19 +110,16 @@ def load(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tup
         return None, list(error.problems)
 
 
-def _row(finding: Finding) -> dict[str, str]:
-    return {"kind": finding.kind, "where": finding.where, "message": finding.message}
-
-
 def _plan(config: Config, world_size: int) -> dict[str, Any]:
     """What the run would be."""
+    from ..compat import mesh_sizes
     from ..key_checks import recipe_of
-    from ..mesh_picture import mesh_sizes
+    from ..tensors import dtype_name
 
     recipe = recipe_of(config)
     return {
         "mode": config.precision.label if config.precision else None,
-        "dtype": str(recipe.compute_dtype).removeprefix("torch.") + (", products in float8" if recipe.linear else ""),
+        "dtype": dtype_name(recipe.compute_dtype) + (", products in float8" if recipe.linear else ""),
         "mesh": mesh_sizes(config, world_size),
         "data_strategy": config.parallel.data.strategy,
         "gradient_accumulation": config.gradient_accumulation,

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import enum
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -166,5 +167,5 @@ def _find_problems(config: Config, world_size: int | None, device: str) -> list[
     from ..compat import check
 
     parallel = config.parallel
-    least = parallel.pipeline.size * parallel.tensor.size * (parallel.data.size or parallel.data.hybrid or 2)
+    least = math.prod(parallel.sizes.values()) * (parallel.data.size or parallel.data.hybrid or 2)
     return [str(finding) for finding in check(config, world_size or least, device)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from pydantic import ValidationError
+
+from ..amp.plugin import PRECISIONS
 from ..errors import ConfigError, did_you_mean, shorten
-from ..options import Options
 from .problems import explain, explain_key, find_contradictions
-from .schema import CompileConfig, PrecisionConfig, Settings, validate
+from .schema import PrecisionConfig, Settings
 from .text import as_python, to_yaml
 
 OWN_NAMES = "; a constant of your own is written in UPPERCASE"
@@ -22,22 +24,16 @@ class Config(Settings, extra="allow"):
     `halfmesh.load_config` makes one.
     """
 
-    if not TYPE_CHECKING:  # a checker should know the settings' types; constants are Any
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                if name.startswith("__"):
-                    raise
-            user = self.user
-            own = f"; constants: {shorten(list(user))}" if user else ""
-            near = did_you_mean(name, [*type(self).model_fields, *user])
-            raise AttributeError(f"the config has no {name!r}{near or own}")
-
-    else:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+        user = self.user
+        own = f"; constants: {shorten(list(user))}" if user else ""
+        near = did_you_mean(name, [*type(self).model_fields, *user])
+        raise AttributeError(f"the config has no {name!r}{near or own}")
 
     @property
     def user(self) -> dict[str, Any]:
@@ -65,7 +61,14 @@ class Config(Settings, extra="allow"):
 
     def to_dict(self) -> dict[str, Any]:
         """The keys that differ from the defaults, and the constants, as a user would write them."""
-        return {**_changed(self, Settings), **self.user}
+        given = self.model_dump(include=set(Settings.model_fields), exclude_defaults=True)
+        for key in PRECISIONS.keys() & given.keys():
+            given[key] = {"mode": given[key]["mode"], **given[key]["options"]}
+        if "compile" in given:
+            given["compile"] = given["compile"] or True
+        if given.get("clip_grad_norm", {}).get("norm_type") == math.inf:
+            given["clip_grad_norm"]["norm_type"] = "inf"  # JSON has no infinite numbers
+        return {**given, **self.user}
 
     def to_yaml(self) -> str:
         """`to_dict` as YAML; loading it gives an equal config.
@@ -99,28 +102,13 @@ def build(raw: Mapping[Any, Any], source: str = "the config", hint: str = OWN_NA
     """
     unknown = {key: problem for key in raw if (problem := explain_key(key, hint)) is not None}
     known = {key: value for key, value in raw.items() if key not in unknown}
-    config, errors = validate(Config, known)
+    config: Config | None = None
+    errors: Sequence[Mapping[str, Any]] = ()
+    try:
+        config = Config.model_validate(known)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
     problems = [*unknown.values(), *find_contradictions(known), *explain(known, errors)]
     if problems or config is None:
         raise ConfigError(problems, source)
     return config
-
-
-def _changed(options: Options, model: type[Options] | None = None) -> dict[str, Any]:
-    """The fields that differ from their defaults, as dicts and plain values."""
-    changed = {}
-    for name, field in (model or type(options)).model_fields.items():
-        value = getattr(options, name)
-        if value != field.get_default(call_default_factory=True):
-            changed[name] = _plain(value)
-    return changed
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, PrecisionConfig):
-        return {"mode": value.mode, **_changed(value.options)}
-    if isinstance(value, Options):
-        return _changed(value) or (True if isinstance(value, CompileConfig) else {})
-    if value == math.inf:  # as a user writes norm_type; JSON has no infinite numbers
-        return "inf"
-    return dict(value) if isinstance(value, dict) else value

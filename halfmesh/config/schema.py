@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, create_model
 
 from ..amp.plugin import AMP_PLUGINS, AMPPlugin
 from ..errors import RegistryError, did_you_mean, find_near, show
@@ -22,15 +22,6 @@ from .activations import CheckpointConfig, expand_checkpoint
 from .automatic import AutomaticConfig, Folder, expand_automatic
 
 DType = Literal["float32", "float16", "bfloat16"]
-M = TypeVar("M", bound=Options)
-
-
-def validate(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Mapping[str, Any]]]:
-    """The validated model, or None and pydantic's errors."""
-    try:
-        return model.model_validate(dict(data)), []
-    except ValidationError as error:
-        return None, [dict(detail) for detail in error.errors(include_url=False)]
 
 
 def get_plugin(mode: object) -> type[AMPPlugin]:

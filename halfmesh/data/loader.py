@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ..errors import NO_BATCH, InputError
 from ..log import get_logger
@@ -58,7 +58,7 @@ class EngineDataLoader:
         self.next_epoch = 0
         self.at_end = False
         self.waited_s = 0.0
-        self.before_fetch: Callable[[], None] | None = None
+        self.before_fetch: Sequence[Callable[[], None]] = ()
         self._context = context
         self._seed = seed
         self._on_epoch_end = on_epoch_end
@@ -174,8 +174,8 @@ class EngineDataLoader:
         outside = self._state
         if outside.trained and not outside.running:
             outside.finished = True  # the loop broke off, and begins the next epoch
-        if self.before_fetch is not None:
-            self.before_fetch()
+        for hook in self.before_fetch:
+            hook()
         saved, self._loaded = self._pending(), None
         self.epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
         state = self._state = EpochState(self.epoch, running=True)
@@ -192,8 +192,8 @@ class EngineDataLoader:
                         self._end(state)
                     raise
                 del batch  # it goes before the next one comes
-                if self.before_fetch is not None:
-                    self.before_fetch()
+                for hook in self.before_fetch:
+                    hook()
             if not state.handed and self.loader.training:
                 raise InputError(f"epoch {self.epoch}: {NO_BATCH}")
             self._end(state)
@@ -317,7 +317,6 @@ def get_dataloader(
             "add_sampler=False would let every data rank see the same samples; remove it (initialize shards the "
             "data), or iterate a loader of your own instead of engine.dataloader"
         )
-    order = None if isinstance(dataset, IterableDataset) else shuffle
     options.setdefault("pin_memory", torch.cuda.is_available())
     options.setdefault("generator", torch.Generator().manual_seed(seed))
-    return DataLoader(dataset, batch_size=batch_size, shuffle=order, **options)
+    return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)

@@ -14,8 +14,8 @@ from ..amp.step_result import StepResult
 from ..errors import NonFiniteError, bullet_list
 from ..loop.parts import EngineParts
 from ..shard import compute_dtype
-from ..tensors import tensors_of
-from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure, name_of
+from ..tensors import dtype_name, tensors_of
+from .probes import CRITERION, Probes, TensorStats, Visit, is_finite, largest_number, measure
 
 Kind = Literal["weight", "input", "output", "loss", "gradient"]
 _PHASES: dict[Kind, int] = {"weight": 0, "gradient": 2}
@@ -59,7 +59,7 @@ class Fault:
             "gradient": f"the gradient of the output of {self.label}, made by the backward of what follows it",
         }[self.kind]
         counts = [f"{count} {kind}" for count, kind in ((stats.inf, "inf"), (stats.nan, "nan")) if count]
-        text = f"{what}, in {name_of(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
+        text = f"{what}, in {dtype_name(stats.dtype)}: {' and '.join(counts)} of {stats.count} numbers"
         if self.inputs is not None:
             text += f"; its inputs reach {self.inputs:.3g}"
         return text + (f"; float16 ends at {largest_number(torch.float16):g}" if stats.dtype == torch.float16 else "")

@@ -13,7 +13,8 @@ import torch
 from ..errors import InputError, shorten
 from ..loop.parts import EngineParts
 from ..shard import ParamShard, compute_dtype
-from .probes import Probes, TensorStats, Visit, largest_number, measure, name_of
+from ..tensors import dtype_name
+from .probes import Probes, TensorStats, Visit, largest_number, measure
 
 MUCH_SUBNORMAL = 0.05
 """Where about 5 % of a speech model's weight gradients were too small for fp16, it lost 80 % in accuracy without fp32
@@ -209,12 +210,12 @@ class _Layer:
         return LayerPrecision(
             name=name,
             kind=self.kind,
-            param_dtype=name_of(self.param_dtype),
+            param_dtype=dtype_name(self.param_dtype),
             masters=self.masters,
-            output_dtype=name_of(outputs.dtype),
+            output_dtype=dtype_name(outputs.dtype),
             largest_output=outputs.largest if outputs.dtype else None,
             output_share=outputs.largest / largest_number(outputs.dtype) if outputs.dtype else None,
-            gradient_dtype=name_of(gradients.dtype),
+            gradient_dtype=dtype_name(gradients.dtype),
             largest_gradient=gradients.largest / scale if gradients.dtype else None,
             gradient_share=gradients.largest / largest_number(gradients.dtype) if gradients.dtype else None,
             zero_gradients=_share(gradients.zeros, gradients),
@@ -234,7 +235,7 @@ class PrecisionSurvey(Probes):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__(parts)
         update = parts.update
-        self.report = PrecisionReport(name_of(update.recipe.compute_dtype))
+        self.report = PrecisionReport(dtype_name(update.recipe.compute_dtype))
         trained = {shard.name: shard for shard in update.master_weights.trained if shard.param.requires_grad}
         self._layers: dict[str, _Layer] = {}
         for name, module in parts.model.named_modules():

@@ -219,11 +219,6 @@ def largest_number(dtype: torch.dtype | None) -> float:
     return torch.finfo(dtype).max if dtype is not None and dtype.is_floating_point else math.inf
 
 
-def name_of(dtype: torch.dtype | None) -> str:
-    """ "float16"; "" for None."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in one row; None if there are none in floating point."""
     tensor = getattr(tensor, "to_local", lambda: tensor)()  # a DTensor

@@ -8,7 +8,6 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +27,15 @@ class Address:
 
 _numbers = itertools.count()  # of the groups that this process has created; the same count on all ranks
 _hosted: dict[Address, dist.Store] = {}
-"""The stores that rank 0 keeps, to the end of the program: who comes first to the next group could not tell a store
-that is about to close from the next one at the same address, and would wait in it."""
+"""The stores of rank 0, which it keeps until the program ends. If a store closed with its group, a rank that is early
+for the next group at the same address could connect to the closing one, and wait there."""
 
 
 class OwnedGroup:
     """A process group that was made here, with its failure watch. The `close` of its last user destroys it."""
 
-    def __init__(self, watch: FailureWatch) -> None:
-        self._watch = watch
+    def __init__(self, failures: FailureWatch) -> None:
+        self.failures = failures
         self._group: dist.ProcessGroup | None = dist.group.WORLD
         self._users: set[object] = set()
 
@@ -44,14 +43,6 @@ class OwnedGroup:
     def is_there(self) -> bool:
         """Whether it still is the group of this process, of which a user may have made another one meanwhile."""
         return dist.is_initialized() and dist.group.WORLD is self._group
-
-    def watch(self, engine: Any) -> None:
-        """Write this rank's stacks when `engine` makes no update for most of the time limit."""
-        self._watch.watch(engine)
-
-    def ended(self) -> dict[int, bool]:
-        """The other ranks that are known to have ended, or to have waited in vain; False: by a failure."""
-        return self._watch.ended()
 
     def join(self, user: object) -> None:
         """From now on `user` needs the group."""
@@ -65,7 +56,7 @@ class OwnedGroup:
         """Destroy the group, unless others than `user` need it. May be called twice."""
         self.leave(user)
         if not self._users:
-            self._watch.remove()
+            self.failures.remove()
             if self.is_there:
                 dist.destroy_process_group()
             self._group = None  # the last reference to it ends its threads

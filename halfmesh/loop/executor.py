@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -81,8 +81,8 @@ class DirectExecutor(DirectBackward):
         precision: Precision,
         update: MixedPrecisionOptimizer,
         accumulation: Accumulation,
-        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        same: Sequence[SameCalls] = (),
+        scope: Callable[[], AbstractContextManager[Any]],
+        same: Sequence[SameCalls],
     ) -> None:
         super().__init__(update, accumulation)
         self._model = model

@@ -105,13 +105,6 @@ class LastStageOutput(Handle):
     )
 
 
-def find_handles(tree: Any) -> list[Handle]:
-    """The handles among arguments, also within lists, tuples and dicts."""
-    found: list[Handle] = []
-    map_tensors(lambda handle: found.append(handle) or handle, tree, Handle)  # type: ignore[func-returns-value]
-    return found
-
-
 def replace(tree: Any, old: Handle, new: Any) -> Any:
     """`tree` with `new` in the place of `old`."""
     return map_tensors(lambda handle: new if handle is old else handle, tree, Handle)

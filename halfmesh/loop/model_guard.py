@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..amp.recipe import Recipe
 from ..division import Division
 from ..log import get_logger
+from ..tensors import dtype_name
 from .accumulation import Accumulation
 
 _log = get_logger(__name__)
@@ -103,7 +104,7 @@ class _DirectCall(_Warning):
     def __init__(self, guard: ModelGuard, recipe: Recipe, device: torch.device) -> None:
         super().__init__(guard)
         self._autocast_on = device.type if recipe.autocast else None
-        dtype = str(recipe.compute_dtype).removeprefix("torch.")
+        dtype = dtype_name(recipe.compute_dtype)
         if recipe.param_dtype is not None:
             does, or_else = f"its inputs are not cast to {dtype}, which its weights are in, nor its outputs back", ""
         else:

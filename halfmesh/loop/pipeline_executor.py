@@ -21,9 +21,9 @@ from ..parallel.pipeline.executor import CallMetadata, Pipeline, refuse_own_loss
 from ..parallel.pipeline.microbatches import Splitter, choose_count
 from ..parallel.pipeline.pieces import Call
 from ..parallel.replica_checks import SameCalls, is_looked_at
-from ..tensors import map_tensors, tensors_of
+from ..tensors import leaves_of, map_tensors, tensors_of
 from .accumulation import Accumulation
-from .handles import LastStageOutput, PipelineLoss, PipelineOutput, find_handles, replace
+from .handles import LastStageOutput, PipelineLoss, PipelineOutput, replace
 from .last_stage import CriterionCalls, LastStage, WholeBatch, refuse_other_loss
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class PipelineExecutor:
 
     def criterion(self, criterion: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A handle of the loss where an output is a handle, else the criterion's value."""
-        outputs = (handle for handle in find_handles((args, kwargs)) if isinstance(handle, PipelineOutput))
+        outputs = leaves_of((args, kwargs), PipelineOutput)
         output = next((handle for handle in outputs if not handle.is_ready), None)
         if output is None:
             return self._precision.criterion(criterion, *args, **kwargs)

@@ -301,7 +301,7 @@ class ParallelContext:
         """
         if self.size > 1 and not is_alone():
             name = self.from_first(uuid.uuid4().hex)  # torchrun's store outlives a group
-            ended = dict if owner is None else owner.ended
+            ended = dict if owner is None else owner.failures.ended
             self._calls = Calls(name, self.rank, self.size, self._timeout.total_seconds(), ended)
 
     def agree_on_call(self, call: str) -> None:

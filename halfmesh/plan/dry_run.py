@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..compat import Layout, get_layout
+from ..compat import mesh_sizes
 from ..division_plans import make_plans
 from ..errors import ConfigError, HalfmeshError
 from ..parallel.registries import SCHEDULES
@@ -32,6 +32,7 @@ class DryRun:
     """What a run would need.
 
     Attributes:
+        sizes: of the mesh axes, by their names, outermost first.
         problems: why it cannot run; empty if it can.
         ranks: what ranks of the first, middle and last stage hold and send, by rank.
         bubble: the part of a step in which a rank of the pipeline waits.
@@ -40,7 +41,7 @@ class DryRun:
         rows: of a data rank's batch; 0 if not known.
     """
 
-    layout: Layout
+    sizes: dict[str, int]
     world_size: int
     problems: list[str] = field(default_factory=list)
     ranks: dict[int, Figures] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class DryRun:
 
     def stage_of(self, rank: int) -> int:
         """The pipeline stage of `rank`."""
-        return rank // (self.world_size // self.layout.pipeline)
+        return rank // (self.world_size // self.sizes["pp"])
 
 
 def needed(figures: Figures) -> int:
@@ -101,7 +102,7 @@ class _Simulated:
 
     def __init__(self, config: Config, rows: int | None, world_size: int) -> None:
         self.rows = rows
-        self.run = DryRun(get_layout(config, world_size), world_size)
+        self.run = DryRun(mesh_sizes(config, world_size), world_size)
         self.config = _without_extras(config, self.run.notes)
         self._pipeline = pipeline = self.config.parallel.pipeline
         if pipeline.size > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,16 +28,15 @@ def draw(
         run: a dry run of this config, with the bytes of one rank for some stages.
         node: devices per node, if known.
     """
-    sizes = mesh_picture.mesh_sizes(config, run.layout.data * math.prod(config.parallel.sizes.values()))
     held = _held_modules(config, model, batch)
     needs = {run.stage_of(rank): readable(needed(figures)) for rank, figures in run.ranks.items()}
 
     def describe(rank: int) -> list[str]:
         stage = run.stage_of(rank)
         blocks = ", ".join(mesh_picture.compress(held[stage]))
-        return [blocks, mesh_picture.describe_shards(config.parallel, sizes, rank), needs.get(stage, "")]
+        return [blocks, mesh_picture.describe_shards(config.parallel, run.sizes, rank), needs.get(stage, "")]
 
-    path.write_text(mesh_picture.draw(sizes, describe, node), encoding="utf-8")
+    path.write_text(mesh_picture.draw(run.sizes, describe, node), encoding="utf-8")
 
 
 def _held_modules(config: Config, reference: str, batch: tuple[str, ...]) -> list[list[str]]:

@@ -13,7 +13,7 @@ from .simulate_rank import PARTS
 def lines(run: DryRun, limit: int | None) -> Iterator[str]:
     """A table of the ranks, what they send, and whether they fit."""
     ranks = list(run.ranks.items())
-    stages = run.layout.pipeline > 1
+    stages = run.sizes["pp"] > 1
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank, _ in ranks]
     yield f"  one update with AdamW, on tensors without memory{_how(run)}"
     table: list[tuple[str, list[str]]] = [("bytes, each part at its largest", names)]

@@ -101,7 +101,7 @@ def costs(rung: Rung, update: Update) -> Iterator[str]:
         yield f"bubble: a stage waits {run.bubble:.0%} of a step; more rows per update reduce it"
     if rung.recompute:
         yield f"activation_checkpoint={rung.recompute}: {_RECOMPUTED[rung.recompute]}"
-    now, before = update.rows // run.layout.data // rung.passes, update.at_once
+    now, before = update.rows // run.sizes["dp"] // rung.passes, update.at_once
     if now < before:
         yield f"batches: {now} row(s) go through the model at once instead of {before}: smaller matrix products"
 

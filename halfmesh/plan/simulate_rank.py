@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import has_no_memory
 from ..assembly import initialize
-from ..compat import get_layout
+from ..compat import mesh_sizes
 from ..data.global_batch import accumulate
 from ..errors import InputError
 from ..parallel.buckets import give_grads
@@ -89,7 +89,7 @@ def simulate_rank(
         if given.inputs is not None:
             given = given if rows is None else given.with_rows(rows)
             _refuse_rows(given.rows, pipeline)
-            config = accumulate(config, given.rows, get_layout(config, world_size).data)
+            config = accumulate(config, given.rows, mesh_sizes(config, world_size)["dp"])
         wanted = pipeline.microbatches
         if microbatches is not None and wanted is not None and microbatches != wanted:
             given = given.with_rows(given.rows // wanted * microbatches)

@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 
 from halfmesh import load_config
-from halfmesh.compat import Layout, check, get_layout
+from halfmesh.compat import check, mesh_sizes
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-# Mode, dtype, and the layout of 8 ranks.
+# Mode, dtype, and the pipeline, data and tensor ranks of 8.
 EXPECTED = {
-    "torch_bf16": ("torch", "bfloat16", Layout(1, 8, 1)),
-    "torch_fp16": ("torch", "float16", Layout(1, 8, 1)),
-    "naive_fp16": ("naive", "float16", Layout(1, 8, 1)),
-    "apex": ("apex", "float16", Layout(1, 8, 1)),
-    "tensor": ("torch", "bfloat16", Layout(1, 4, 2)),
-    "pipeline": ("torch", "bfloat16", Layout(2, 4, 1)),
-    "fsdp": ("naive", "bfloat16", Layout(1, 8, 1)),
-    "three_d": ("naive", "bfloat16", Layout(2, 2, 2)),
-    "accumulation_clipping": ("naive", "float16", Layout(1, 8, 1)),
-    "vit_base_caltech101": ("naive", "float16", Layout(1, 8, 1)),
+    "torch_bf16": ("torch", "bfloat16", (1, 8, 1)),
+    "torch_fp16": ("torch", "float16", (1, 8, 1)),
+    "naive_fp16": ("naive", "float16", (1, 8, 1)),
+    "apex": ("apex", "float16", (1, 8, 1)),
+    "tensor": ("torch", "bfloat16", (1, 4, 2)),
+    "pipeline": ("torch", "bfloat16", (2, 4, 1)),
+    "fsdp": ("naive", "bfloat16", (1, 8, 1)),
+    "three_d": ("naive", "bfloat16", (2, 2, 2)),
+    "accumulation_clipping": ("naive", "float16", (1, 8, 1)),
+    "vit_base_caltech101": ("naive", "float16", (1, 8, 1)),
 }
 # What the examples read.
 CONSTANTS = {"NUM_EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "WARMUP_EPOCHS", "WEIGHT_DECAY", "ADAM_EPS"}
@@ -37,7 +37,7 @@ def test_every_file_is_tested():
 def test_config(name):
     config = load(name)
     mode = config.precision.mode if config.precision else None
-    assert (mode, config.precision_dtype, get_layout(config, 8)) == EXPECTED[name]
+    assert (mode, config.precision_dtype, tuple(mesh_sizes(config, 8).values())) == EXPECTED[name]
     assert set(config.user) == CONSTANTS
     assert config.WARMUP_EPOCHS < config.NUM_EPOCHS
     for device in ("cpu", "cuda"):

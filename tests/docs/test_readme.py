@@ -12,7 +12,7 @@ import torch
 
 import halfmesh
 from halfmesh import compat
-from halfmesh.compat import Layout, composition_table, get_layout, render_table
+from halfmesh.compat import composition_table, mesh_sizes, render_table
 from tests.support.pages import check, find_blocks, import_snippet, read_page, shown_commands, snippet, stand_ins
 from tests.support.ranks import end_teams, run_ranks
 
@@ -58,7 +58,7 @@ def test_the_division_of_a_model():
     exec(snippet("README.md", "parallel.py"), names)
     config = halfmesh.load_config({"parallel": names["parallel"]})
     assert compat.check(config, 8) == []
-    assert get_layout(config, 8) == Layout(pipeline=2, data=2, tensor=2)
+    assert mesh_sizes(config, 8) == {"pp": 2, "dp": 2, "tp": 2}
 
 
 @pytest.mark.parametrize("number", range(2))

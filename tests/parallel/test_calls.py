@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ class _Ended(OwnedGroup):
     """Knows how the other ranks have ended."""
 
     def __init__(self, ended):
-        self.ended = lambda: ended
+        self.failures = SimpleNamespace(ended=lambda: ended)
 
 
 def waits(rank, world_size):

@@ -133,13 +133,6 @@ def _seed(seed: int, cuda: Sequence[torch.device]) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def find(tree: Any, kind: type) -> list[Any]:
-    """The leaves of `tree` of that kind."""
-    found: list[Any] = []
-    map_tensors(lambda leaf: found.append(leaf) or leaf, tree, kind)  # type: ignore[func-returns-value]
-    return found
-
-
 def _plain(leaf: Any) -> Any:
     """A description without addresses."""
     if isinstance(leaf, torch.Generator):

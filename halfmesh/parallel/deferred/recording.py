@@ -15,8 +15,8 @@ import torch
 
 from ..._torch import DATA_NEEDED, FakeTensorMode
 from ...errors import InputError
-from ...tensors import map_tensors, tensors_of
-from .operations import Constant, Op, View, find
+from ...tensors import leaves_of, map_tensors, tensors_of
+from .operations import Constant, Op, View
 
 
 class Recording(FakeTensorMode):
@@ -123,7 +123,7 @@ class Recording(FakeTensorMode):
                 "and initialize, which gives values to parameters, buffers and attributes of modules, has not seen it; "
                 "make copies of a model (an average of its weights), criteria and data outside, or after initialize"
             )
-        if find((args, kwargs), torch.UntypedStorage):
+        if leaves_of((args, kwargs), torch.UntypedStorage):
             raise _unknown(tuple(found[0].shape))
         written = tensors_of(_written(func, args, kwargs))
         if any(_mode_of(t) is not self for t in written):
@@ -157,9 +157,9 @@ class Recording(FakeTensorMode):
         op = Op(func, self._described(args), self._described(kwargs))
         op.makes = [(place, self.view(tensor)) for place, tensor in made]
         op.writes = {view.memory for _, view in op.makes} | {self.view(tensor).memory for tensor in written}
-        op.reads = {view.memory for view in find((op.args, op.kwargs), View)}
+        op.reads = {view.memory for view in leaves_of((op.args, op.kwargs), View)}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            generators = find((args, kwargs), torch.Generator)
+            generators = leaves_of((args, kwargs), torch.Generator)
             op.seed = int(torch.randint(2**62, (), generator=generators[0] if generators else None, device="cpu"))
         for memory in op.writes:
             self._writers.setdefault(memory, []).append(len(self._ops))
