@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 	  --config configs/naive_fp16.py --data digits --device $(DEVICE) --min-accuracy 95
 
 # All tests of a file run in one process, in order: they share what is costly to make.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/$(ROOM)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/$(ROOM)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"

@@ -68,6 +68,7 @@ class Division:
     Attributes:
         axes: what was done for each axis larger than 1, in that order.
         data: what the data ranks hold.
+        apart: axes of the mesh whose ranks compute different things, with different random numbers.
         random: the model's own random numbers, where there are several ranks.
         compiled: the modules that `compile` has compiled.
         checkpointed: what stands in for the forwards of modules that are computed again.
@@ -91,8 +92,8 @@ class Division:
         self.data: DataStrategy
         self.checkpointed: list[Checkpointed] = []
         self.offload = Offload(context.device) if config.activation_offload else None
-        apart = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).draws_alike]
-        seed = model_seed(config.seed, context, apart)
+        self.apart = [AXES.get(name).dim for name in plans.axes if not AXES.get(name).draws_alike]
+        seed = model_seed(config.seed, context, self.apart)
         self.random = CommonRandom(seed, context.device) if context.size > 1 else None
         self.host_random = IsolatedRNG(model_seed(config.seed, context))
         """Python's and numpy's random numbers for pipeline stages, which may draw different amounts."""

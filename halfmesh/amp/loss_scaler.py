@@ -30,7 +30,6 @@ class LossScaler:
 
     def __init__(self, options: LossScale, device: torch.device) -> None:
         self.options = options
-        self.max_scale = options.max_scale
         self._min_scale = max(options.min_scale, _SMALLEST)
         self.scale = torch.tensor(options.initial, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
@@ -58,7 +57,7 @@ class LossScaler:
         torch._amp_update_scale_(
             self.scale, tracker, lowers, options.growth_factor, options.backoff_factor, options.growth_interval
         )
-        self.scale.clamp_(self._min_scale, self.max_scale)
+        self.scale.clamp_(self._min_scale, options.max_scale)
         if options.hysteresis > 1:
             left.masked_fill_((tracker == 0).logical_and_(~found), options.hysteresis)  # it has grown
         if used is not None and before is not None:
@@ -69,17 +68,15 @@ class LossScaler:
         """Everything that moves, as Python numbers."""
         return {
             "scale": self.scale.item(),
-            "max_scale": self.max_scale,
+            "max_scale": self.options.max_scale,
             "growth_tracker": int(self._growth_tracker.item()),
             "hysteresis_left": int(self._hysteresis_left.item()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken. A static scale stays what the config says."""
+        """Continue where `state_dict` was taken, within this config's bounds. A static scale stays as it is."""
         if not self.options.dynamic:
             return
-        self.max_scale = min(self.max_scale, float(state["max_scale"]))
-        scale = min(max(state["scale"], self.options.min_scale), self.max_scale)
-        self.scale.fill_(scale)
+        self.scale.fill_(min(max(state["scale"], self.options.min_scale), self.options.max_scale))
         self._growth_tracker.fill_(min(state["growth_tracker"], self.options.growth_interval - 1))
         self._hysteresis_left.fill_(state["hysteresis_left"])

@@ -286,16 +286,21 @@ class Checkpointer:
             "global_step": parts.global_step,
             "dataloader": None if parts.dataloader is None else parts.dataloader.state_dict(),
             "random": rank_state.rank_random(parts.context, parts.division),
-            "layout": validate.layout(parts.context, parts.division.data.shards_state),
+            "layout": self._part(),
             "attached": self.attached.state_dict(),
             "average": parts.average.state_dict(),
         }
+
+    def _part(self) -> dict[str, int]:
+        division = self._parts.division
+        sharding = {axis.dim for axis in division.axes.values() if axis.splits}
+        return validate.layout(self._parts.context, sharding | ({"dp"} if division.data.shards_state else set()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Engine.load_state_dict`."""
         parts = self._parts
         validate.refuse_unfit(state.get("update", {}), len(parts.update.loss_scales.scalers), "engine")
-        validate.refuse_other_part(state["layout"], validate.layout(parts.context, parts.division.data.shards_state))
+        validate.refuse_other_part(state["layout"], self._part())
         parts.accumulation.clear()
         parts.model.load_state_dict(state["model"])
         parts.update.load_state_dict(state["update"])

@@ -75,6 +75,13 @@ def finish(unfinished: Path, keep: int | None) -> None:
     rest = [path for path in older if path not in same_step]
     for path in same_step + ([] if keep is None else rest[keep - 1 :]):
         _remove(path)
+    if rest and rest[0].name > final.name:  # the run went back to an earlier checkpoint
+        _log.warning(
+            "%s was saved beside %s, which is of a later step: the folder, and resume='auto', would load that one; if "
+            "you went back on purpose, remove it, or save into another folder",
+            final,
+            rest[0].name,
+        )
 
 
 def _model(path: Path) -> tuple[Any, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, find_near, shorten
@@ -32,10 +32,17 @@ def refuse_unfit(update: Mapping[str, Any], scalers: int, owner: str) -> None:
         )
 
 
-def layout(context: ParallelContext, shards_state: bool) -> dict[str, int]:
-    """Which part of the model this rank holds; with `shards_state` (zero1, fsdp) also which it steps."""
-    axes = ("pp", "dp", "tp") if shards_state else ("pp", "tp")
-    return {f"{axis}_{what}": getattr(context, f"{axis}_{what}") for axis in axes for what in ("size", "rank")}
+def layout(context: ParallelContext, sharding: Collection[str]) -> dict[str, int]:
+    """The part of the model that this rank holds and steps.
+
+    Args:
+        sharding: the axes of the mesh whose ranks hold different parts; pp and tp are always said.
+    """
+    said: dict[str, int] = {}
+    for axis, size in context.sizes.items():
+        if axis in ("pp", "tp") or axis in sharding:
+            said |= {f"{axis}_size": size, f"{axis}_rank": context.place(axis)}
+    return said
 
 
 def refuse_other_part(saved: Mapping[str, int], mine: Mapping[str, int]) -> None:

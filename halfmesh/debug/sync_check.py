@@ -49,9 +49,8 @@ class SyncCheck(EngineHook):
     def _state(self, result: StepResult) -> list[Iterator[ReplicatedValue]]:
         """All that this rank has after a step, causes before what follows from them. It reads the device.
 
-        Of a tensor, those ranks have to agree that hold the same part of it: over the data axis where it is replicated,
-        over the tensor axis where it is not cut, over the pipeline where stages share it, over the copies of hybrid
-        sharding.
+        Ranks that hold the same part of a tensor have to agree on it: data ranks where it is replicated, tensor ranks
+        where it is not split, stages that share it, replicas of hybrid sharding.
         """
         parts = self._progress(), self._random(), self._verdict(result), self._settings(), self._weights()
         return [*parts, self._buffers(), self._optimizer_state()]
@@ -65,7 +64,7 @@ class SyncCheck(EngineHook):
 
     def _random(self) -> Iterator[ReplicatedValue]:
         """The model's own random numbers, where a tensor group draws the same."""
-        division, stage = self._parts.division, (self._context.place("pp"), self._context.dp_rank)
+        division, stage = self._parts.division, (self._context.place("pp"), *self._batch())
         if division.random is not None:
             yield ReplicatedValue("the model's random numbers (torch)", division.random.state, stage)
             host = division.host_random.state
@@ -73,6 +72,10 @@ class SyncCheck(EngineHook):
                 name, keys, *rest = host["numpy"]
                 drawn = host["python"], name, keys.tolist(), *rest
                 yield ReplicatedValue("the model's random numbers (python, numpy)", drawn, stage)
+
+    def _batch(self) -> tuple[int, ...]:
+        """Which part of a batch this rank computes."""
+        return self._context.dp_rank, *map(self._context.place, self._parts.division.apart)
 
     def _verdict(self, result: StepResult) -> Iterator[ReplicatedValue]:
         update = self._parts.update
@@ -109,7 +112,7 @@ class SyncCheck(EngineHook):
         """Those that halfmesh averages are equal on all data ranks, others on the ranks that compute one batch."""
         first = self._parts.division.first_names(self._parts.model)
         for name, buffer in self._parts.model.named_buffers():
-            among = None if name.rpartition(".")[2] in _AVERAGED else self._context.dp_rank
+            among = None if name.rpartition(".")[2] in _AVERAGED else self._batch()
             yield ReplicatedValue(f"the buffer {first.get(name, name)}", buffer.detach(), among)
 
     def _optimizer_state(self) -> Iterator[ReplicatedValue]:

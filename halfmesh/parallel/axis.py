@@ -68,6 +68,7 @@ class AppliedAxis:
     equal parameters.
 
     Attributes:
+        dim: the name of the axis in the mesh.
         splits: the parameters of which this rank holds a shard, and how they were split.
         ties: parameters that other ranks of the axis hold too, where each rank holds only some modules.
         first_names: for each name of a tensor of the whole model the tensor's first name; None: this rank has them all.
@@ -81,7 +82,7 @@ class AppliedAxis:
 
     def __init__(self, context: ParallelContext, dim: str, compared_as: str | None = None) -> None:
         """`compared_as`: what messages call the ranks of the axis, if they compute the same."""
-        self.size, self.rank = context.sizes[dim], context.place(dim)
+        self.dim, self.size, self.rank = dim, context.sizes[dim], context.place(dim)
         self.splits: dict[nn.Parameter, Split] = {}
         self.same = None if compared_as is None else SameCalls(context.group(dim), compared_as)
 

@@ -55,7 +55,7 @@ class MeanLoss:
     def take(self) -> float | None:
         """The mean since the last call; None without batches. A collective of all ranks."""
         context = self._engine.context
-        sums = torch.stack([self._total, self._total.new_tensor(self._weight)])
+        sums = torch.stack([self._total, torch.as_tensor(self._weight).to(self._total)])
         if not context.counts_outputs:  # other ranks count the same batches
             sums.zero_()
         context.all_reduce(sums)
@@ -92,14 +92,15 @@ _NOTHING = object()
 
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
-    """Evaluation mode without gradients."""
-    was_training = engine.training
+    """Evaluation mode without gradients. Afterwards each module is in its own mode again: a frozen layer stays so."""
+    modes = [(module, module.training) for module in engine.model.modules()]
     engine.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        engine.train(was_training)
+        for module, mode in modes:
+            module.training = mode
 
 
 def _call(engine: Engine, batch: Any) -> Any:

@@ -195,7 +195,8 @@ class Trainer:
         before, after = self._hearing("before_batch"), self._hearing("after_batch")
         count, is_complete = 0, True
         for batch in batches:
-            if self._is_over:  # checked here, so that an epoch that ends with its last batch is complete
+            # Checked here, so that an epoch that ends with its last batch is complete. Accumulation cycles end first.
+            if self._is_over and not (count and self.result is None):
                 is_complete = False
                 break
             count += 1

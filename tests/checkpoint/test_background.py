@@ -83,9 +83,9 @@ def test_save_load_and_close_wait(tmp_path, gate):
         train(engine, 1)
         state = weights(engine)
         place = engine.save(tmp_path, in_background=True, keep=1)
-        threading.Timer(0.2, gate.open.set).start()
         train(engine, 1)
         assert not place.exists()
+        threading.Timer(0.2, gate.open.set).start()
         end(tmp_path / "other" if number == 0 else tmp_path)
         assert place.exists()
     other = made(seed=3)
@@ -95,15 +95,16 @@ def test_save_load_and_close_wait(tmp_path, gate):
 
 
 ENDS = """
-import os, sys, time
+import os, sys, threading
 from tests.support.checkpoint_runs import make_engine
-inner = os.fsync
-def slowly(descriptor):
-    time.sleep(0.1)
+inner, printed = os.fsync, threading.Event()
+def late(descriptor):
+    printed.wait()
     inner(descriptor)
-os.fsync = slowly
+os.fsync = late
 place = make_engine("one", "none").save(sys.argv[1], in_background=True)
 print(place.exists())
+printed.set()
 """
 
 
@@ -111,7 +112,7 @@ print(place.exists())
 def test_the_end_of_the_process_waits(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", ENDS, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert made().load(tmp_path).name == "step-00000000"
 

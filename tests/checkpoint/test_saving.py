@@ -156,6 +156,18 @@ def test_keep(tmp_path):
     assert make_small().load(tmp_path).name == "step-00000004.1"
 
 
+def test_a_run_that_went_back_is_warned_of_later_checkpoints(tmp_path, caplog):
+    engine = make_small()
+    for _ in range(3):
+        train(engine, 1)
+        engine.save(tmp_path)
+    assert "later step" not in caplog.text
+    engine.load(tmp_path / "step-00000001")
+    train(engine, 1)
+    assert engine.save(tmp_path).name == "step-00000002.1"
+    assert "step-00000002.1 was saved beside step-00000003, which is of a later step" in caplog.text
+
+
 def test_only_checkpoints_of_this_model_are_removed(tmp_path):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")

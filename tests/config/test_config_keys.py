@@ -15,7 +15,7 @@ from torch import nn
 
 from halfmesh import ConfigError, NonFiniteError
 from tests.support.models import MLP, adamw, full_weights, make_data, make_engine, make_loader, reference, train
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import free_port, meet, run_ranks
 
 
 def fp16(mode, **options):
@@ -143,7 +143,8 @@ def test_track_grad_norm():
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-def time_limit(rank, world_size, port, timeout):
+def time_limit(rank, world_size, port, timeout, folder):
+    meet(rank, world_size, folder)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with make_engine({"timeout": timeout}) as engine:
@@ -156,8 +157,8 @@ def time_limit(rank, world_size, port, timeout):
 
 @pytest.mark.distributed
 @pytest.mark.on_cpu("gloo raises after the timeout, where NCCL ends the process")
-def test_timeout():
-    assert run_ranks(time_limit, 2, free_port(), 1.5, init=False, fresh=True, timeout=20) == ["timed out", "left"]
+def test_timeout(tmp_path):
+    assert run_ranks(time_limit, 2, free_port(), 3.0, tmp_path, init=False, fresh=True) == ["timed out", "left"]
 
 
 def test_each_half_precision_changes_the_weights():

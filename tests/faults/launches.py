@@ -102,7 +102,8 @@ main()
 # What hangs is killed when the others have ended.
 FORKS = """
 import json, os, signal, sys, time
-import torch, torch.distributed, halfmesh.launchers, halfmesh.config.load
+import torch, torch.distributed, halfmesh.launchers, halfmesh.config.load, halfmesh.assembly
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
 from torch.distributed import pipelining, fsdp
 folder, port = sys.argv[1], int(sys.argv[2])
 ranks = {}
@@ -126,7 +127,17 @@ else:
     os._exit(0)
 launched = halfmesh.launch(CONFIG, rank, RANKS, "127.0.0.1", port, device="cpu", verbose=False)
 """
-UNDER_TORCHRUN = "import halfmesh\nlaunched = halfmesh.launch_from_torch(CONFIG, device='cpu', verbose=False)\n"
+# The ranks wait for each other before they launch: the config's timeout also limits how long they may take to meet.
+UNDER_TORCHRUN = """
+import os, time, torch, halfmesh
+halfmesh.initialize, torch.optim.SGD
+from pathlib import Path
+folder = Path(__file__).parent
+(folder / ("here-" + os.environ["RANK"])).touch()
+while len(list(folder.glob("here-*"))) < RANKS:
+    time.sleep(0.01)
+launched = halfmesh.launch_from_torch(CONFIG, device="cpu", verbose=False)
+"""
 
 
 def write_program(case: Case, folder: Path, launch: str) -> str:

@@ -107,6 +107,9 @@ class Program:
                 in_save = bool(self._unfinished())
                 for process in ranks:  # who has lost the other ends by itself, or the launcher ends it
                     process.join(5)
+                for process in ranks:  # and saves nothing more
+                    process.kill()
+                    process.join()
                 complete = max((int(path.name[5:13]) for path in self.checkpoints.glob("step-*")), default=0)
                 at = max(int(self._lines(rank)[-1].removeprefix("from ").split()[0]) for rank in range(2))
                 return Fall(kill, in_save, at, complete)

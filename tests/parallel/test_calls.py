@@ -43,7 +43,7 @@ def unlike_calls(rank, world_size, folder):
         engine.save(f"{folder}/{layout}")
         engine.close(restore=True)
         found[layout] = words, engine.model.state_dict()
-    alone = make_engine({"timeout": 1.0})
+    alone = make_engine({"timeout": 3.0})
     begun, words = time.monotonic(), said(alone.save, folder) if rank == 0 else "nothing"
     waited = time.monotonic() - begun
     dist.barrier()
@@ -78,8 +78,8 @@ def test_ranks_that_do_not_call_the_same_are_told_and_nothing_is_sent(tmp_path):
             assert all(torch.equal(weights[name], theirs[layout][name]) for name in weights)
     _, words, waited = results[0]
     assert words.startswith("engine.save was called on rank 0 only; call it on every rank, without an `if` around it: ")
-    assert words.endswith("(rank 1 has not within 1 s (config key timeout))")
-    assert 1 <= waited < 5
+    assert words.endswith("(rank 1 has not within 3 s (config key timeout))")
+    assert waited >= 3
 
 
 class _Ended(OwnedGroup):
@@ -91,11 +91,12 @@ class _Ended(OwnedGroup):
 
 def waits(rank, world_size):
     """Rank 0 waits in vain: for one that is slow, that has ended, or has failed. Returns what it is told."""
-    calls.PATIENCE_S, heard, found = 0.2, [], []
+    calls.PATIENCE_S, heard, found = 1.5, [], []
     logging.getLogger("halfmesh.parallel.calls").addFilter(lambda record: heard.append(record.getMessage()) or True)
     for ended in ({}, {1: True, 2: True}, {1: True, 2: False}):
-        engine = make_engine({"timeout": 1.0 if not ended else 30.0})
+        engine = make_engine({"timeout": 4.0 if not ended else 30.0})
         engine.context.begin_calls(_Ended(ended))
+        dist.barrier()
         if rank != 1:
             try:
                 engine.context.agree_on_call("engine.save")

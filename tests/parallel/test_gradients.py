@@ -109,6 +109,16 @@ def test_a_plan_that_forgets_a_parameter_is_refused_with_its_first_gradient():
             assert "give their modules the style 'partial', which sums the gradients" in message
 
 
+def wrongly_partial(rank: int, world_size: int) -> str:
+    engine = make_engine(config({**COMPLETE, "norm": "partial"}), model=Net())
+    return refusal(lambda: train(engine, 1))
+
+
+def test_a_plan_that_sums_gradients_of_whole_activations_is_refused_with_the_first_one():
+    for message in run_ranks(wrongly_partial, 2):
+        assert "InputError: the plan sums the gradients of norm.weight, norm.bias over the ranks" in message
+
+
 def sparse(rank: int, world_size: int) -> list[bool]:
     """A whole embedding with sparse gradients beside divided layers."""
     torch.manual_seed(0)

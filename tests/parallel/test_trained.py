@@ -14,7 +14,7 @@ from torch import nn
 from halfmesh.errors import InputError
 from halfmesh.parallel.replica_checks import refuse_unlike
 from tests.support.models import FP16_NAIVE, full_weights, make_data, make_engine, said, step_on
-from tests.support.ranks import free_port, here, run_ranks
+from tests.support.ranks import free_port, here, meet, run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate": {},
@@ -78,12 +78,13 @@ def test_unlike_in_the_middle_of_a_run():
             assert unchanged, case
 
 
-def only_one(rank: int, world_size: int, port: int) -> str:
+def only_one(rank: int, world_size: int, port: int, folder: str) -> str:
+    meet(rank, world_size, folder)
     x, y = here(make_data())
-    limit = timedelta(seconds=2)
+    limit = timedelta(seconds=6)
     address = f"tcp://localhost:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=limit)
-    engine = make_engine({"timeout": 2.0}, model=make_model())
+    engine = make_engine({"timeout": 6.0}, model=make_model())
     step_on(engine, x, y)
     if rank == 1:
         engine.model[2].requires_grad_(False)
@@ -95,8 +96,8 @@ def only_one(rank: int, world_size: int, port: int) -> str:
 
 
 @pytest.mark.distributed
-def test_one_rank_alone_ends_by_the_time_limit():
-    first, second = run_ranks(only_one, 2, free_port(), init=False, fresh=True)
+def test_one_rank_alone_ends_by_the_time_limit(tmp_path):
+    first, second = run_ranks(only_one, 2, free_port(), str(tmp_path), init=False, fresh=True)
     assert second.startswith("InputError: requires_grad was changed on rank 1, but not on all ranks"), second
     assert first.startswith("RuntimeError"), first  # gloo's: it waits for the gradients of rank 1
 
@@ -160,7 +161,7 @@ def test_what_was_frozen_within_a_cycle_is_sent_no_more_after_it():
 def one_stage(rank: int, world_size: int) -> str:
     """Data ranks differ in the last stage; the first has nothing to compare."""
     x, y = here(make_data(16))
-    engine = make_engine({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "timeout": 3.0}, model=make_model())
+    engine = make_engine({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}, "timeout": 6.0}, model=make_model())
     own = slice(engine.context.dp_rank * 8, engine.context.dp_rank * 8 + 8)
     step_on(engine, x[own], y[own])
     if engine.context.pp_rank == 1:

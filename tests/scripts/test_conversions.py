@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -39,9 +40,14 @@ SHORT = {
 }
 
 
-def losses(script: str, ranks: int, *args: object, pattern: str = ALL) -> list[float]:
+@cache
+def printed(script: str, ranks: int, *args: object) -> str:
     name = script.partition("_")[0]
-    return numbers(pattern, launch(f"own_loop/{script}.py", ranks, *SHORT[name].args, *args)[0].replace(",", ""))
+    return launch(f"own_loop/{script}.py", ranks, *SHORT[name].args, *args)[0].replace(",", "")
+
+
+def losses(script: str, ranks: int, *args: object, pattern: str = ALL) -> list[float]:
+    return numbers(pattern, printed(script, ranks, *args))
 
 
 @pytest.fixture(scope="module", params=SHORT)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from .ranks import free_port, run_ranks
+from .ranks import ATTEMPTS, NOT_CONNECTED, RankFailure, free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -50,8 +50,14 @@ def as_main(rank: int, world_size: int, script: str, args: tuple[str, ...], port
 
 def launch(script: str, ranks: int, *args: object, status: int = 0) -> list[str]:
     """What each rank printed."""
-    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # torchrun has one, too
-    reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), store.port, init=False, timeout=100)
+    for attempt in range(ATTEMPTS):
+        store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # torchrun has one, too
+        try:
+            reports = run_ranks(as_main, ranks, script, tuple(map(str, args)), store.port, init=False, timeout=100)
+            break
+        except RankFailure as failure:
+            if attempt + 1 == ATTEMPTS or NOT_CONNECTED not in str(failure):
+                raise
     assert [ended for _, ended in reports] == [status] * ranks
     return [printed for printed, _ in reports]
 

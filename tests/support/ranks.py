@@ -184,6 +184,13 @@ def run_ranks(
     return [pickle.loads(report.result or b"") for report in sorted(reports, key=lambda report: report.rank)]
 
 
+def meet(rank: int, world_size: int, folder: str | Path) -> None:
+    """Wait until all ranks are here: before a group whose time limit also limits how long they may take to start."""
+    Path(folder, f"here-{rank}").touch()
+    while not all(Path(folder, f"here-{other}").exists() for other in range(world_size)):
+        time.sleep(0.01)
+
+
 def free_port() -> int:
     """A TCP port that nobody uses now.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 import weakref
 
@@ -34,9 +35,12 @@ def fit(engine):
 
 def calls(run, engine):
     profile = cProfile.Profile()
+    gc.collect()
+    gc.disable()  # finalizers of earlier tests are no calls of this step
     profile.enable()
     run(engine)
     profile.disable()
+    gc.enable()
     return pstats.Stats(profile).total_calls
 
 

@@ -13,7 +13,16 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 import halfmesh
 from tests.support.checkpoint_runs import LAYOUTS, Net
 from tests.support.checkpoint_runs import make_engine as engine_in_layout
-from tests.support.models import FEATURES, linear_engine, make_data, make_engine, make_loader, summed_loss, train
+from tests.support.models import (
+    CLASSES,
+    FEATURES,
+    linear_engine,
+    make_data,
+    make_engine,
+    make_loader,
+    summed_loss,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 CELLS = [("one", "none"), ("dp2", "naive"), ("tp2", "torch"), ("pp2", "naive"), ("fsdp", "none"), ("pp2_zero1", "none")]
@@ -243,6 +252,16 @@ def test_a_hook_stops_training_and_the_last_weights_are_evaluated():
     assert events.updates("before_eval") == [2]
 
 
+def test_training_that_is_stopped_within_an_accumulation_cycle_ends_with_it(tmp_path):
+    class Stops(halfmesh.Hook):
+        def after_batch(self, trainer, outcome):
+            trainer.stop("enough")
+
+    engine = linear_engine({"gradient_accumulation": 3})
+    assert fit(engine, epochs=5, hooks=[Stops()]).updates("after_step") == [1]
+    engine.save(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("interval", "expected"), [(0, [2, 4, 6, 8, 9]), (1, [2, 3, 4, 6, 8, 9]), (2, [2, 4, 6, 8, 9])]
 )
@@ -262,6 +281,14 @@ def test_evaluation_leaves_the_mode_as_it_was():
         result = trainer.evaluate()
         assert engine.training == mode
     assert result == {"eval_loss": pytest.approx(cross_entropy(engine.model(x), y).item())}
+
+
+def test_evaluation_leaves_frozen_layers_frozen():
+    model = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+    engine = make_engine(model=model)
+    model[1].eval()
+    halfmesh.Trainer(engine).evaluate(make_loader(6, 4))
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 class OneBuffer:

@@ -11,7 +11,7 @@ from torch import nn
 from ..._torch import is_compiled
 from ..shard_spec import Split
 from .attention import Attention
-from .feature_styles import Colwise, Heads, Rowwise, Vocab
+from .feature_styles import Colwise, ColwiseGather, Heads, Rowwise, RowwiseSplit, Vocab
 from .plans import Assignment, assign, generalise, is_within
 from .sequence_styles import SequenceBegin, SequenceEnd
 
@@ -33,7 +33,9 @@ def resolve(
         problems += [f"{a}: {problem}" for problem in a.style.find_problems(a.module, size)]
     if not problems:
         problems += [*_find_inconsistent_ties(model, assignments), *_find_heads(model, assignments, plan)]
-        problems += _find_sequence_problems(model, assignments) if sequence_parallel else ()
+        shards_sequence = any(isinstance(a.style, (SequenceBegin, SequenceEnd)) for a in assignments)
+        if sequence_parallel or shards_sequence:
+            problems += _find_sequence_problems(model, assignments)
     return assignments, problems
 
 
@@ -119,11 +121,23 @@ def _find_sequence_problems(model: nn.Module, assignments: Sequence[Assignment])
                 f"{a}: under sequence_parallel=True it has to be in a 'region', which gathers the sequence; give that "
                 "style to the module around it"
             )
+        elif isinstance(a.style, RowwiseSplit) and a.in_region and not _gathers_before(a, assignments):
+            yield (
+                f"{a}: its input is that of its 'region', whose gradients are summed over the ranks, and each "
+                "would give the whole gradient; use 'rowwise' after a 'colwise' layer, or leave it whole"
+            )
         elif a.style.is_region and a.name not in between:
             yield (
                 f"{a}: it is not between 'sequence_begin' and 'sequence_end', in the order in which the model has its "
                 "modules, so its sequence is whole already; set sequence_parallel=False, or write a plan without this"
             )
+
+
+def _gathers_before(split: Assignment, assignments: Sequence[Assignment]) -> bool:
+    """Whether a layer of the same region gathers features, as the input of `split`."""
+    regions = [a.name for a in assignments if a.style.is_region and is_within(split.name, a.name)]
+    gathers = [a.name for a in assignments if isinstance(a.style, ColwiseGather)]
+    return any(is_within(name, region) for name in gathers for region in regions)
 
 
 def _no_plan(model: nn.Module, plan: str | Mapping[str, str]) -> str:

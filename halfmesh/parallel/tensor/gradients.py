@@ -21,8 +21,9 @@ class TensorGradients(SharedGradients):
     """Sums the gradients of parameters that work on this rank's shard of the activations (norms under sequence
     parallelism).
 
-    Before the first updates it compares the gradients of the other whole parameters over the ranks: if they differ, the
-    plan is wrong. Gradients of zero (before a layer that starts at zero) are compared again in the next update.
+    In the first updates it compares gradients over the ranks, of all whole parameters: where those that are summed are
+    equal, or others differ, the plan is wrong. Gradients of zero (before a layer that starts at zero) are compared
+    again in the next update.
 
     Args:
         partial: the parameters whose gradients are summed.
@@ -43,18 +44,16 @@ class TensorGradients(SharedGradients):
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
         super().cover(shards)
-        self._whole = [
-            s for s in shards if s.model_param not in self._params and s.model_param not in self._axis.splits
-        ]
+        self._whole = [shard for shard in shards if shard.model_param not in self._axis.splits]
 
     def finish(self) -> None:
         self._try_out()  # before the comparison, which a wrong plan fails, too
-        super().finish()
         self._compare_whole()
+        super().finish()
 
     @torch.no_grad()
     def _compare_whole(self) -> None:
-        """Raise InputError if the gradients of whole parameters differ between the ranks."""
+        """Raise InputError if gradients that are to be summed are the same on all ranks, or others are not."""
         looks = self._looks
         shards = [s for s in self._whole if s.param.requires_grad and looks.get(s.param, 0) < _LOOKS]
         if not shards:
@@ -67,9 +66,16 @@ class TensorGradients(SharedGradients):
         sizes = everyone.norm(dim=-1).amax(0)
         for shard, size in zip(shards, sizes.tolist(), strict=True):
             looks[shard.param] = _LOOKS if size else looks.get(shard.param, 0) + 1
-        differ = (everyone - everyone[0]).norm(dim=-1).amax(0) > 1e-2 * sizes  # far above rounding
-        names = [shard.name for shard, differs in zip(shards, differ.tolist(), strict=True) if differs]
-        if names:
+        apart = ((everyone - everyone[0]).norm(dim=-1).amax(0) / sizes).tolist()  # nan where all are zero
+        summed = [shard.model_param in self._params for shard in shards]
+        found = list(zip(shards, apart, summed, strict=True))
+        if names := [shard.name for shard, share, is_summed in found if is_summed and share < 1e-4]:
+            raise InputError(
+                f"the plan sums the gradients of {shorten(names)} over the ranks of a tensor group ('partial', or a "
+                "style of sequence parallelism), but they are the same on all ranks: the activations there are whole, "
+                "and the sum would be too large by the number of ranks; take these modules out of the plan"
+            )
+        if names := [shard.name for shard, share, is_summed in found if not is_summed and share > 1e-2]:
             raise InputError(
                 f"the gradients of {shorten(names)} differ between the ranks of a tensor group, which all hold these "
                 "parameters whole: they work on sharded activations, and the plan does not say so; give their modules "

@@ -16,6 +16,7 @@ from halfmesh.compat import check
 from halfmesh.config.load import load_config
 from halfmesh.parallel.axis import PlanInputs
 from halfmesh.parallel.expert.axis import ExpertOptions, ExpertParallelism
+from tests.support.models import said
 from tests.support.ranks import here, rank_device, run_ranks
 
 ROWS, LENGTH, WORDS = 4, 6, 32
@@ -131,6 +132,27 @@ def test_checkpoints_load_in_one_process(tmp_path):
         expected = engine.eval()(input_ids=tokens(0)).logits
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(average, expected, rtol=0, atol=1e-5)
+
+
+def states(rank, world_size, parallel):
+    """What is said of another rank's state, and of this rank's own."""
+    engine = make_engine(make_mixtral, parallel, debug="sync")
+    for seed in range(2):
+        loss = engine(input_ids=tokens(seed), labels=tokens(seed)).loss
+        engine.backward(loss)
+        engine.step()
+    mine = engine.state_dict()
+    theirs = [None] * world_size
+    dist.all_gather_object(theirs, mine)
+    engine.load_state_dict(mine)
+    return said(engine.load_state_dict, theirs[1 - rank])
+
+
+@pytest.mark.distributed
+def test_another_ranks_state_is_refused_where_experts_are_sharded_and_debug_sync_finds_nothing():
+    for rank, message in enumerate(run_ranks(states, 2, {"expert": 2})):
+        assert f"ep_rank {1 - rank}, tp_size 1, tp_rank 0, and this rank is" in message
+    assert run_ranks(states, 2, {"context": 2}) == ["nothing", "nothing"]  # whose ranks hold the same
 
 
 def criterion(output, target):
