@@ -138,7 +138,7 @@ def _pick(count: int) -> list[int]:
 
 
 def _spans(chosen: Sequence[int], begin: int, size: int, group: int = 1) -> tuple[list[int], int]:
-    """Where each begins, and where the picture ends; those of a group of so many are closer together."""
+    """The start of each item and the end of the picture, in px. Items of one group have half the gap between them."""
     begins: list[int] = []
     for before, item in itertools.pairwise([-1, *chosen]):
         if begins:

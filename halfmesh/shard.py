@@ -23,8 +23,8 @@ class ParamShard:
     weight: float = 1.0
     """1 / (number of ranks that hold a copy), so that a sum over all ranks counts every element once."""
     source: ParamShard | None = field(default=None, repr=False)
-    """The parameter that the model uses, and in which backward leaves the gradient, if this rank steps only a part of
-    it, `param` (zero1, fsdp)."""
+    """Set if this rank steps only a part, `param`, of a parameter (zero1, fsdp): the one that the model uses, which
+    receives the gradient in backward."""
     start: int = 0
     """Where the part begins in the memory of `source`, in elements."""
     original: nn.Parameter | None = field(default=None, repr=False)

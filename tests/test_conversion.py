@@ -176,7 +176,7 @@ def test_misuse():
         optimizer.optimizer.step()
     with pytest.raises(InputError, match="backward takes a scalar loss, but its shape is"):
         optimizer.backward(model(x))
-    with pytest.raises(InputError, match="loss_id=1 was given, but there is one loss"):
+    with pytest.raises(InputError, match=r"loss_id=1 is not one of 1 loss\(es\)"):
         optimizer.backward(criterion(model(x), y), loss_id=1)
     with pytest.raises(InputError, match="The update would divide them by the loss scale"):
         optimizer.backward(criterion(model(x), y))

@@ -41,7 +41,7 @@ ALLOWED = {
         "_subclasses",
         "_version",
     },
-    "amp/_torch.py": {"_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"},
+    "amp/stepper.py": {"_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"},
     "amp/grad_norm.py": {"_foreach_norm"},
     "amp/loss_scaler.py": {"_amp_update_scale_"},
     "amp/multi_loss.py": {"_foreach_add_"},

@@ -85,7 +85,8 @@ def seed_momentum(optimizer: optim.Optimizer, params: Iterable[torch.Tensor]) ->
 
 
 def place_step_counters(optimizer: optim.Optimizer) -> None:
-    """Those of fused groups beside their parameters, as fp32; those that the host reads at each step on the CPU."""
+    """Move the `step` counters where the implementation expects them: of fused groups to the parameter's device, in
+    fp32; to the CPU where `step` reads them on the host."""
     for group in optimizer.param_groups if type(optimizer) in _TAKES_GRAD_SCALE else ():
         read = not group.get("fused") and not group.get("capturable")
         for param in group["params"]:

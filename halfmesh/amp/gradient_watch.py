@@ -40,7 +40,7 @@ class GradientWatch:
     """Remembers which gradients the last backward left, and their versions. Warns once of each kind of mistake.
 
     Attributes:
-        why: what makes it a mistake to change gradients before the step; None: nothing.
+        why: why gradients must not be changed between backward and step, for the warning; None: they may be.
     """
 
     def __init__(self, master_weights: MasterWeights, is_scaled: bool) -> None:

@@ -100,14 +100,9 @@ class LossScales:
         """Raise InputError if `loss_id` is not one of the losses."""
         if type(loss_id) is int and 0 <= loss_id < self._num_losses:
             return
-        if self._num_losses == 1:
-            raise InputError(
-                f"loss_id={loss_id!r} was given, but there is one loss; only mode='apex' has several "
-                "(num_losses=2); leave loss_id out"
-            )
         raise InputError(
-            f"loss_id={loss_id!r} is not one of the num_losses={self._num_losses} losses; allowed: 0 to "
-            f"{self._num_losses - 1}, or set num_losses in the config"
+            f"loss_id={loss_id!r} is not one of {self._num_losses} loss(es); allowed: 0 to {self._num_losses - 1}; "
+            "num_losses of mode='apex' says how many there are"
         )
 
     def current(self) -> tuple[float, ...]:

@@ -54,9 +54,8 @@ class MasterWeights:
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.originals = Originals()
         self._model_params = {shard.param: shard.model_param for shard in shards}
-        self._written: list[
-            nn.Parameter
-        ] = []  # the model's original parameter for each of `masters`: users write into these
+        # The model's original parameter for each of `masters`: users write into these.
+        self._written: list[nn.Parameter] = []
         self._stamps: list[tuple[int, int]] = []  # of these, at the last publish
         self.add(masters or {})
         self.sync()
@@ -93,27 +92,21 @@ class MasterWeights:
         """What the optimizer steps for `shard`: its master, if it has one."""
         return self.masters.get(shard.param, shard.param)
 
+    @torch.no_grad()
     def publish(self, shards: Iterable[ParamShard]) -> None:
         """Round the masters of `shards` into the model; `mark_published` follows."""
-        if not self.masters:
-            return
-        pairs = [(s.param, master) for s in shards if (master := self.masters.get(s.param)) is not None]
-        if pairs:
-            with torch.no_grad():
-                foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])
+        params = [shard.param for shard in shards if shard.param in self.masters]
+        foreach_copy_(params, [self.masters[param] for param in params])
 
     def mark_published(self) -> None:
         """The model's weights are the rounded masters."""
-        if self.masters:
-            self._stamps = edit_stamps(self._written)
+        self._stamps = edit_stamps(self._written)
 
     def adopt_external_writes(self) -> None:
         """Copy to the masters what others wrote into the model since the last `publish`, which the next would undo.
 
         Writes through `param.data` are not seen: torch does not count them.
         """
-        if not self.masters:
-            return
         now = edit_stamps(self._written)
         if now == self._stamps:
             return

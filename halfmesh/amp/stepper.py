@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer as all_optimizers
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import foreach_copy_, foreach_mul_
 from ..errors import InputError
 from ..shard import ParamShard, clear_grads
 from . import fused
-from ._torch import has_step_hooks, has_step_pre_hooks
 from .master_weights import MasterWeights, bucket_bytes, by_bytes
 
 Grads = dict[ParamShard, torch.Tensor]
@@ -69,12 +70,12 @@ class Stepper:
     def folds(self) -> bool:
         """Whether the optimizer's kernels take the divisor and the verdict along. (Hooks of the user's before its step
         want gradients as they are used, and none in an update that is skipped.)"""
-        return self.takes_grad_scale and not has_step_pre_hooks(self.optimizer, self.guard)
+        return self.takes_grad_scale and not _has_step_pre_hooks(self.optimizer, self.guard)
 
     @property
     def can_step_in_buckets(self) -> bool:
         """Whether `step` may be called with some of the gradients at a time."""
-        return self._is_elementwise and not has_step_hooks(self.optimizer, self.guard)  # hooks expect one call
+        return self._is_elementwise and not _has_step_hooks(self.optimizer, self.guard)  # hooks expect one call
 
     def buckets(self, grads: Grads, publishes: bool) -> list[list[ParamShard]]:
         """What is stepped together: not all, where gradients are copied to fp32 (few copies then exist at a time), or
@@ -191,3 +192,14 @@ def _multiply(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply in place by the 0-dim `factor`, which need not be where they are."""
     for device in {grad.device for grad in grads}:
         foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
+
+
+def _has_step_pre_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
+    """Whether hooks run before `optimizer.step()`, those for all optimizers included; `besides` is not counted."""
+    return bool(optimizer._optimizer_step_pre_hooks.keys() - {besides.id} or all_optimizers._global_optimizer_pre_hooks)
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer, besides: RemovableHandle) -> bool:
+    """Whether hooks run before or after `optimizer.step()`, as `_has_step_pre_hooks` counts them."""
+    after = optimizer._optimizer_step_post_hooks or all_optimizers._global_optimizer_post_hooks
+    return bool(after) or _has_step_pre_hooks(optimizer, besides)

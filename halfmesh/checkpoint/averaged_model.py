@@ -65,7 +65,7 @@ class AveragedModel:
         with torch.no_grad():
             for shard in state.update.master_weights.trained:
                 state.update.master_weights.target(shard).copy_(average.values[shard])
-        state.tell()
+        state.publish()
         parts.accumulation.averaged = True
         try:
             yield
@@ -73,7 +73,7 @@ class AveragedModel:
             parts.accumulation.averaged = False
             with torch.no_grad():
                 foreach_copy_(written, kept)
-            state.tell(others=False)  # they do the same; after an error here they may be elsewhere
+            state.publish(others=False)  # each rank restores its own; after an error others may not be here
 
     def save_weights(
         self, path: str | Path, *, format: Literal["safetensors", "torch"] = "safetensors", max_file_gb: float = 5.0

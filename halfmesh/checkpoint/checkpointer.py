@@ -224,7 +224,7 @@ class Checkpointer:
             state.load_optimizer(values, stored.common["groups"])
 
         run_on_all_ranks(context, stored.too_late, read)
-        state.tell()
+        state.publish()
         if average.values:
             average.begin_anew(besides={shard for shard, name in state.trained() if AVERAGE + name in averages})
 

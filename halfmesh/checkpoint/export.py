@@ -144,18 +144,14 @@ def load_weights(state: ShardedState, context: ParallelContext, path: Path) -> N
         if problems:
             raise InputError(bullet_list(f"{path} does not fit the model of this engine:", problems))
 
-        def boxes(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-            for name in names:
-                for region in targets[name].placement.regions:
-                    yield name, region.view(targets[name].tensor), saved[name][1](slices(region.at, region.sizes))
-
         @torch.no_grad()
         def read() -> None:
-            for _, target, values in boxes(list(targets)):
-                target.copy_(values)
+            for name, shard in targets.items():
+                for region in shard.placement.regions:
+                    region.view(shard.tensor).copy_(saved[name][1](slices(region.at, region.sizes)))
 
         run_on_all_ranks(context, f"{what} after some weights had changed; create the engine again", read)
-    state.tell()
+    state.publish()
 
 
 def _find_files(path: Path) -> list[Path]:

@@ -89,8 +89,9 @@ class PreemptionHook(EngineHook):
                 self._pass_boundary()
 
     def close(self, error: BaseException | None) -> None:
-        """The loop ended. After an error nothing is saved, because other ranks may be elsewhere; nor while one is in
-        flight that was not when the engine was made (`finally: engine.close()`)."""
+        """The loop ended. After an error nothing is saved, because other ranks may be elsewhere; nor in
+        `finally: engine.close()` while an exception propagates. (One that was being handled when the engine was made
+        does not count.)"""
         try:
             if error is None and not self._preempted and sys.exception() in (None, self._handled):
                 self._end()

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..parallel.context import ParallelContext
-from ..parallel.rng import IsolatedRNG, model_seed, random_state, set_random_state
+from ..parallel.rng import model_seed, random_state, set_random_state
 
 if TYPE_CHECKING:
     from ..division import Division
@@ -23,38 +23,35 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class _AttachedDict:
-    """A plain dict as something with state: `load_state_dict` updates it in place."""
+Holder = Stateful | dict[str, Any]
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
 
-    def state_dict(self) -> Mapping[str, Any]:
-        return self._values
+def _state_of(holder: Holder) -> dict[str, Any]:
+    return dict(holder if isinstance(holder, dict) else holder.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._values.update(state)
+
+def _load(holder: Holder, state: Any) -> None:
+    holder.update(state) if isinstance(holder, dict) else holder.load_state_dict(state)
 
 
 class AttachedState:
     """The objects attached with `Engine.attach`, by name, and loaded state whose object is not attached yet."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, Stateful] = {}
+        self._holders: dict[str, Holder] = {}
         self._unclaimed: dict[str, Any] = {}
 
-    def attach(self, name: str, holder: Stateful | dict[str, Any]) -> None:
+    def attach(self, name: str, holder: Holder) -> None:
         """`Engine.attach`."""
         if name in self._holders:
             raise InputError(
                 f"engine.attach({name!r}, ...): the name is taken by a {type(self._holders[name]).__name__}; give "
                 "another one, or call engine.detach first"
             )
-        stateful = _AttachedDict(holder) if isinstance(holder, dict) else holder
         if name in self._unclaimed:
-            stateful.load_state_dict(self._unclaimed[name])
+            _load(holder, self._unclaimed[name])
             del self._unclaimed[name]
-        self._holders[name] = stateful
+        self._holders[name] = holder
 
     def detach(self, name: str, keep: bool) -> None:
         """`Engine.detach`."""
@@ -63,18 +60,18 @@ class AttachedState:
             raise InputError(f"engine.detach({name!r}): nothing of that name is attached, only: {names}")
         holder = self._holders.pop(name)
         if keep:
-            self._unclaimed[name] = copy.deepcopy(dict(holder.state_dict()))
+            self._unclaimed[name] = copy.deepcopy(_state_of(holder))
 
     def state_dict(self) -> dict[str, Any]:
         """By name; loaded state whose object is not attached is saved again."""
-        return self._unclaimed | {name: dict(holder.state_dict()) for name, holder in self._holders.items()}
+        return self._unclaimed | {name: _state_of(holder) for name, holder in self._holders.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Iterator[str]:
         """Yields a line for each object without saved state, which keeps its own."""
         self._unclaimed = dict(state)
         for name, holder in self._holders.items():
             if name in self._unclaimed:
-                holder.load_state_dict(self._unclaimed.pop(name))
+                _load(holder, self._unclaimed.pop(name))
             else:
                 yield f"it has no state of {name!r} (engine.attach), which stays as it is"
 
@@ -104,9 +101,9 @@ def set_rank_random(state: Mapping[str, Any], context: ParallelContext, division
 def seed_anew(seed: int, context: ParallelContext, division: Division) -> None:
     """Seed the model's random numbers: on several ranks its own, as initialize does from the config's seed; in one
     process those of the GPU. (The CPU's also decide the order of the data.)"""
-    own = model_seed(seed, context)
     if division.random is not None:
-        division.random.state = torch.Generator(context.device).manual_seed(own).get_state()
-        division.host_random = IsolatedRNG(own)
+        apart = model_seed(seed, context, division.apart)
+        division.random.state = torch.Generator(context.device).manual_seed(apart).get_state()
+        division.host_random.seed, division.host_random.state = model_seed(seed, context), None
     elif context.device.type == "cuda":
-        torch.cuda.manual_seed(own)
+        torch.cuda.manual_seed(model_seed(seed, context))

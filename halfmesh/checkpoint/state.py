@@ -132,7 +132,7 @@ class ShardedState:
         return found
 
     def weight_targets(self) -> Shards:
-        """Where to write new weights, in full precision: masters, originals, or the model itself. `tell` follows."""
+        """Where to write new weights, in full precision: masters, originals, or the model itself. `publish` follows."""
         masters, originals = self.update.master_weights.masters, self.update.master_weights.originals
         found = {
             name: TensorShard(
@@ -147,7 +147,8 @@ class ShardedState:
         return found
 
     def written(self) -> list[torch.Tensor]:
-        """What new weights of the optimizer's parameters are written into, and what `tell` brings from other ranks."""
+        """The tensors that averaged weights overwrite: what the optimizer steps and, under zero1, the model's weights,
+        parts of which other ranks step."""
         masters = self.update.master_weights
         found = [masters.target(shard).detach() for shard in masters.trained]
         if self._gets_weights:
@@ -155,7 +156,7 @@ class ShardedState:
         return found
 
     @torch.no_grad()
-    def tell(self, others: bool = True) -> None:
+    def publish(self, others: bool = True) -> None:
         """Bring new weights of the optimizer's parameters to the model and, with `others`, to ranks that use them."""
         masters = self.update.master_weights
         masters.originals.publish()
@@ -187,7 +188,8 @@ class ShardedState:
 
     def extras(self) -> dict[str, Any]:
         """What modules add to the model's state dict with `get_extra_state`."""
-        return {key: value for key, value in self.model.state_dict().items() if _is_extra(key)}
+        state = self.model.state_dict()
+        return {key: value for key, value in state.items() if key.rpartition(".")[2] == "_extra_state"}
 
     def set_extras(self, extras: Mapping[str, Any]) -> None:
         """Give `extras` back to the modules that this rank has."""
@@ -304,7 +306,3 @@ def join_groups(by_rank: Sequence[list[list[str]]]) -> list[list[str]]:
 def without_empty(shards: Shards) -> Shards:
     """Those of tensors with elements: DCP finds no others."""
     return {name: shard for name, shard in shards.items() if 0 not in shard.placement.shape}
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == "_extra_state"

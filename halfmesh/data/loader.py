@@ -24,8 +24,8 @@ class EngineDataLoader:
     """Iterates a loader: moves each batch to the device, and knows which batch is the last of an epoch.
 
     With workers, the next batch is fetched, and its copy to the device begun, before the current one is handed out.
-    Without, a batch is fetched when the loop asks for it, as in a plain loop, because what the dataset does next may
-    depend on the training before it; except where `needs_end`, and the loader's length may be missing or wrong.
+    Without, a batch is fetched when the loop asks for it, as in a plain loop: the dataset may depend on the training so
+    far. The exception is `needs_end` with a loader whose length may be missing or wrong: one batch is fetched ahead.
 
     An epoch ends when the loop asks for a batch after the last one, or drops the iterator after training on the last.
 

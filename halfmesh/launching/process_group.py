@@ -110,8 +110,8 @@ def make_group(
 
 
 def wait_for_threads_at_exit() -> None:
-    """For a program with a process group, whoever made it. Its threads may outlive `destroy_process_group`: a group
-    made before the first optimizer is kept by torch, as a default argument of functions that are imported then."""
+    """Call this once there is a process group, whoever made it. Its threads may outlive `destroy_process_group`: torch
+    keeps a group that is made before the first optimizer, as a default argument of functions that it imports then."""
     atexit.unregister(_let_threads_finish)
     atexit.register(_let_threads_finish)
 

@@ -36,8 +36,8 @@ class Accumulation:
     """Cycles of `length` microbatches, each with one update at its end.
 
     Every backward is seeded with 1/`length` (mean) or 1 (sum, weighted), so that gradients stay in the range of one
-    microbatch. What is wrong with that in a short cycle, or is not known before its end (weighted), is put right by
-    `grad_divisor`. On the last microbatch the gradients are reduced over the data ranks while backward runs.
+    microbatch. `grad_divisor` corrects this for a short cycle, and divides weighted losses by their total weight, which
+    is known only at the end. On the last microbatch the gradients are reduced over the data ranks while backward runs.
 
     Args:
         context: the mesh, over whose data ranks the weights of weighted losses are summed; None: one process.

@@ -46,7 +46,7 @@ def _look_up(origin: Origin, name: str, value: Any, values: Values) -> Outcome:
     if value is None or value == {}:
         return done("nothing to write: it is off, or as by default")
     is_off = value is False or value == "" or (type(value) is int and value <= 1)
-    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value knows what it means
+    if is_off and isinstance(row, Outcome) and row.kind == "lost":  # a row that names the value decides by itself
         return done("off")
     for keys, other, wanted, default in origin.needs:
         if name != other and matches(name, keys) and (given := values.get(other, default)) != wanted:

@@ -76,7 +76,8 @@ class AppliedAxis:
     """
 
     is_divided_by_engine = True
-    """`initialize` recognises a sharded model by it: one of the model's hooks is a method of this object."""
+    """`initialize` recognises a sharded model by it: one of the model's hooks is a method of this object, or a module
+    has this attribute."""
     ties: Collection[nn.Parameter] = ()
     first_names: dict[str, str] | None = None
 

@@ -27,16 +27,13 @@ class Bucket:
     def __init__(self, shards: list[ParamShard], dtype: torch.dtype) -> None:
         self.shards = shards
         self.dtype = dtype
-        self.missing: set[int] = set()
-        self.flat: torch.Tensor | None = None
-        self.is_sent = False
-        self.absent: list[int] = []
+        self.reset()
 
     def reset(self) -> None:
         self.missing = {id(shard) for shard in self.shards if shard.param.requires_grad}
-        self.flat = None
+        self.flat: torch.Tensor | None = None
         self.is_sent = False
-        self.absent = []
+        self.absent: list[int] = []
 
     @property
     def numel(self) -> int:

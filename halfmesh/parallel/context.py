@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import MappingProxyType
@@ -140,18 +140,14 @@ class ParallelContext:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one in their place on `axis` only. Created on first use, by all ranks
         together."""
-        if axis not in self._axis_groups:
-            self._axis_groups[axis] = self._make_group(axis)
-        return self._axis_groups[axis]
+        return self._made(axis, lambda: self._make_group(axis))
 
     @property
     def send_group(self) -> dist.ProcessGroup:
         """A second group of the ranks of `group("pp")`, for sends between stages. (NCCL runs the operations of a group
         in order: the broadcast of a loss would wait for earlier sends, and delay later ones.) Created on first use, by
         all ranks together."""
-        if "pp(sends)" not in self._axis_groups:
-            self._axis_groups["pp(sends)"] = self._make_group("pp", range(self.pp_size))
-        return self._axis_groups["pp(sends)"]
+        return self._made("pp(sends)", lambda: self._make_group("pp", range(self.pp_size)))
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
@@ -165,9 +161,9 @@ class ParallelContext:
         return self._gloo_group("saving")
 
     def _gloo_group(self, key: str) -> dist.ProcessGroup | None:
-        if self.size > 1 and key not in self._axis_groups:
-            self._axis_groups[key] = dist.new_group(backend="gloo", timeout=self._timeout)
-        return self._axis_groups.get(key)
+        if self.size == 1:
+            return None
+        return self._made(key, lambda: dist.new_group(backend="gloo", timeout=self._timeout))
 
     @property
     def stage_ranks(self) -> list[int]:
@@ -180,13 +176,7 @@ class ParallelContext:
         """Those ranks, over gloo. Created on first use, by all ranks together."""
         if self.pp_size == 1:
             return self.host_group
-        if "stage" not in self._axis_groups:
-            made = [
-                dist.new_group(self._grid[p].flatten().tolist(), backend="gloo", timeout=self._timeout)
-                for p in range(self.pp_size)
-            ]
-            self._axis_groups["stage"] = made[self.pp_rank]
-        return self._axis_groups["stage"]
+        return self._made("stage", lambda: self._new_groups(self._grid.flatten(1).tolist(), "gloo"))
 
     @property
     def groups(self) -> dict[str, str]:
@@ -202,21 +192,25 @@ class ParallelContext:
 
     def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
         """The ranks of `group(axis)` at these `places`; None if this rank is not among them. All ranks call this."""
-        key = f"{axis}{tuple(places)}"
-        if key not in self._axis_groups:
-            self._axis_groups[key] = self._make_group(axis, places)
-        return self._axis_groups[key]
+        return self._made(f"{axis}{tuple(places)}", lambda: self._make_group(axis, places))
 
     def _make_group(self, axis: str, places: Sequence[int] | None = None) -> Any:
         if self.sizes[axis] == self.size and places is None:
             return dist.group.WORLD
-        mine: Any = None
+        rows = self._grid.movedim(list(self.sizes).index(axis), -1).flatten(0, -2).tolist()
+        places = range(self.sizes[axis]) if places is None else places
+        return self._new_groups([[ranks[place] for place in places] for ranks in rows])
+
+    def _new_groups(self, ranks: list[list[int]], backend: str | None = None) -> Any:
+        """Groups of these ranks; returns the one of this rank, or None. All ranks together."""
         # Not init_device_mesh: its groups have torch's time limits, not the configured one.
-        for ranks in self._grid.movedim(list(self.sizes).index(axis), -1).flatten(0, -2).tolist():
-            chosen = ranks if places is None else [ranks[place] for place in places]
-            group = dist.new_group(chosen, timeout=self._timeout)
-            mine = group if self.rank in chosen else mine
-        return mine
+        return dist.new_subgroups_by_enumeration(ranks, self._timeout, backend)[0]
+
+    def _made(self, key: str, make: Callable[[], Any]) -> Any:
+        """The group of that key, which is made on first use."""
+        if key not in self._axis_groups:
+            self._axis_groups[key] = make()
+        return self._axis_groups[key]
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: str | None = None, op: Literal["sum", "mean"] = "sum"

@@ -1,30 +1,14 @@
-"""Reductions of gradients: the protocol, one for shared parameters, and several in sequence."""
+"""Reductions of gradients: one for shared parameters, and several in sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
 
 from ..shard import ParamShard
 from .reducer import ReduceOptions, Reducer
-
-
-class Reduction(Protocol):
-    """One reduction of gradients, as `Reducer` does it over the data ranks."""
-
-    @property
-    def stale(self) -> bool: ...
-
-    def cover(self, shards: Sequence[ParamShard]) -> None: ...
-    def open(self, last: bool) -> None: ...
-    def expect_last(self, params: Collection[nn.Parameter]) -> None: ...
-    def expect_rest(self, params: Collection[nn.Parameter]) -> None: ...
-    def finish(self) -> None: ...
-    def forget(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class SharedGradients(Reducer):
@@ -91,3 +75,6 @@ class CompleteGradients:
     def _each(self, call: Callable[[Reduction], None]) -> None:
         for reduction in self._reductions:
             call(reduction)
+
+
+Reduction = Reducer | CompleteGradients

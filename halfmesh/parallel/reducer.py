@@ -67,9 +67,6 @@ class Reducer:
         ranks: it leads to another collective.)"""
         self._finished = False
         self._collecting = False
-        self._armed = False
-        self._bucket_of: dict[int, Bucket] = {}
-        self._taking: set[int] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.cover(shards)
 

@@ -65,16 +65,16 @@ class IsolatedRNG:
     def __init__(self, start: int | Mapping[str, Any]) -> None:
         self.state: Mapping[str, Any] | None = None if isinstance(start, int) else start
         """The state of the sequence between two scopes; None before the first one of a seed."""
-        self._seed = start if isinstance(start, int) else 0
+        self.seed = start if isinstance(start, int) else 0
 
     def __enter__(self) -> None:
         self._outside = random_state(CPU)
         if self.state is not None:
             set_random_state(self.state, CPU)
         else:
-            random.seed(self._seed)
-            np.random.seed(self._seed % 2**32)
-            torch.random.default_generator.manual_seed(self._seed)
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)
+            torch.random.default_generator.manual_seed(self.seed)
 
     def __exit__(self, *_: object) -> None:
         self.state = random_state(CPU)
@@ -104,7 +104,7 @@ class SharedRNG(IsolatedRNG):
 def _same(one: Any, other: Any) -> bool:
     """Whether two states of a generator are equal."""
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_same, one, other)) if len(one) < 6 else one == other
+        return len(one) == len(other) and all(map(_same, one, other))
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 

@@ -165,17 +165,17 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, l
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        yield from _within(last, shape, start, stop)
+        yield from _in_row(last, shape, start, stop)
         return
     if start < first * row:
-        yield from _within(first - 1, shape, start, first * row)
+        yield from _in_row(first - 1, shape, start, first * row)
     if first < last:
         yield first * row, [first, *(0 for _ in shape[1:])], [last - first, *shape[1:]]
     if last * row < stop:
-        yield from _within(last, shape, last * row, stop)
+        yield from _in_row(last, shape, last * row, stop)
 
 
-def _within(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
+def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
     """`_boxes` within row `index`."""
     skipped = index * math.prod(shape[1:])
     for begin, offsets, sizes in _boxes(shape[1:], start - skipped, stop - skipped):

@@ -144,19 +144,17 @@ def find_model_problems(config: Config, world_size: int, model: str) -> list[str
         with dry_run_mode(), Tracker():
             return find_plan_problems(config, world_size, build_model(model).model)
     except HalfmeshError as error:
-        return str(error).splitlines()
+        return _problems_of(error)
 
 
 def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> list[str]:
     """The same for a model that was built in a dry run."""
     try:
         make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, max(1, world_size))
-    except ConfigError as error:
-        return list(error.problems)
-    except (HalfmeshError, ValueError) as error:  # ValueError: a model without parameters
+    except ValueError as error:  # a model without parameters
         return str(error).splitlines()
     except Exception as error:
-        return [_failed(error)]
+        return _problems_of(error)
     return []
 
 
@@ -210,14 +208,14 @@ def _try_to_simulate(*call: object) -> Figures | list[str]:
     """`simulate_rank`, or why it cannot be done."""
     try:
         return simulate_rank(*call)  # type: ignore[arg-type]
-    except ConfigError as error:
-        return list(error.problems)
-    except HalfmeshError as error:
-        return str(error).splitlines()
     except Exception as error:  # of the model, or of torch, which may not go through a pipe
-        return [_failed(error)]
+        return _problems_of(error)
 
 
-def _failed(error: Exception) -> str:
+def _problems_of(error: Exception) -> list[str]:
+    if isinstance(error, ConfigError):
+        return list(error.problems)
+    if isinstance(error, HalfmeshError):
+        return str(error).splitlines()
     reason = " ".join(str(error).splitlines()[:1])
-    return f"the dry run failed with {type(error).__name__}: {reason}; a real run may still work"
+    return [f"the dry run failed with {type(error).__name__}: {reason}; a real run may still work"]

@@ -221,7 +221,7 @@ class _Climb:
         return rung.needs * part > self._asked.room
 
     def _note_least(self, rung: Rung, of: Callable[[Figures], int]) -> None:
-        """Nothing else in this layout needs less than this rung; `of` says what of its figures is meant."""
+        """Remember the least that this layout can need: this rung's, by the figure that `of` selects."""
         if rung.run is not None and not rung.refused:
             ranks, figures = math.prod(rung.config.parallel.sizes.values()), rung.run.ranks.values()
             least = min(map(of, figures)), min(one.state for one in figures), ranks

@@ -15,7 +15,8 @@ def lines(run: DryRun, limit: int | None) -> Iterator[str]:
     ranks = list(run.ranks.items())
     stages = run.sizes["pp"] > 1
     names = [f"rank {rank}" + (f", stage {run.stage_of(rank)}" if stages else "") for rank, _ in ranks]
-    yield f"  one update with AdamW, on tensors without memory{_how(run)}"
+    how = "" if run.extrapolated is None else "; extrapolated from {} and {} microbatches".format(*run.extrapolated)
+    yield f"  one update with AdamW, on tensors without memory{how}"
     table: list[tuple[str, list[str]]] = [("bytes, each part at its largest", names)]
     for part in PARTS:
         found = [figures.parts.get(part) for _, figures in ranks]
@@ -67,12 +68,6 @@ def as_json(run: DryRun, limit: int | None) -> dict[str, Any]:
 def fits(run: DryRun, limit: int) -> bool:
     """Whether the largest rank fits into `limit` bytes."""
     return needed(run.largest[1]) <= limit
-
-
-def _how(run: DryRun) -> str:
-    if run.extrapolated is None:
-        return ""
-    return f"; extrapolated from {run.extrapolated[0]} and {run.extrapolated[1]} microbatches"
 
 
 def _verdict(run: DryRun, limit: int) -> Iterator[str]:

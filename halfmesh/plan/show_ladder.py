@@ -33,7 +33,7 @@ def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
         f"{readable(asked.limit)}: a tenth is left to CUDA, NCCL and the allocator"
     )
     for number, rung in enumerate(ladder.rungs, 1):
-        yield f"{number}. {_name(rung)}"
+        yield f"{number}. {' '.join(rung.changes) or 'the config as it is'}"
         yield f"     {_verdict(rung, asked)}"
     if len(ladder.notes) > _MOST_NOTES:
         notes = [*ladder.notes[:_MOST_NOTES], f"{len(ladder.notes) - _MOST_NOTES} more are left out; --json has all"]
@@ -54,10 +54,6 @@ def lines(ladder: Ladder, asked: Asked) -> Iterator[str]:
     yield from (f"advice: {finding}" for finding in find_advice(ladder.chosen.config))
     yield ""
     yield from config_text(ladder.chosen, asked, ladder.update).splitlines()
-
-
-def _name(rung: Rung) -> str:
-    return " ".join(rung.changes) or "the config as it is"
 
 
 def _verdict(rung: Rung, asked: Asked) -> str:

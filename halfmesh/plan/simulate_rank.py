@@ -20,6 +20,7 @@ from ..compat import mesh_sizes
 from ..data.global_batch import accumulate
 from ..errors import InputError
 from ..parallel.buckets import give_grads
+from ..parallel.pipeline.axis import find_batch_problem
 from ..parallel.registries import AXES
 from ..tensors import map_tensors, tensors_of
 from .model_spec import build_model
@@ -27,7 +28,6 @@ from .tracker import OTHER, Tracker, Traffic, dry_run_mode
 
 if TYPE_CHECKING:
     from ..config import Config
-    from ..config.schema import PipelineConfig
     from ..engine import Engine
     from .model_spec import ModelSpec
 
@@ -88,25 +88,19 @@ def simulate_rank(
         given, pipeline = build_model(model, batch), config.parallel.pipeline
         if given.inputs is not None:
             given = given if rows is None else given.with_rows(rows)
-            _refuse_rows(given.rows, pipeline)
+            for problem in find_batch_problem(given.rows, pipeline.microbatches or 1) if pipeline.size > 1 else ():
+                raise InputError(f"--batch: {problem}")
             config = accumulate(config, given.rows, mesh_sizes(config, world_size)["dp"])
-        wanted = pipeline.microbatches
-        if microbatches is not None and wanted is not None and microbatches != wanted:
-            given = given.with_rows(given.rows // wanted * microbatches)
-            config = with_microbatches(config, microbatches)
-        length = config.gradient_accumulation
+        if microbatches is not None and pipeline.microbatches is not None:
+            given = given.with_rows(given.rows // pipeline.microbatches * microbatches)
+            pipeline = pipeline.model_copy(update={"microbatches": microbatches})
+        length, parallel = config.gradient_accumulation, config.parallel.model_copy(update={"pipeline": pipeline})
+        changed = {"gradient_accumulation": min(length, 2), "parallel": parallel}
         left_out = {"global_batch_size": None, "checkpoint": None, "resume": None}
-        config = config.model_copy(update={"gradient_accumulation": min(length, 2), **left_out})
+        config = config.model_copy(update=changed | left_out)
         with FewChunks():
             engine = initialize(given.model, optim.AdamW, given.criterion or _stand_in, config=config, device="cpu")
         return _Simulation(engine, given, tracker, length).run(limit)
-
-
-def with_microbatches(config: Config, count: int) -> Config:
-    """`config` with so many microbatches."""
-    parallel = config.parallel
-    pipeline = parallel.pipeline.model_copy(update={"microbatches": count})
-    return config.model_copy(update={"parallel": parallel.model_copy(update={"pipeline": pipeline})})
 
 
 class _Simulation:
@@ -253,17 +247,6 @@ def _stand_in(output: Any) -> torch.Tensor:
     return floats[0] if floats[0].dim() == 0 else floats[0].float().sum()
 
 
-def _refuse_rows(rows: int, pipeline: PipelineConfig) -> None:
-    wanted = pipeline.microbatches
-    if pipeline.size > 1 and wanted and rows % wanted:
-        below, above = rows // wanted * wanted, (rows // wanted + 1) * wanted
-        near = f"{below} or {above}" if below else str(above)
-        raise InputError(
-            f"--batch: parallel.pipeline.microbatches={wanted} does not divide the {rows} rows of a data rank's batch; "
-            f"give {near} rows, or change microbatches"
-        )
-
-
 def _bytes(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(tree))
 
@@ -282,7 +265,7 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet(warnings_too: bool) -> Iterator[None]:
-    """What `initialize` says of the layout is said by the plan; warnings are, too, but once."""
+    """Silence `initialize`: the plan shows the layout itself, and only one rank's warnings are shown."""
     logger = logging.getLogger("halfmesh")
     level = logger.level
     logger.setLevel(logging.ERROR if warnings_too else logging.WARNING)

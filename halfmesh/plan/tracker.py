@@ -31,21 +31,15 @@ _COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 
 @dataclass
 class Traffic:
-    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks).
-
-    Attributes:
-        reduced: of `bytes`, those of all-reduces, which travel twice: to be summed, and as sums.
-    """
+    """What a rank sends: messages, and bytes handed to them (of a gather or scatter: those of all ranks)."""
 
     messages: int = 0
     bytes: int = 0
-    reduced: int = 0
 
     def add(self, other: Traffic, times: int = 1) -> None:
         """Count `other` too, so many times."""
         self.messages += other.messages * times
         self.bytes += other.bytes * times
-        self.reduced += other.reduced * times
 
 
 @contextmanager
@@ -175,8 +169,7 @@ class Tracker(TorchDispatchMode):
         name = func.name().partition("::")[2]
         if not name.startswith(_UNSENT):
             size = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in given)
-            is_reduced = "allreduce" in name
-            self.traffic.setdefault(group, Traffic()).add(Traffic(1, size, size if is_reduced else 0))
+            self.traffic.setdefault(group, Traffic()).add(Traffic(1, size))
 
 
 def _value(tensor: torch.Tensor) -> float | int:

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from .rungs import Asked, Rung, Update
 
 
-def describe(rung: Rung, asked: Asked, update: Update) -> list[str]:
-    """Comment lines: what the config was made for, and what it needs."""
-    return [
-        f"Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",
-        f"Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",
-        f"In a dry run a rank needed {readable(rung.needs)}.",
-    ]
-
-
 def short(config: dict[str, Any]) -> dict[str, Any]:
     """`config` in its shorthand forms: a size or a strategy in place of a dict with one key."""
     parallel = {}
@@ -52,10 +43,15 @@ def refuse_target(option: str, path: Path, suffix: str, may_replace: bool) -> No
 
 
 def config_text(rung: Rung, asked: Asked, update: Update) -> str:
-    """The config of `rung` as a .py file."""
-    lines = [f"# {line}" for line in describe(rung, asked, update)]
-    keys = (f"{key} = {as_python(value)}" for key, value in short(rung.config.to_dict()).items())
-    return "\n".join([*lines, "", *keys]) + "\n"
+    """The config of `rung` as a .py file, with comments: what it was made for, and what it needs."""
+    lines = [
+        f"# Made by halfmesh plan for {asked.model} on {asked.world_size} rank(s) of {readable(asked.limit)}, AdamW.",
+        f"# Give each data rank's loader a batch size of {rung.rows}; an update takes {update.rows} rows in all.",
+        f"# In a dry run a rank needed {readable(rung.needs)}.",
+        "",
+        *(f"{key} = {as_python(value)}" for key, value in short(rung.config.to_dict()).items()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def write(path: Path, text: str, config: Config) -> None:

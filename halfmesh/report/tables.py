@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from ..mesh_picture import compress
 from .run import Run
 
 Rows = list[tuple[str, list[str]]]
@@ -111,13 +112,7 @@ def changes(runs: Sequence[Run]) -> list[str]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """1, 2, 3, 7 as "1-3, 7"."""
-    found: list[list[int]] = []
-    for item in numbers:
-        if found and item == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], item]
-        else:
-            found.append([item])
-    return ", ".join("-".join(map(str, ends)) for ends in found)
+    return ", ".join(compress(map(str, numbers)))
 
 
 def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, str]:

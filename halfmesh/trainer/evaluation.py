@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,11 +82,8 @@ def predict(engine: Engine, dataloader: Any) -> Any:
     ranks = [by_rank.get(rank, []) for rank in range(context.dp_size)]
     if len(ranks) > 1 and loader.loader.splits_samples:
         ranks = [[row for output in theirs for row in _rows(output)] for theirs in ranks]
-    pieces = [piece for turn in itertools.zip_longest(*ranks, fillvalue=_NOTHING) for piece in turn]
-    return _joined([piece for piece in pieces if piece is not _NOTHING])
-
-
-_NOTHING = object()
+    turns = range(max(map(len, ranks)))
+    return _joined([theirs[turn] for turn in turns for theirs in ranks if turn < len(theirs)])
 
 
 @contextmanager

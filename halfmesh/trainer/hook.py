@@ -103,13 +103,7 @@ def add_measured(record: Record, hook: Hook, method: str, given: Mapping[str, An
 # -- hooks by name ---------------------------------------------------------------------------------------------------
 
 
-def _no_hook(obj: Any) -> str | None:
-    if not callable(obj):
-        return f"{obj!r} is not callable; expected a subclass of halfmesh.Hook, or a function that returns a hook"
-    return None
-
-
-HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks", _no_hook)
+HOOKS: Registry[Any] = Registry("hook", "halfmesh.hooks")
 for _name, _class in {
     "metric": "MetricHook",
     "lr_scheduler": "LRSchedulerHook",

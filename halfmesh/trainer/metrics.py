@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -88,11 +87,11 @@ class MetricHook(Hook):
         context = trainer.engine.context
         mine = None
         if context.counts_outputs:  # other ranks have no outputs, or the same ones
-            mine = {name: _State.of(metric) for name, metric in self._metrics.items()}
+            mine = {name: _state_of(metric) for name, metric in self._metrics.items()}
         everyone = [states for states in context.everyone(mine) if states is not None]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            filled = [states[name] for states in everyone if states[name].updates]
+            filled = [state for states in everyone if (state := states[name]) is not None]
             # A rank without a batch has no usable state; it takes the values of a rank that has one.
             if metric.update_count or not filled:
                 values |= dict(_flat(prefix + name, _computed(metric, filled)))
@@ -100,35 +99,29 @@ class MetricHook(Hook):
         return max(context.everyone(values), key=len)
 
 
-@dataclass(frozen=True)
-class _State:
-    """The state of one rank's metric: its tensors in the order in which torchmetrics gathers them, and the number of
-    updates."""
+def _state_of(metric: Any) -> list[torch.Tensor] | None:
+    """The tensors of this rank's metric, in the order in which torchmetrics gathers them; None before an update."""
+    if not metric.update_count:
+        return None
+    found: list[torch.Tensor] = []
 
-    tensors: list[torch.Tensor]
-    updates: int
+    def note(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        found.append(tensor)
+        return [tensor]
 
-    @staticmethod
-    def of(metric: Any) -> _State:
-        found: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-            found.append(tensor)
-            return [tensor]
-
-        with metric.sync_context(dist_sync_fn=note):
-            pass
-        return _State([tensor.detach().cpu() for tensor in found], metric.update_count)
+    with metric.sync_context(dist_sync_fn=note):
+        pass
+    return [tensor.detach().cpu() for tensor in found]
 
 
-def _computed(metric: Any, filled: list[_State]) -> Any:
+def _computed(metric: Any, filled: list[list[torch.Tensor]]) -> Any:
     """The value of the combined states. (With torchmetrics' own gathering, a rank without a batch sends nothing if the
     state is a list, and the others hang.)"""
     places = itertools.count()
 
     def theirs(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         place = next(places)
-        return [state.tensors[place].to(tensor.device) for state in filled] or [tensor]
+        return [state[place].to(tensor.device) for state in filled] or [tensor]
 
     metric.dist_sync_fn = theirs
     with warnings.catch_warnings():

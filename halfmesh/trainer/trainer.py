@@ -12,7 +12,7 @@ from ..debug.precision import judge_scale
 from ..engine import Engine
 from ..errors import InputError, refuse_below
 from ..log import get_logger
-from .batch import Compute, Outcome, compute_batch
+from .batch import Compute, compute_batch
 from .evaluation import MeanLoss, evaluating, predict
 from .hook import Hook, HookLike, Record, add_measured, make_hook
 from .loaders import choose_eval_loader, choose_train_loader
@@ -69,10 +69,6 @@ class Trainer:
     """
 
     def __init__(self, engine: Engine, *, compute: Compute = compute_batch, log_every: int = 10) -> None:
-        if not isinstance(engine, Engine):
-            raise InputError(
-                f"Trainer takes the engine that halfmesh.initialize returns, not a {type(engine).__name__}"
-            )
         refuse_below(1, log_every=log_every)
         self.engine = engine
         self.compute = compute
@@ -203,7 +199,7 @@ class Trainer:
             for hook in before:
                 hook.before_batch(self, batch)
             engine.zero_grad()
-            outcome = self._compute(batch)
+            outcome = self.compute(engine, batch)
             engine.backward(outcome.loss)
             self.result = engine.step()
             self._loss.add(outcome)
@@ -247,7 +243,7 @@ class Trainer:
         with evaluating(engine):
             self._call("before_eval")
             for batch in loader:
-                outcome = self._compute(batch)
+                outcome = self.compute(engine, batch)
                 mean.add(outcome)
                 for hook in heard:
                     hook.after_eval_batch(self, outcome)
@@ -258,15 +254,6 @@ class Trainer:
         self._call("after_eval", results)
         self._write({"step": self.engine.global_step, "epoch": self.epoch, **results})
         return results
-
-    def _compute(self, batch: Any) -> Outcome:
-        outcome = self.compute(self.engine, batch)
-        if not isinstance(outcome, Outcome):
-            raise InputError(
-                f"compute returned a {type(outcome).__name__}; it has to return "
-                "halfmesh.Outcome(loss, output, target, rows)"
-            )
-        return outcome
 
     def _record(self) -> None:
         """Make a record of what was measured since the last one."""

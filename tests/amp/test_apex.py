@@ -185,7 +185,7 @@ def test_unknown_losses_are_refused():
     engine = make_engine(apex("O2", num_losses=2))
     x, y = make_data(8)
     for wrong in (2, -1, True):
-        with pytest.raises(InputError, match=r"loss_id=.* is not one of the num_losses=2 losses; allowed: 0 to 1"):
+        with pytest.raises(InputError, match=r"loss_id=.* is not one of 2 loss\(es\); allowed: 0 to 1"):
             engine.backward(engine.criterion(engine(x), y), loss_id=wrong)
     engine.backward(engine.criterion(engine(x), y), loss_id=1)
     assert not engine.step().skipped

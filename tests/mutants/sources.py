@@ -394,8 +394,8 @@ GPU = (
     Fault(
         "masters are rounded into the model by a launch each",
         "amp/master_weights.py",
-        "                foreach_copy_([param for param, _ in pairs], [master for _, master in pairs])\n",
-        "                [param.copy_(master) for param, master in pairs]\n",
+        "        foreach_copy_(params, [self.masters[param] for param in params])\n",
+        "        [param.copy_(self.masters[param]) for param in params]\n",
         LAUNCHES,
     ),
     Fault(

@@ -18,13 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..._torch import RUNNING_STATISTICS
 from ...errors import InputError
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_aten = torch.ops.aten
+_PRODUCTS = {op.default for op in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution)}
 _ATTENTION = {
-    "_scaled_dot_product_flash_attention": 3,
-    "_scaled_dot_product_flash_attention_for_cpu": 3,
-    "_scaled_dot_product_efficient_attention": 5,
-    "_scaled_dot_product_cudnn_attention": 5,
-    "_scaled_dot_product_fused_attention_overrideable": 4,
+    _aten._scaled_dot_product_flash_attention.default: 3,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    _aten._scaled_dot_product_efficient_attention.default: 5,
+    _aten._scaled_dot_product_cudnn_attention.default: 5,
+    _aten._scaled_dot_product_fused_attention_overrideable.default: 4,
 }
 """Operators, and the place of `dropout_p` among their arguments."""
 
@@ -94,7 +95,7 @@ class Checkpointed:
 
     def __reduce__(self) -> Any:
         if self._before is not None:
-            return _same, (self._before,)
+            return functools.partial, (self._before,)
         return getattr, (self._module, "forward")
 
     def _refuse_caches(self, kwargs: dict[str, Any]) -> None:
@@ -170,10 +171,6 @@ class _Again:
         self._open.__exit__(*error)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
     for module, flag in zip(modules, flags, strict=True):
         if module.training != flag:
@@ -181,24 +178,13 @@ def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in _products() or (op in _attentions() and not _drops(op, args, kwargs))
+    kept = op in _PRODUCTS or (op in _ATTENTION and not _drops(op, args, kwargs))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@functools.cache
-def _products() -> frozenset[Any]:
-    return frozenset(getattr(torch.ops.aten, name).default for name in _PRODUCTS)
-
-
-@functools.cache
-def _attentions() -> dict[Any, int]:
-    found = ((getattr(torch.ops.aten, name, None), place) for name, place in _ATTENTION.items())
-    return {op.default: place for op, place in found if op is not None}
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether attention draws random numbers. A kept result draws none in the recomputation, so that later operators
     would draw others than in the forward."""
-    index = _attentions()[op]
+    index = _ATTENTION[op]
     value = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(value)

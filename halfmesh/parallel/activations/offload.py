@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -71,12 +72,12 @@ class Offload:
 
     def inputs(self) -> AbstractContextManager[Any]:
         """The scope for module inputs, among which there are no weights."""
-        return saved_tensors_hooks(lambda tensor: self._pack(tensor, frozenset()), _unpack)
+        return saved_tensors_hooks(lambda tensor: self._pack(tensor, frozenset()), operator.call)
 
     def everything(self, model: nn.Module) -> AbstractContextManager[Any]:
         """The scope around a forward of `model`."""
         own = frozenset(map(_storage, chain(model.parameters(), model.buffers())))
-        return saved_tensors_hooks(lambda tensor: self._pack(tensor, own), _unpack)
+        return saved_tensors_hooks(lambda tensor: self._pack(tensor, own), operator.call)
 
     def _pack(self, tensor: torch.Tensor, own: frozenset[int]) -> Callable[[], torch.Tensor]:
         if not self._moves(tensor) or _storage(tensor) in own or _is_cast_of_parameter(tensor):
@@ -182,10 +183,6 @@ def _written(tensor: torch.Tensor) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
     )
-
-
-def _unpack(packed: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return packed()
 
 
 def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:

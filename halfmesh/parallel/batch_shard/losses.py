@@ -80,7 +80,16 @@ def compare(
     reduction: str = "mean",
     **options: Any,
 ) -> torch.Tensor:
-    """`loss`, which is a function of two tensors of one shape, as torch's mse_loss: its mean over all ranks."""
+    """`loss`, which is a function of two tensors of one shape, as torch's mse_loss: its mean over all ranks.
+
+    Raises:
+        InputError: a weighted mean.
+    """
+    if options.get("weight") is not None and reduction == "mean":
+        raise InputError(
+            f"with parallel.{shard.key} a loss of two tensors cannot be a mean by `weight`, whose sum differs between "
+            "the ranks; call it with reduction='none', and weight and add up the losses outside of the model"
+        )
     own = loss(input, shard.cut_if_whole(target), *args, reduction=reduction, **options)
     if reduction == "none":
         return own

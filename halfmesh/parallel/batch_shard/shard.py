@@ -48,25 +48,19 @@ class BatchShard:
         """This rank's rows, or tokens of each sequence."""
         return self.whole // self.size
 
-    def is_whole(self, tensor: torch.Tensor) -> bool:
-        """Whether it has all rows, or tokens."""
-        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.whole
-
-    def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether it has those of this rank."""
-        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.own
-
     def cut(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """This rank's part, a view. `dim`: that of the rows or tokens, if it is another one."""
         return whole.narrow(self.dim if dim is None else dim, self.rank * self.own, self.own)
 
     def cut_if_whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor that has all rows or tokens, contiguous (for `view(-1)`); others as they are."""
-        return self.cut(tensor).contiguous() if self.is_whole(tensor) else tensor
+        is_whole = tensor.dim() > self.dim and tensor.shape[self.dim] == self.whole
+        return self.cut(tensor).contiguous() if is_whole else tensor
 
     def join_if_own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks, of a tensor that has this rank's; others as they are."""
-        return collectives.gather(tensor, self.dim, self.group) if self.is_own(tensor) else tensor
+        is_own = tensor.dim() > self.dim and tensor.shape[self.dim] == self.own
+        return collectives.gather(tensor, self.dim, self.group) if is_own else tensor
 
     def cut_targets(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the targets of all rows and tokens, which may be flat."""

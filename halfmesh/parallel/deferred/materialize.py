@@ -37,11 +37,7 @@ class Materializer:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        source: Source,
-        context: ParallelContext,
-        description: str,
+        self, tensors: Mapping[str, torch.Tensor], source: Source, context: ParallelContext, description: str
     ) -> None:
         self.description = description
         self._left = dict(tensors)

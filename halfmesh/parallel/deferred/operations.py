@@ -81,11 +81,9 @@ class Op:
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """The default dtype is that of the recording; autograd and autocast are off, as they were below them."""
+        """The default dtype is that of the recording; autocast is off, as it was below it."""
         now = torch.get_default_dtype()
         with ExitStack() as scopes:
-            scopes.enter_context(torch.inference_mode(False))
-            scopes.enter_context(torch.no_grad())
             for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
                 scopes.enter_context(torch.autocast(kind, enabled=False))
             torch.set_default_dtype(self.default_dtype)

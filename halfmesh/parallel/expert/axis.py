@@ -118,6 +118,7 @@ class ExpertParallel(SharesBatch):
                 self.split(inputs.optimizer, param, Split(dim=0))
             layer.num_experts //= self.size
             layer.forward = partial(self._dispatch, layer.forward, layer.num_experts)
+            layer.is_divided_by_engine = True
         self._hooks = list(self.take_whole_states(inputs.model, inputs.optimizer))
 
     def _dispatch(self, experts: Callable[..., torch.Tensor], count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,5 +133,5 @@ class ExpertParallel(SharesBatch):
         for hook in self._hooks:
             hook.remove()
         for layer in self._layers:
-            del layer.forward
+            del layer.forward, layer.is_divided_by_engine
             layer.num_experts *= self.size

@@ -57,8 +57,8 @@ class HuggingFacePlan:
             return
         names = [name for name, _ in model.named_modules()]
         for pattern, theirs in plan.items():
-            if _is_of_experts(pattern):
-                continue
+            if "experts" in pattern.split("."):
+                continue  # the parameters of all experts, which stay whole
             if theirs not in self.STYLES:
                 raise InputError(
                     f"the model's tp_plan gives {pattern!r} the style {theirs!r}, which halfmesh does not have; choose "
@@ -79,11 +79,6 @@ class HuggingFacePlan:
             prefix = f"{base}." if base in names else ""
             for pattern, style in self.SEQUENCE.items():
                 yield from ((name, style) for name in names if fnmatchcase(name, prefix + pattern))
-
-
-def _is_of_experts(pattern: str) -> bool:
-    """Whether it names modules that hold the parameters of all experts, which stay whole."""
-    return "experts" in pattern.split(".")
 
 
 OWN_PLAN = HuggingFacePlan()

@@ -64,7 +64,7 @@ class PipelineParallelism(Axis):
             *_find_module_problems(model),
             *(f"parallel.pipeline: {problem}" for problem in problems),
             *_find_unknown_arguments(model, inputs.criterion, options.non_split),
-            *_find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
+            *find_batch_problem(getattr(inputs.dataloader, "batch_size", None), options.microbatches or 1),
         ]
 
     @staticmethod
@@ -126,7 +126,8 @@ def _find_unknown_arguments(model: nn.Module, criterion: Any, non_split: Sequenc
             )
 
 
-def _find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
+def find_batch_problem(size: Any, microbatches: int) -> Iterator[str]:
+    """Why a batch of `size` rows cannot be split into `microbatches`."""
     if isinstance(size, int) and size % microbatches:
         below = size // microbatches * microbatches
         near = f"{below} or {below + microbatches}" if below else str(microbatches)

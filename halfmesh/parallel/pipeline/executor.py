@@ -79,7 +79,7 @@ class Pipeline:
             for index in partition.of_rank(context.pp_rank)
         }
         self.stages: Collection[StageModule] = self._modules.values()
-        self.last_rank = partition.rank_of(self._count - 1)
+        self.last_rank = partition.ranks[-1]
         self.has_last = self.last_rank == context.pp_rank
         named = list(model.named_parameters(remove_duplicate=False))
         for index, module in self._modules.items():
@@ -173,14 +173,14 @@ class Pipeline:
                 elif index:
                     tensors = self._empty(stages[index - 1])
                     for tensor in tensors:
-                        dist.recv(tensor, group_src=self._partition.rank_of(index - 1), group=self._group)
+                        dist.recv(tensor, group_src=self._partition.ranks[index - 1], group=self._group)
                     received = restore(tensors, stages[index - 1])
                 output = module.compute(call, received)
                 if module.is_last:
                     look(output)
                 elif index + 1 not in self._modules:
                     for tensor in pack(output, stages[index]):
-                        dist.send(tensor, group_dst=self._partition.rank_of(index + 1), group=self._group)
+                        dist.send(tensor, group_dst=self._partition.ranks[index + 1], group=self._group)
             if not everywhere:
                 return output if self.has_last else None
             tensors = pack(output, stages[-1]) if self.has_last else self._empty(stages[-1])

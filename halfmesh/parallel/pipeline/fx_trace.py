@@ -120,20 +120,12 @@ def run_without_data(model: nn.Module, run: Callable[..., Any], device: torch.de
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
         )
 
-    whole = _Run(model, run)
+    whole = nn.Module()  # functional_call takes a module
+    whole.model, whole.forward = model, run
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     with torch.inference_mode(False), torch.enable_grad(), unchanged(model.modules()), shapes_only():
         weights = {name: fake(tensor) for name, tensor in tensors.items()}
         return torch.func.functional_call(whole, weights, map_tensors(fake, args))
-
-
-class _Run(nn.Module):
-    """A function of a model, in the form that functional_call takes."""
-
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.forward = run
 
 
 class _Proxy(fx.Proxy):

@@ -40,13 +40,9 @@ class Partition:
         """For each stage, its first and last piece."""
         return [s[0].name if len(s) == 1 else f"{s[0].name} to {s[-1].name}" for s in self.stages]
 
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank that has a stage."""
-        return self.ranks[stage]
-
     def of_rank(self, rank: int) -> list[int]:
         """The stages that a pipeline rank has."""
-        return [stage for stage in range(len(self.stages)) if self.rank_of(stage) == rank]
+        return [stage for stage, its_rank in enumerate(self.ranks) if its_rank == rank]
 
     def stages_of(self, name: str) -> list[int]:
         """The stages that use the module, parameter or buffer of that name; the first, if no piece uses it."""
@@ -55,7 +51,7 @@ class Partition:
 
     def ranks_of(self, name: str) -> set[int]:
         """The pipeline ranks whose stages use the module, parameter or buffer of that name."""
-        return set(map(self.rank_of, self.stages_of(name)))
+        return {self.ranks[stage] for stage in self.stages_of(name)}
 
     def holders(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """For each parameter and buffer, by its id, the pipeline ranks that use it under any of its names."""
@@ -132,8 +128,8 @@ def resolve(
 
 
 def divide(costs: Sequence[float], count: int) -> list[int]:
-    """Bounds of `count` runs of `costs`, none of them empty, whose largest sum is as small as possible. Of several
-    choices on the way it takes the one with more even runs."""
+    """Bounds that divide `costs` into `count` consecutive runs, none empty, so that the largest sum is as small as
+    possible; ties go to the more even runs."""
     sums = [0.0, *accumulate(costs)]
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}  # by end: largest sum, squares, bounds
     for run in range(1, count + 1):

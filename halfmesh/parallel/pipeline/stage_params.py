@@ -74,7 +74,7 @@ class StageParameters(AppliedAxis):
         total = sum(partition.costs) or 1
         bubble = SCHEDULES.get(options.schedule).bubble(options.size, options.chunks, microbatches)
         stages = [
-            f"{index} on pp {partition.rank_of(index)}: {name} ({cost / total:.0%} of parameters)"
+            f"{index} on pp {partition.ranks[index]}: {name} ({cost / total:.0%} of parameters)"
             for index, (name, cost) in enumerate(zip(partition.names, partition.costs, strict=True))
         ]
         stages += [f"on several stages: {shorten(self._shared_names)}"] if self._shared_names else []
@@ -82,8 +82,8 @@ class StageParameters(AppliedAxis):
         return {"layout": "every rank holds its stages", "stages": rows}
 
     def undo(self) -> None:
-        """Put all parameters back into the modules and the optimizer's groups; those of other ranks are on the CPU and
-        have no values."""
+        """Put all parameters back into the modules and the optimizer's groups. Those that other ranks hold come back on
+        the CPU, uninitialised."""
         for hook in self._hooks:
             hook.remove()
         for name, tensor in self._foreign.items():

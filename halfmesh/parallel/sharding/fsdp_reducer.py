@@ -42,9 +42,7 @@ class FSDPReducer(Reducer):
         originals = strategy.originals
         self._used: set[int] = set()
         watch_grads(strategy.units, {place: originals[p] for place, p in strategy.places.items()}, self._note_grad)
-        self._is_open = False
-        self._is_sent = False
-        self._is_broken = False
+        self._is_open = self._is_sent = self._is_broken = False
         super().__init__(shards, buffers, strategy.inputs.context.dp_group, strategy.inputs.reduce)
 
     def _note_grad(self, shard: int) -> None:
@@ -53,10 +51,6 @@ class FSDPReducer(Reducer):
         self.stale = self._finished
 
     def cover(self, shards: Sequence[ParamShard]) -> None:
-        super().cover(self._replicated(shards))
-
-    def _replicated(self, shards: Sequence[ParamShard]) -> list[ParamShard]:
-        """Those of `shards` that every rank holds whole."""
         rest = [shard for shard in shards if shard.source is None]
         new = [shard.name for shard in rest if shard.name not in self._strategy.replicated]
         if new:
@@ -64,7 +58,7 @@ class FSDPReducer(Reducer):
                 f"{shorten(new)} came into the optimizer, but the model that FSDP2 shards has no such parameter; "
                 "put parameters into model and optimizer before initialize"
             )
-        return rest
+        super().cover(rest)
 
     def open(self, last: bool) -> None:
         if self._is_broken:

@@ -187,7 +187,12 @@ class Zero1Reducer(Reducer):
     def cover(self, shards: Sequence[ParamShard]) -> None:
         for shard in shards:
             shard.param.requires_grad_(shard.model_param.requires_grad)
-        super().cover(_sources(shards))
+        if new := [shard.name for shard in shards if shard.source is None]:
+            raise InputError(
+                f"{shorten(new)} came into the optimizer after initialize, which splits its parameters for "
+                "data='zero1'; put them in before (frozen ones may be unfrozen later), or use data='replicate'"
+            )
+        super().cover([shard.source for shard in shards if shard.source is not None])
 
     def open(self, last: bool) -> None:
         self._strategy.follow()
@@ -225,13 +230,3 @@ class Zero1Reducer(Reducer):
         for bucket in self._buckets:
             own, counts = counts[: len(bucket.shards)], counts[len(bucket.shards) :]
             bucket.hand_out([index for index in bucket.absent if own[index] == 0])
-
-
-def _sources(shards: Sequence[ParamShard]) -> list[ParamShard]:
-    new = [shard.name for shard in shards if shard.source is None]
-    if new:
-        raise InputError(
-            f"{shorten(new)} came into the optimizer after initialize, which splits its parameters for data='zero1'; "
-            "put them in before (frozen ones may be unfrozen later), or use data='replicate'"
-        )
-    return [shard.source for shard in shards if shard.source is not None]

@@ -15,6 +15,7 @@ from .checks import resolve
 from .gradients import TensorGradients
 from .layers import TensorAxis
 from .plans import Assignment, caller, generalise
+from .sequence_styles import SequenceBegin
 from .trial import PlanTrial
 
 _ABSENT = object()
@@ -48,7 +49,7 @@ class TensorParallel(TensorAxis):
 
     Attributes:
         partial: the parameters whose gradients are summed over the ranks.
-        trial: compares sharded blocks with whole ones before the first update; None after it.
+        trial: compares sharded blocks with whole ones before the first update.
     """
 
     def __init__(self, inputs: AxisInputs) -> None:
@@ -58,7 +59,7 @@ class TensorParallel(TensorAxis):
         self._host_random = inputs.host_random
         self._hooks: list[Any] = []
         self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []  # what `undo` restores
-        self.trial: PlanTrial | None = PlanTrial(model, self._assignments, self)
+        self.trial = PlanTrial(model, self._assignments, self)
         splits = {a.module.get_parameter(name): s for a in self._assignments for name, s in a.splits().items()}
         self.partial = {param for a in self._assignments for param in a.style.partial(a.module, a.in_region)}
         self.partial -= splits.keys()  # each rank has the whole gradient of its shard
@@ -85,20 +86,17 @@ class TensorParallel(TensorAxis):
         self._before.append((module, kind, changed))
 
     def _end_regions(self, model: nn.Module) -> Iterator[Any]:
-        """Ranks draw the same random numbers again where a module ends that shards features, even if it fails; and
-        where the model ends, as a backward may have left a fork open (checkpointing with preserve_rng_state=False)."""
+        """Hooks after which ranks draw the same random numbers again: after each module whose children shard features,
+        also if its forward fails; and after the model, because a backward may have left a fork open (checkpointing with
+        preserve_rng_state=False)."""
         modules = dict(model.named_modules())
         parents = {caller(modules, a.name) for a in self._assignments if a.style.opens_fork}
         for parent in sorted(parents | {""}):
             yield modules[parent].register_forward_hook(self.end_tp_region, always_call=True)
 
     def make_reduction(self, shards: Sequence[ParamShard]) -> TensorGradients:
-        return TensorGradients(self, self.partial, self._try_out, shards)
-
-    def _try_out(self) -> None:
-        if self.trial is not None:
-            self.trial.run()
-            self.trial = None
+        shards_sequence = any(isinstance(a.style, SequenceBegin) for a in self._assignments)
+        return TensorGradients(self, self.partial, shards_sequence, self.trial.run, shards)
 
     def forward_scope(self, model: nn.Module, default: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         if not model.training:  # else hooks draw torch's numbers
@@ -110,8 +108,7 @@ class TensorParallel(TensorAxis):
         self.end_tp_region()
 
     def explain(self, error: RuntimeError) -> None:
-        if self.trial is not None:
-            self.trial.explain(error)
+        self.trial.explain(error)
 
     def describe(self, params: Mapping[str, nn.Parameter], sizes: Mapping[str, int], options: Any) -> dict[str, str]:
         """Which layers are sharded over the tensor axis, and their share of the parameters."""
@@ -127,8 +124,7 @@ class TensorParallel(TensorAxis):
         self.end_tp_region()
         for hook in self._hooks:
             hook.remove()
-        if self.trial is not None:
-            self.trial.close()
+        self.trial.close()
         for module, kind, attributes in reversed(self._before):
             module.__class__ = kind
             for name, value in attributes.items():

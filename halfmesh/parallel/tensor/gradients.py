@@ -21,12 +21,13 @@ class TensorGradients(SharedGradients):
     """Sums the gradients of parameters that work on this rank's shard of the activations (norms under sequence
     parallelism).
 
-    In the first updates it compares gradients over the ranks, of all whole parameters: where those that are summed are
-    equal, or others differ, the plan is wrong. Gradients of zero (before a layer that starts at zero) are compared
-    again in the next update.
+    In the first updates it compares gradients of whole parameters over the ranks: the plan is wrong where those that
+    are summed are equal (but for shards of the sequence, of which a mean makes equal ones), or others differ. Gradients
+    of zero (before a layer that starts at zero) are compared again in the next update.
 
     Args:
         partial: the parameters whose gradients are summed.
+        shards_sequence: whether ranks compute different tokens.
         try_out: called before gradients are completed.
         shards: of the parameters that are trained.
     """
@@ -35,10 +36,11 @@ class TensorGradients(SharedGradients):
         self,
         axis: TensorAxis,
         partial: Collection[nn.Parameter],
+        shards_sequence: bool,
         try_out: Callable[[], None],
         shards: Sequence[ParamShard],
     ) -> None:
-        self._axis, self._try_out = axis, try_out
+        self._axis, self._try_out, self._shards_sequence = axis, try_out, shards_sequence
         self._looks: dict[nn.Parameter, int] = {}  # how often each was compared
         super().__init__(partial, axis.group, shards)
 
@@ -69,11 +71,12 @@ class TensorGradients(SharedGradients):
         apart = ((everyone - everyone[0]).norm(dim=-1).amax(0) / sizes).tolist()  # nan where all are zero
         summed = [shard.model_param in self._params for shard in shards]
         found = list(zip(shards, apart, summed, strict=True))
-        if names := [shard.name for shard, share, is_summed in found if is_summed and share < 1e-4]:
+        same = [shard.name for shard, share, is_summed in found if is_summed and share < 1e-4]
+        if same and not self._shards_sequence:
             raise InputError(
-                f"the plan sums the gradients of {shorten(names)} over the ranks of a tensor group ('partial', or a "
-                "style of sequence parallelism), but they are the same on all ranks: the activations there are whole, "
-                "and the sum would be too large by the number of ranks; take these modules out of the plan"
+                f"the plan sums the gradients of {shorten(same)} over the ranks of a tensor group ('partial'), but "
+                "they are the same on all ranks: the activations there are whole, and the sum would be too large by "
+                "the number of ranks; take these modules out of the plan"
             )
         if names := [shard.name for shard, share, is_summed in found if not is_summed and share > 1e-2]:
             raise InputError(

@@ -145,7 +145,11 @@ def states(rank, world_size, parallel):
     theirs = [None] * world_size
     dist.all_gather_object(theirs, mine)
     engine.load_state_dict(mine)
-    return said(engine.load_state_dict, theirs[1 - rank])
+    found = said(engine.load_state_dict, theirs[1 - rank])
+    engine.close()
+    again = said(halfmesh.initialize, engine.model, engine.optimizer, config={}, device=rank_device())
+    assert ("holds a part of it for another engine" in again) == ("expert" in parallel)
+    return found
 
 
 @pytest.mark.distributed
@@ -166,6 +170,21 @@ def criterion_losses(rank, world_size):
     loss = engine.criterion(engine(input_ids=tokens(0)), target)
     engine.backward(loss)
     return loss.item(), engine.step().grad_norm
+
+
+def weighted(rank, world_size):
+    engine = make_engine(
+        make_mixtral,
+        {"expert": 2},
+        lambda output, target: F.mse_loss(output.logits.float().mean((1, 2)), target, weight=target),
+    )
+    return said(lambda: engine.criterion(engine(input_ids=tokens(0)), here(torch.arange(1.0, ROWS + 1))))
+
+
+@pytest.mark.distributed
+def test_a_mean_by_weights_of_each_rank_is_refused():
+    for message in run_ranks(weighted, 2):
+        assert "with parallel.expert a loss of two tensors cannot be a mean by `weight`" in message
 
 
 @pytest.mark.distributed
