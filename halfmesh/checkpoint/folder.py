@@ -73,14 +73,15 @@ def finish(unfinished: Path, keep: int | None) -> None:
     older = [path for path in checkpoints(final.parent) if path != final and _model(path) == model]
     same_step = [path for path in older if path.name.partition(".")[0] == step]
     rest = [path for path in older if path not in same_step]
-    for path in same_step + ([] if keep is None else rest[keep - 1 :]):
+    kept = rest if keep is None else rest[: keep - 1]
+    for path in [*same_step, *rest[len(kept) :]]:
         _remove(path)
-    if rest and rest[0].name > final.name:  # the run went back to an earlier checkpoint
+    if kept and kept[0].name > final.name:  # the run went back to an earlier checkpoint
         _log.warning(
             "%s was saved beside %s, which is of a later step: the folder, and resume='auto', would load that one; if "
             "you went back on purpose, remove it, or save into another folder",
             final,
-            rest[0].name,
+            kept[0].name,
         )
 
 

@@ -71,7 +71,8 @@ class AppliedAxis:
         dim: the name of the axis in the mesh.
         splits: the parameters of which this rank holds a shard, and how they were split.
         ties: parameters that other ranks of the axis hold too, where each rank holds only some modules.
-        first_names: for each name of a tensor of the whole model the tensor's first name; None: this rank has them all.
+        first_names: for each name in the whole model the first name of the same tensor, tied ones have several;
+            None: this rank has all modules.
         same: compares inputs and outputs over the ranks of the axis; None if they do not compute the same.
     """
 

@@ -102,8 +102,8 @@ class Reducer:
         self._armed = last
 
     def expect_last(self, params: Collection[nn.Parameter]) -> None:
-        """One `open` may cover several backwards. The next one is the last that adds gradients to `params`; later ones
-        may add some to other parameters of the same buckets."""
+        """Under a pipeline one `open` covers several backwards. The next of them is the last that adds gradients to
+        `params`; other parameters of the same buckets may still get some later."""
 
     def expect_rest(self, params: Collection[nn.Parameter]) -> None:
         """The last of several backwards begins. It adds gradients to `params` only; those of the other parameters are

@@ -82,8 +82,8 @@ class IsolatedRNG:
 
 
 class SharedRNG(IsolatedRNG):
-    """A scope that starts from the state of rank 0's generators, on all ranks. A generator of this rank that was in
-    the same state on entering keeps what is drawn inside, as if the user had drawn it; others get their state back.
+    """A scope in which all ranks draw as rank 0 would. On leaving, each generator of this rank that began in rank 0's
+    state keeps what was drawn, as if the user had drawn it; the others get their own state back.
 
     Args:
         start: `random_state` of rank 0, or one that was saved.

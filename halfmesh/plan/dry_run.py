@@ -151,10 +151,8 @@ def find_plan_problems(config: Config, world_size: int, model: nn.Module) -> lis
     """The same for a model that was built in a dry run."""
     try:
         make_plans(model, torch.optim.AdamW(model.parameters()), None, None, config, max(1, world_size))
-    except ValueError as error:  # a model without parameters
-        return str(error).splitlines()
     except Exception as error:
-        return _problems_of(error)
+        return [str(error)] if type(error) is ValueError else _problems_of(error)  # torch's: without parameters
     return []
 
 

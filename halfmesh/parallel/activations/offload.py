@@ -55,9 +55,9 @@ class Copies:
 class Offload:
     """Moves the tensors that autograd saves to the host, and back when backward needs them.
 
-    Weights stay, as do casts of weights, and what is on the host already. On a GPU the copies run during the
-    computation: to the host `IN_FLIGHT` at a time, for which forward waits, so that their memory does not pile up. With
-    each tensor that backward needs, those saved just before it are copied back, too.
+    Weights, casts of weights and tensors already on the host stay. On a GPU copies overlap with computation. At most
+    `IN_FLIGHT` copies to the host are pending: the computation waits for the oldest, so that device memory does not
+    pile up. When backward needs a tensor, those saved just before it are fetched, too.
 
     Args:
         device: where the model is.

@@ -1,5 +1,5 @@
-"""Losses of a whole batch, from each rank's outputs: the same value on all ranks. The gradient is that of this rank's
-outputs times the number of ranks, so that the mean over the ranks is the loss's gradient."""
+"""Each rank computes the loss of the whole batch from its own outputs. Its gradients are multiplied by the number of
+ranks, since the reduction afterwards takes the mean over the ranks."""
 
 from __future__ import annotations
 

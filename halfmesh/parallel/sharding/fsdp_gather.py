@@ -22,7 +22,7 @@ class CastGather:
     one for optimizers and checkpoints, too.
 
     Args:
-        weights: DTensors, whose rows all ranks have equally many of.
+        weights: DTensors of which every rank holds equally many rows.
         casts: one for each.
     """
 

@@ -109,8 +109,8 @@ def wrap(
 
 
 def add_missing_grads(unit: FSDPModule) -> None:
-    """Before the last of several backwards: where FSDP2 holds gradients of `unit` in a wider dtype than its parameters
-    have, let it hold zeros of that dtype for the parameters that had none.
+    """Before the last of several backwards: if FSDP2 has accumulated gradients of `unit` in a wider dtype than its
+    parameters', give parameters without a gradient zeros of that dtype.
 
     torch 2.13 and 2.14 make these zeros in the parameters' dtype, and then refuse the mixture. Older torch makes none;
     newer torch, where the gradient is a property, makes them right.
