@@ -92,7 +92,6 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "config", "batch"),  # 32 images on all data ranks together
     [
-        (2, ("tensor", "bf16=null", "fp16.mode=naive"), 32),
         (4, ("tensor", "parallel.tensor.sequence_parallel=true"), 16),
         (2, (*INTERLEAVED, "bf16.mode=naive"), 32),
         (4, ("three_d", "parallel.data.size=null", "bf16=null"), 32),
