@@ -71,9 +71,9 @@ class Float8Product:
             yield name, layer, not is_filtered and all(size % MULTIPLE == 0 for size in layer.weight.shape)
 
     def cast_before_gather(self, model: nn.Module) -> dict[nn.Parameter, GatherCast]:
-        """The weights that may be cast before ranks gather them, with what casts them: those that nothing but products
-        in float8 computes with. None under rowwise scales: forward has one for each row of a weight, and backward one
-        for each column."""
+        """The weights that may be cast before ranks gather them, with their casts: weights that are used in float8
+        products only. Empty with rowwise scales, of which forward needs one per row of a weight, backward one per
+        column."""
         if self.scaling != "tensorwise":
             return {}
         layers = {layer for _, layer, in_float8 in self.layers(model) if in_float8}

@@ -1,4 +1,4 @@
-"""A linear layer's weight that was cast to float8 before it came: the layer multiplies with it as it is.
+"""A linear layer's weight that was gathered in float8: the layer multiplies with it without a cast.
 
 Imports torchao, so it is imported where float8 is used.
 """
@@ -16,13 +16,13 @@ aten = torch.ops.aten
 
 
 class Float8Weight(Float8TrainingTensor):
-    """torchao's tensor of float8 numbers and a scale, for products only: torchao's own fails in torchao's words, or
-    computes with rounded weights where the model reads them.
+    """torchao's tensor of float8 numbers and a scale, which may be used in products only. (torchao's own, used
+    otherwise, fails in torchao's words, or gives the model rounded weights.)
 
     Args:
-        data: the numbers.
+        data: the float8 numbers.
         scale: 0-dim fp32; the weight is `data / scale`.
-        dtype: that it shows, in which its gradient comes.
+        dtype: the dtype that it shows, and that of its gradient.
         products: how torchao multiplies.
     """
 

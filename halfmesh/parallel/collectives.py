@@ -78,8 +78,8 @@ def reduce_scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup)
 
 @torch.compiler.disable
 def total_loss(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the ranks' parts of a loss. Gradients are means over the ranks, as those of data ranks are: then terms
-    that each rank computes by itself (a penalty on weights) have the gradients that they should have."""
+    """The sum of the ranks' parts of a loss. Its gradient is multiplied by the number of ranks, because gradients are
+    averaged over the ranks afterwards; so terms that each rank computes alike (a penalty on weights) stay right."""
     return _Collective.apply(part, lambda x: _summed(x, group), lambda grad: grad * group.size())
 
 

@@ -171,7 +171,7 @@ class SharesBatch(AppliedAxis):
         return BatchShard(self.key, self.group, dim, shape[0], shape[dim], self.has_stages)
 
     def _shape(self, given: Mapping[str, Any]) -> torch.Size:
-        """Of the first tensor that is sharded."""
+        """The shape of the first argument that is sharded."""
         split = {name: value for name, value in given.items() if name not in self.non_split}
         shape = next((tensor.shape for tensor in tensors_of(split) if tensor.dim() > self.sharded_dim), None)
         if shape is None:
@@ -195,11 +195,11 @@ class SharesBatch(AppliedAxis):
 
 
 class _Mode(TorchFunctionMode):
-    """Within it functions of torch are those of whole batches.
+    """A scope in which torch's losses and attention compute for the whole batch, from this rank's part of it.
 
     Attributes:
-        shard: of the last call of the model; None: functions get whole batches.
-        seen: what is noted in a trial.
+        shard: this rank's part in the last call of the model; None: functions are given whole batches.
+        seen: notes of a trial.
     """
 
     def __init__(self, functions: _Functions) -> None:

@@ -22,12 +22,12 @@ experts in half precision."""
 
 @dataclass
 class Seen:
-    """What a run of a trial does.
+    """What was seen in one run of a trial.
 
     Attributes:
-        functions: of torch that it calls.
-        counts: how many targets count in each loss, of all ranks.
-        half: whether anything is computed in half precision.
+        functions: the functions of torch that were called.
+        counts: for each loss, how many targets of all ranks count.
+        half: whether anything was computed in half precision.
     """
 
     functions: set[Any] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts, and the experts' results back."""
+"""Sends tokens to the ranks of their experts, and the experts' results back."""
 
 from __future__ import annotations
 
