@@ -2,7 +2,7 @@
 #
 #   make demo     train a Vision Transformer in fp16 on 2 processes, on the CPU; draws runs/naive_fp16/training.png
 #   make test     what a change has to pass while one works on it, 2 files at a time (WORKERS=0: one after the other);
-#                 ROOM=amp: those of tests/amp only
+#                 ROOM=amp: those of tests/amp only; PYTEST_FLAGS: further options of pytest
 #   make test-all   the slow ones, too: what CI runs
 #   make test-composition   all cells of the composition table's product: 40 minutes or so
 #   make test-kills   training is killed 50 times, and resumes: benchmarks/results/kills.md, in 5 minutes or so
@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 	  --config configs/naive_fp16.py --data digits --device $(DEVICE) --min-accuracy 95
 
 # All tests of a file run in one process, in order: they share what is costly to make.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/$(ROOM)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS) tests/$(ROOM)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
