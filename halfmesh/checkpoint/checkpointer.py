@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from ..config.text import as_json
 from ..errors import HalfmeshError, InputError, bullet_list, refuse_below
 from ..log import get_logger
 from ..parallel.context import ParallelContext
@@ -151,7 +152,7 @@ class Checkpointer:
             "layout": self._layout,
             "device": context.device.type,
             "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(),
-            "config": parts.config.model_dump(mode="json"),
+            "config": as_json(parts.config.model_dump(exclude=set(parts.config.user)) | parts.config.user),
             "versions": {"halfmesh": __version__, "torch": torch.__version__},
         }
         written = [(name, box) for name, tensor in tensors.items() for box in tensor.boxes if box.rank == context.rank]

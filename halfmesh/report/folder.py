@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic_core import to_json
 
 from ..amp.plugin import PRECISIONS
-from ..errors import InputError, Preempted, cut, show, show_name
+from ..config.text import as_json
+from ..errors import InputError, Preempted, cut, show_name
 from ..log import Listener
 from ..mesh_picture import block_of, compress, describe_shards
 from . import run_files
@@ -166,7 +166,7 @@ class RunFolder:
             run_files.move_earlier(self.directory)
         self._sessions = [*run_files.read_earlier(self.directory / CONFIG, "sessions"), self._session()]
         plans = run_files.read_earlier(self.directory / PLAN, "plans")
-        new = _plain({"rows": dict(plan.rows), "values": {**plan.values, "ranks": ranks}})
+        new = as_json({"rows": dict(plan.rows), "values": {**plan.values, "ranks": ranks}})
         if not plans or {key: plans[-1].get(key) for key in new} != new:
             plans.append({"from_step": step, **new})
         self._put(CONFIG, sessions=self._sessions)
@@ -199,7 +199,7 @@ class RunFolder:
             "config": engine.config.to_dict(),
             "settings": _settings(engine.config),
         }
-        return _plain(session)
+        return dict(as_json(session))
 
     def _hear(self, record: logging.LogRecord) -> None:
         self._warnings.append((self._engine.global_step, record.getMessage().removeprefix("[rank 0] ")))
@@ -212,7 +212,7 @@ class RunFolder:
                 self._skipped.append(number)
 
     def _put(self, name: str, **content: Any) -> None:
-        run_files.replace_file(self.directory / name, json.dumps({"format": 1, **_plain(content)}, indent=1) + "\n")
+        run_files.replace_file(self.directory / name, json.dumps({"format": 1, **as_json(content)}, indent=1) + "\n")
 
 
 def _describe_rank(engine: Engine) -> dict[str, Any]:
@@ -232,11 +232,6 @@ def _settings(config: Config) -> dict[str, Any]:
         if settings[name] is not None:
             settings[name] = {"mode": settings[name]["mode"], **settings[name]["options"]}
     return settings
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` as JSON types; anything else as its repr."""
-    return dict(json.loads(to_json(value, fallback=show, inf_nan_mode="strings")))
 
 
 def _how(error: BaseException | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 import halfmesh
+from halfmesh.checkpoint.storage import read_manifest
 from halfmesh.errors import InputError
 from tests.support.checkpoint_runs import (
     Net,
@@ -37,6 +38,35 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path, caplog):
     ):
         assert words in caplog.text
     assert engine.loss_scale == 256
+
+
+def activation(x):
+    return x
+
+
+def test_constants_of_any_type_are_saved_as_text(tmp_path):
+    """In both kinds of saves, and read back."""
+    itself = []
+    itself.append(itself)
+    constants = {
+        "NORM": (nn.LayerNorm, "<class 'torch.nn.modules.normalization.LayerNorm'>"),
+        "ACTIVATION": (activation, "<function activation>"),  # without its address
+        "DTYPE": (torch.float16, "torch.float16"),
+        "DEVICE": (torch.device("cpu"), "device(type='cpu')"),
+        "WEIGHTS": (torch.zeros(4000), "tensor([0., 0., 0.,  ..., 0., 0., 0.])"),
+        "FOLDER": (tmp_path, str(tmp_path)),
+        "RAW": (b"\xff", "b'\\xff'"),
+        "MANY": (float("inf"), "inf"),
+        "NESTED": ({"a": [{(1, 2): nn.ReLU, None: 1}]}, {"a": [{"(1, 2)": str(nn.ReLU), "None": 1}]}),
+    }
+    config = {key: value for key, (value, _) in constants.items()} | {"ITSELF": itself}
+    engine = halfmesh.initialize(Net(), lambda params: optim.AdamW(params), config=config, device="cpu")
+    for in_background in (False, True):
+        place = engine.save(tmp_path / str(in_background), in_background=in_background)
+        assert engine.load(tmp_path / str(in_background)) == place
+        saved = read_manifest(place)["config"]
+        assert {key: saved[key] for key in constants} == {key: text for key, (_, text) in constants.items()}
+    halfmesh.RunFolder(engine, tmp_path / "run").close()
 
 
 class Counting(Net):
