@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -237,7 +238,7 @@ class ShardedState:
                     shards[f"{STATE}{key}.{name}"] = TensorShard(value.detach(), placement)
                 elif is_tensor and (placement.is_whole or value.numel() == 1):
                     shards[f"{COUNTERS}{key}.{name}"] = TensorShard(value.detach(), whole(value.shape))
-                elif not is_tensor and (placement.is_whole or isinstance(value, (int, float, str, type(None)))):
+                elif not is_tensor and (placement.is_whole or isinstance(value, (Number, str, type(None)))):
                     plain.setdefault(name, {})[key] = value
                 else:
                     raise InputError(

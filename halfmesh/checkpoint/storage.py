@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -126,7 +127,8 @@ def open_stored(folder: Path, manifest: Mapping[str, Any], context: ParallelCont
     from . import dcp
 
     def read(name: str) -> dict[str, Any]:
-        content: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=True)
+        with _numpy_is_safe():
+            content: dict[str, Any] = torch.load(folder / name, map_location="cpu", weights_only=True)
         return content
 
     def opened() -> Stored:
@@ -159,12 +161,25 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
+def _numpy_is_safe() -> torch.serialization.safe_globals:
+    """A scope in which torch also reads numpy's numbers and arrays: their classes run no code."""
+    dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+    safe: list[Any] = [np.ndarray, np.dtype, *dtypes]
+    for value in (np.float64(0), np.zeros(0)):  # the functions that make them, under their names in numpy 1 and 2
+        make = value.__reduce__()[0]
+        safe += [(make, f"numpy.{core}.multiarray.{make.__name__}") for core in ("core", "_core")]
+    known = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([each for each in safe if each not in known])  # the end removes them
+
+
 def as_bytes(content: Mapping[str, Any]) -> bytes:
-    """Plain values and tensors as they stand in a file. Raises InputError of other objects."""
+    """Plain values, tensors, and numbers and arrays of numpy as they stand in a file. Raises InputError of others."""
     buffer = io.BytesIO()
     torch.save(dict(content), buffer)
     buffer.seek(0)
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+    with _numpy_is_safe():
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
         raise InputError(
             f"the state in {', '.join(content)} holds {', '.join(sorted(unsafe))}, which are not read back because "
             "that could run code; keep such objects out of state dicts, or save them yourself"

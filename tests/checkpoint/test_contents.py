@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -135,7 +136,7 @@ def test_state_of_no_parameter_is_refused(tmp_path):
 
 def state_of_parts(rank, world_size, folder):
     said = []
-    for make in (lambda param: [param], lambda param: 3):
+    for make in (lambda param: [param], lambda param: np.float32(3)):
         engine = make_engine("tp2", "none", optimizer=lambda params, make=make: Keeps(params, {"kept": make}))
         train(engine, 1)
         try:
@@ -341,3 +342,28 @@ def saved_and_loaded(rank, world_size, folder):
 def test_each_rank_gets_its_own_attached_state_back(tmp_path):
     """In another layout that of rank 0."""
     assert run_ranks(saved_and_loaded, 2, str(tmp_path)) == [(5, 5), (6, 5)]
+
+
+def test_numbers_and_arrays_of_numpy_come_back_as_they_were(tmp_path):
+    """A Python float in place of a np.float32 would change what is computed with it."""
+
+    def make(seed, rate, layer, seen):
+        group = {"lr": np.float32(rate), "weight_decay": np.float64(0.1), "layer": layer}
+        engine = make_small(
+            optimizer=lambda params: Keeps([{"params": params, **group}], {"decay": lambda param: np.float32(0.9)}),
+            seed=seed,
+            lr_scheduler=lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 9)),
+        )
+        engine.attach("seen", seen)
+        return engine
+
+    seen = {"rows": np.arange(3, dtype="f4"), "deep": [(np.float16(0.1), np.bool_(1))], "zero_dim": np.array(2)}
+    expected = train(engine := make(0, 0.01, np.int64(3), seen), 4, save_at=2, folder=tmp_path)[2:]
+    other = make(1, 0.3, 0, found := {})
+    other.load(tmp_path)
+    group = other.optimizer.param_groups[0]
+    assert [type(group[key]) for key in ("initial_lr", "lr", "layer")] == [np.float32, np.float64, np.int64]
+    assert (found["rows"].dtype, found["deep"], found["zero_dim"].shape) == ("f4", [(np.float16(0.1), np.bool_(1))], ())
+    assert type(other.optimizer.state[other.model.first.weight]["decay"]) is np.float32
+    assert train(other, 2) == expected
+    assert differing(weights(other), weights(engine)) == []
