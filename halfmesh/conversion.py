@@ -21,7 +21,7 @@ from .amp.recipe import FP32
 from .amp.step_result import StepResult
 from .checkpoint import validate
 from .config.load import load_config
-from .errors import IncompatibleConfigError, InputError, bullet_list
+from .errors import IncompatibleConfigError, InputError, bullet_list, refuse_closure
 from .key_checks import recipe_of
 from .loop.accumulation import Accumulation
 from .loop.executor import DirectBackward
@@ -216,13 +216,14 @@ class AMPOptimizer(optim.Optimizer):
             self._executor, loss, is_last_batch=True, retain_graph=retain_graph, loss_id=loss_id
         )
 
-    def step(self) -> StepResult:  # type: ignore[override]
+    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Unscale, check, step or skip, and move the loss scale. Frees the gradients that it uses.
 
         Raises:
-            InputError: no `backward` since the last step.
+            InputError: no `backward` since the last step, or a closure.
             NonFiniteError: inf or nan in too many updates in a row.
         """
+        refuse_closure("optimizer.step", closure)
         if not self._accumulation.has_backward:
             raise InputError(
                 "step() was called before backward(loss): there is nothing to step with. Call optimizer.backward(loss) "

@@ -16,7 +16,7 @@ from .checkpoint.averaged_model import AveragedModel
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.rank_state import Stateful
 from .data.loader import EngineDataLoader
-from .errors import InputError, NonFiniteError
+from .errors import InputError, NonFiniteError, refuse_closure, show
 from .loop.parts import EngineHook, EngineParts
 from .summary import EffectivePlan
 
@@ -114,10 +114,11 @@ class Engine:
         if loader is not None:
             loader.note_training()
 
-    def step(self, last: bool = False) -> StepResult | None:
+    def step(self, closure: None = None, *, last: bool = False) -> StepResult | None:
         """Count one microbatch; at the end of an accumulation cycle take one optimizer step.
 
         Args:
+            closure: as in torch's optimizers, but only None.
             last: end the cycle here, also without a new backward: after the last batch of a loader of your own, or
                 after a `break` (`engine.dataloader` knows its end).
 
@@ -125,12 +126,16 @@ class Engine:
             The step's result, or None inside an accumulation cycle.
 
         Raises:
-            InputError: no backward since the last step.
+            InputError: no backward since the last step, or a closure.
             NonFiniteError: inf or nan, as `on_nonfinite` and `max_consecutive_skips` say; with a diagnosis.
             SyncError: with `debug="sync"`: the ranks differ where they should agree.
         """
+        refuse_closure("engine.step", closure)
+        if not isinstance(last, bool):
+            raise InputError(f"engine.step(last={show(last)}): expected True or False")
         parts = self._parts
         parts.refuse_if_closed()
+        parts.lr.check()
         for hook in self._before_step:
             hook()
         accumulation = parts.accumulation

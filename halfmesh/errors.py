@@ -163,6 +163,17 @@ def refuse_below(least: int, **arguments: object) -> None:
             raise InputError(f"{name}={show(value)}: expected a whole number, {least} or more")
 
 
+def refuse_closure(call: str, closure: object) -> None:
+    """Raise InputError if `call` was given a closure, as `optimizer.step` of torch takes one."""
+    if isinstance(closure, bool):
+        raise InputError(f"{call}({closure}): name the argument: {call}(last={closure})")
+    if closure is not None:
+        raise InputError(
+            f"{call}({show(closure)}): it takes no closure. Compute the loss in the loop, and call backward(loss) "
+            "before each step; an optimizer that computes the loss again within a step, such as LBFGS, cannot be used"
+        )
+
+
 def readable(count: float) -> str:
     """`count` bytes in words: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

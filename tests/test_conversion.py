@@ -182,6 +182,10 @@ def test_misuse():
         optimizer.backward(criterion(model(x), y))
     optimizer.zero_grad()
     optimizer.backward(criterion(model(x), y))
+    with pytest.raises(InputError, match=r"optimizer.step\(<function .* it takes no closure.* call backward\(loss\)"):
+        optimizer.step(lambda: criterion(model(x), y))
+    assert not optimizer.step(closure=None).skipped
+    optimizer.backward(criterion(model(x), y))
     optimizer.optimizer.zero_grad()  # either clears
     with pytest.raises(InputError, match="there is nothing to step with"):
         optimizer.step()

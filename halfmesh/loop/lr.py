@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from ..amp.step_result import StepResult
 from ..errors import InputError
@@ -34,7 +34,26 @@ class LRAdvance:
         self._interval = interval
         self._may_skip = may_skip
         self._pending: StepResult | None = None
-        self._position = self._get_position()
+        self._position: tuple[int, Any] | None = None  # where the engine left it; None: before its first step
+
+    def check(self) -> None:
+        """`engine.step` is called.
+
+        Raises:
+            InputError: others have moved the scheduler since the last call. (A load into it is no such move, nor is
+                what was done before the first call.)
+        """
+        if self.scheduler is None or self._interval == "manual":
+            return
+        left, now = self._position, self._get_position()
+        self._position = now
+        if left is not None and now is not None and now[0] != left[0] and now[1] is left[1]:
+            when = "update, not each batch" if self._interval == "step" else "epoch"
+            raise InputError(
+                "lr_scheduler.step() was called outside the engine, which advances it itself after each "
+                f"{when} (lr_interval={self._interval!r}): its last_epoch was {left[0]} and is {now[0]}; remove the "
+                "call, or set lr_interval='manual'"
+            )
 
     def after(self, result: StepResult) -> None:
         """An update ran, taken or skipped."""
@@ -65,17 +84,18 @@ class LRAdvance:
         self._pending = None
         if self.scheduler is not None and state is not None:
             self.scheduler.load_state_dict(state)
-            self._position = self._get_position()
+            self._position = None
 
-    def _get_position(self) -> int | None:
-        return getattr(self.scheduler, "last_epoch", None)
+    def _get_position(self) -> tuple[int, Any] | None:
+        """The steps that the scheduler has counted, and an object of its that a load replaces."""
+        scheduler = self.scheduler
+        while isinstance(scheduler, ChainedScheduler):  # it counts none itself
+            scheduler = scheduler._schedulers[0]
+        count = getattr(scheduler, "last_epoch", None)
+        return None if count is None else (count, getattr(scheduler, "base_lrs", None))
 
     def _advance(self) -> None:
-        if self._position is not None and self._get_position() == self._position + 1:
-            raise InputError(
-                f"lr_scheduler.step() was called outside the engine, which advances it itself with lr_interval="
-                f"{self._interval!r}; remove the call, or set lr_interval='manual'"
-            )
+        self.check()
         self.scheduler.step()
         self._position = self._get_position()
 

@@ -73,6 +73,26 @@ def test_a_loader_of_ones_own_closes_a_cycle_early():
     assert engine.global_step == 2
 
 
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ([lambda: X], {}, r"engine.step\(<function .*\): it takes no closure"),
+        ([], {"closure": lambda: X}, "it takes no closure"),
+        ([True], {}, r"name the argument: engine.step\(last=True\)"),
+        ([], {"last": lambda: X}, r"engine.step\(last=<function .*\): expected True or False"),
+        ([], {"last": torch.tensor(True)}, r"last=tensor\(True\)\): expected True or False"),
+    ],
+)
+def test_a_closure_ends_no_cycle(args, options, message):
+    engine = make_engine({"gradient_accumulation": 4})
+    for closed in (False, False, False, True):
+        engine.backward(engine.criterion(engine(X), Y))
+        with pytest.raises(InputError, match=message):
+            engine.step(*args, **options)
+        assert (engine.step(None) is not None) == closed
+    assert engine.global_step == 1
+
+
 @pytest.mark.parametrize("mode", ["torch_fp16", "naive_fp16"])
 def test_the_optimizers_zero_grad_reaches_working_and_master_gradients(mode):
     engine = make_engine(MODES[mode])

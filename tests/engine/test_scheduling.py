@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim import lr_scheduler as lr
 
 import halfmesh
 from halfmesh.errors import InputError
@@ -124,9 +126,81 @@ def test_a_scheduler_given_as_an_object_keeps_working_on_masters():
     assert engine.lr_scheduler is scheduler
 
 
-def test_a_scheduler_stepped_by_hand_as_well():
-    engine = make_engine(lr_scheduler=halving)
-    step_on(engine, X, Y)
-    engine.lr_scheduler.step()
+def chained(optimizer):
+    return lr.ChainedScheduler([halving(optimizer), lr.ConstantLR(optimizer, 0.5, 3)])
+
+
+def warmed_up(optimizer):
+    return lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), halving(optimizer)], milestones=[2])
+
+
+def restarting(optimizer):
+    return lr.CosineAnnealingWarmRestarts(optimizer, T_0=10)
+
+
+def each_batch(engine, scheduler):
+    for number, (x, y) in enumerate(engine.dataloader):
+        step_on(engine, x, y)
+        scheduler.step(*([number / 6] if isinstance(scheduler, lr.CosineAnnealingWarmRestarts) else []))
+
+
+def each_batch_before(engine, scheduler):
+    for x, y in engine.dataloader:
+        engine.backward(engine.criterion(engine(x), y))
+        scheduler.step()
+        engine.step()
+
+
+def each_update(engine, scheduler):
+    for x, y in engine.dataloader:
+        if step_on(engine, x, y) is not None:
+            engine.lr_scheduler.step()
+
+
+def each_epoch(engine, scheduler):
+    for _ in range(2):
+        for x, y in engine.dataloader:
+            step_on(engine, x, y)
+        scheduler.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("mode", "accumulation"), [("none", 4), ("torch_fp16", 1), ("torch_fp16", 4)])
+@pytest.mark.parametrize(
+    ("interval", "make", "loop"),
+    [
+        ("step", halving, each_batch),
+        ("step", halving, each_batch_before),
+        ("step", halving, each_update),
+        ("step", halving, each_epoch),
+        ("step", chained, each_batch),
+        ("step", warmed_up, each_batch),
+        ("step", restarting, each_batch),
+        ("epoch", halving, each_batch),
+        ("epoch", halving, each_epoch),
+        ("epoch", lambda optimizer: lr.ChainedScheduler([chained(optimizer)]), each_epoch),
+    ],
+)
+def test_a_scheduler_stepped_by_hand_as_well(mode, interval, make, loop, accumulation):
+    config = MODES[mode] | {"lr_interval": interval, "gradient_accumulation": accumulation}
+    engine = make_engine(config, loader=make_loader(24, 4), lr_scheduler=make)
     with pytest.raises(InputError, match=r"was called outside the engine, .* lr_interval='manual'"):
-        step_on(engine, X, Y)
+        loop(engine, engine.lr_scheduler)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("interval", ["step", "epoch", "manual"])
+def test_a_scheduler_loaded_or_moved_on_by_hand(interval):
+    """As a loop resumes from files of its own, or goes back to an earlier state after a bad step."""
+    engine = make_engine({"lr_interval": interval}, loader=make_loader(24, 4), lr_scheduler=halving)
+    scheduler = engine.lr_scheduler
+    scheduler.step()
+    train(engine)
+    state = copy.deepcopy(scheduler.state_dict())
+    train(engine)
+    scheduler.load_state_dict(state)
+    train(engine)
+    assert scheduler.last_epoch == 1 + {"step": 12, "epoch": 2, "manual": 0}[interval]
+    if interval == "manual":
+        each_batch(engine, scheduler)
+        assert scheduler.last_epoch == 7
